@@ -1,0 +1,393 @@
+"""Every setting of Tandem, once: its name, type, default, limits and meaning.
+
+A configuration is one frozen tree. YAML fills it, `key=value` words override it, `--help` is printed from it,
+and the resolved tree is written into the run's folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class UserError(ValueError):
+    """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
+
+
+REFERENCE_FREE_LOSSES = ("sft", "simpo", "orpo", "cpo")
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+class Run(_Section):
+    """Where a run keeps its files."""
+
+    dir: str = "runs"
+    """Folder that holds all runs."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """The run's folder inside run.dir; by default the configuration's name and the time."""
+    log_every: Positive = 10
+    """Steps between two plain progress lines, where the output is not a terminal."""
+
+
+class Model(_Section):
+    """What is trained, and what it is compared with."""
+
+    path: str
+    """Local folder or hub name of the model, as mlx-lm loads it; quantised models give QLoRA."""
+    reference: str = "initial"
+    """Reference policy: `initial` (the policy as training starts; for a fresh adapter, the model with its adapters off), or another model's path."""
+    method: Literal["lora", "dora", "full"] = "lora"
+    """Train low-rank adapters, weight-decomposed adapters, or every weight."""
+    adapter: str | None = None
+    """Folder of an adapter (mlx-lm's layout) to start from."""
+    rank: Positive = 8
+    """Rank of the adapters."""
+    scale: PositiveFloat = 2.0
+    """Factor on the adapter's output (alpha / rank in other trainers)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+    keys: tuple[str, ...] | None = None
+    """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
+    blocks: Positive | None = None
+    """Train only the last n blocks; by default all."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights; by default as stored."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward pass: less memory, about a third more time."""
+    random_init: bool = False
+    """Take only config.json from model.path and draw the weights from train.seed."""
+    revision: str | None = None
+    """Revision of a hub model."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with the model or tokenizer."""
+
+
+class Data(_Section):
+    """The records, their columns, and how they become tokens."""
+
+    train: str
+    """Training records: .jsonl, .jsonl.gz or .parquet."""
+    valid: str | None = None
+    """Held-out records, in the same form."""
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    """Most tokens of prompt and completion together; longer rows lose the beginning of their prompt."""
+    skip_invalid: bool = False
+    """Leave out unusable rows, counted and named, instead of refusing the file."""
+    chat_template: bool = True
+    """Use the tokenizer's chat template where it has one."""
+    prompt: str = "prompt"
+    """Column of the prompt."""
+    chosen: str = "chosen"
+    """Column of the preferred completion."""
+    rejected: str = "rejected"
+    """Column of the other completion."""
+    completion: str = "completion"
+    """Column of the completion (SFT)."""
+    messages: str = "messages"
+    """Column of a conversation (SFT); the last assistant message is learnt."""
+    text: str = "text"
+    """Column of plain text (SFT)."""
+    length_multiple: Positive = 64
+    """Lengths the model sees are padded to a multiple of this."""
+    length_window: Positive = 32
+    """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
+
+
+class Train(_Section):
+    """The optimisation."""
+
+    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"] = "sigmoid"
+    """`sft`, or a preference loss; lib/losses.py cites each paper."""
+    beta: PositiveFloat = 0.1
+    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
+    rpo_alpha: NonNegative = 0.0
+    """Weight of an SFT term on the chosen completion, added to any preference loss."""
+    simpo_gamma: NonNegative = 0.5
+    """Target reward margin of simpo."""
+    dpop_lambda: NonNegative = 50.0
+    """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
+    cpo_alpha: NonNegative = 1.0
+    """Weight of the likelihood term of cpo."""
+    epochs: Positive = 1
+    """Passes over the training records; train.steps overrules it."""
+    steps: Positive | None = None
+    """Optimizer steps."""
+    global_batch_size: Positive = 16
+    """Pairs (rows, for SFT) of one optimizer step, over all ranks."""
+    learning_rate: PositiveFloat = 5e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps over which the learning rate rises from zero."""
+    final_learning_rate: NonNegative = 0.0
+    """Learning rate at the last step (linear, cosine)."""
+    optimizer: Literal["adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"] = "adamw"
+    """Optimizer of MLX, by name."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay, for the optimizers that know it."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the gradient's global norm to this; null for never."""
+    seed: Natural = 0
+    """Decides everything random: adapters, data order, dropout, sampling."""
+    max_skipped_steps: Natural = 5
+    """Non-finite updates in a row that are skipped before the run stops."""
+    compile: bool | None = None
+    """Compile the step; by default where it pays (on a GPU)."""
+
+
+class Plan(_Section):
+    """How a step's work is divided among the ranks."""
+
+    shares: tuple[Natural, ...] | None = None
+    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: equal."""
+    micro_batch_sizes: tuple[Positive, ...] | None = None
+    """Pairs per forward pass, one number a rank."""
+
+
+class Sync(_Section):
+    """How ranks talk."""
+
+    timeout_seconds: PositiveFloat = 600.0
+    """A rank that waits longer than this for the others ends with a message."""
+
+
+class Checkpoint(_Section):
+    """What is kept on disk while a run goes on."""
+
+    every: Positive | None = None
+    """Steps between checkpoints; by default a tenth of the run, at most 100."""
+    keep: Positive = 3
+    """The newest checkpoints that are kept; the best one is kept as well."""
+
+
+class Evaluate(_Section):
+    """Held-out evaluation."""
+
+    every: Positive | None = None
+    """Steps between evaluations; by default only at the start and the end."""
+    batch_size: Positive = 16
+    """Pairs per forward pass, here and in the reference pass."""
+    answers: str | None = None
+    """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
+    answer_pattern: str = r"([^\s].*?)\s*$"
+    """Regular expression; its last match's first group in the generated text is compared with the answer."""
+    answers_limit: Positive = 512
+    """Most answers checked."""
+    samples: Natural = 3
+    """Held-out prompts whose greedy continuation is shown."""
+    max_tokens: Positive = 128
+    """Longest generation."""
+
+
+class Config(_Section):
+    """Tandem's settings."""
+
+    run: Run = Run()
+    model: Model
+    data: Data
+    train: Train = Train()
+    strategy: Literal["auto", "synchronous"] = "auto"
+    """How the machines work together; `auto` is synchronous."""
+    plan: Plan = Plan()
+    sync: Sync = Sync()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Config:
+        plan, batch = self.plan, self.train.global_batch_size
+        if plan.shares is not None and sum(plan.shares) != batch:
+            raise ValueError(f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal")
+        if plan.shares is not None and plan.micro_batch_sizes is not None and len(plan.shares) != len(plan.micro_batch_sizes):
+            raise ValueError(f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes {len(plan.micro_batch_sizes)}; give one a rank")
+        if self.train.label_smoothing and self.train.loss not in ("sigmoid", "robust"):
+            raise ValueError(f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0")
+        if self.train.rpo_alpha and self.train.loss == "sft":
+            raise ValueError("train.rpo_alpha adds an SFT term to a preference loss, but train.loss is sft; leave it at 0")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return self.train.loss not in REFERENCE_FREE_LOSSES
+
+    @property
+    def record_kind(self) -> Literal["preference", "sft"]:
+        return "sft" if self.train.loss == "sft" else "preference"
+
+
+def load(path: Path | str | None, overrides: list[str] = (), base: dict[str, Any] | None = None) -> Config:
+    """Builds the configuration from a YAML file (or `base`, a tree of settings) and `key=value` words.
+
+    Raises:
+        UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
+    """
+    tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
+    for word in overrides:
+        key, separator, text = word.partition("=")
+        if not separator:
+            raise UserError(f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys")
+        if key not in (k for k, *_ in settings()):
+            raise UserError(f"{word}: unknown setting {key}{_did_you_mean(key)}")
+        section = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = _parse_value(key, text)
+        origins[key] = word
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("; ".join(_explain(e, origins, path) for e in error.errors())) from None
+
+
+def dump(config: BaseModel) -> str:
+    """The resolved configuration as YAML, every setting included."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, Any, Any, str]]:
+    """Every setting as (dotted key, annotation, default, meaning), in the order of definition."""
+    found = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += settings(field.annotation, f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True) if not field.is_required() else "(required)"
+            found.append((prefix + name, _strip(field.annotation), default, field.description or ""))
+    return found
+
+
+def help_text() -> str:
+    """The reference of all settings, as `--help` prints it."""
+    lines, section = [], ""
+    for key, annotation, default, meaning in settings():
+        if "." in key and key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines.append(f"\n{section}: {Config.model_fields[section].annotation.__doc__}")
+        shown = "null" if default is None else default
+        lines.append(f"  {key}={shown}  <{_type_name(annotation)}>\n      {meaning}")
+    return "\n".join(lines)
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's tree, and for each dotted key its `file:line`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist; configs/ has examples") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: the configuration is empty or not a mapping; configs/ has examples")
+    origins: dict[str, str] = {}
+
+    def walk(mapping: yaml.MappingNode, prefix: str) -> None:
+        for key, value in mapping.value:
+            dotted, place = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+            if dotted in origins:
+                raise UserError(f"{place}: {dotted} is given twice (first at {origins[dotted]}); keep one")
+            origins[dotted] = place
+            if isinstance(value, yaml.MappingNode):
+                walk(value, f"{dotted}.")
+
+    walk(node, "")
+    return tree, origins
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is."""
+    known = {k: annotation for k, annotation, _, _ in settings()}
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        if _accepts(known.get(key), str):
+            return text
+        raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
+    if value is not None and not isinstance(value, str) and _accepts(known.get(key), str):
+        return text
+    return value
+
+
+def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> str:
+    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function", "constrained")))
+    known = [k for k, *_ in settings()]
+    while key and key not in known and "." in key and any(key.startswith(f"{k}.") for k in known):
+        key = key.rpartition(".")[0]  # a place inside a list or union: the setting is what the user knows
+    place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
+    if error["type"] == "extra_forbidden":
+        return f"{place}: unknown setting {key}{_did_you_mean(key)}"
+    if error["type"] == "missing":
+        return f"{place}: {key} is required; give it in the file or as {key}=..."
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}"
+
+
+def _did_you_mean(key: str) -> str:
+    known = [k for k, *_ in settings()]
+    section, _, leaf = key.rpartition(".")
+    abbreviated = [k for k in known if k.startswith(section) and "".join(w[0] for w in k.rpartition(".")[2].split("_")) == leaf]
+    close = abbreviated or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not close:
+        leaves = {k.rpartition(".")[2]: k for k in known}
+        close = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
+    return f"; did you mean {close[0]}?" if close else "; --help lists the settings"
+
+
+def _strip(annotation: Any) -> Any:
+    """The annotation without Annotated's limits."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+
+
+def _parts(annotation: Any) -> list[Any]:
+    annotation = _strip(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [part for choice in typing.get_args(annotation) for part in _parts(choice)]
+    return [annotation]
+
+
+def _accepts(annotation: Any, kind: type) -> bool:
+    return annotation is not None and kind in _parts(annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    names = []
+    for part in _parts(annotation):
+        if typing.get_origin(part) is Literal:
+            names.append("|".join(typing.get_args(part)))
+        elif typing.get_origin(part) in (tuple, list):
+            names.append(f"list of {_type_name(typing.get_args(part)[0])}")
+        elif part is type(None):
+            names.append("null")
+        else:
+            names.append(getattr(typing.get_origin(part) or part, "__name__", str(part)))
+    return " or ".join(names)
