@@ -1,0 +1,275 @@
+"""Losses, rewards and gradients against float64 formulas written again, pair by pair, in plain Python."""
+
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from lib.config import Train
+from lib.losses import (
+    PREFERENCE_LOSSES,
+    LogProbs,
+    log_odds,
+    log_sigmoid,
+    needs_reference,
+    preference_losses,
+    preference_metrics,
+    sft_loss,
+)
+
+TOLERANCE = 1e-5
+OPTIONS = dict(beta=0.1, label_smoothing=0.0, rpo_alpha=0.0, dpop_lambda=50.0, simpo_gamma=1.0, cpo_alpha=1.0)
+CASES = [
+    ("sigmoid", {}),
+    ("sigmoid", {"beta": 0.5, "label_smoothing": 0.1}),
+    ("sigmoid", {"rpo_alpha": 0.7}),
+    ("robust", {}),
+    ("robust", {"label_smoothing": 0.3, "beta": 0.05}),
+    ("ipo", {"beta": 0.2}),
+    ("ipo", {"beta": 0.01, "rpo_alpha": 1.0}),
+    ("hinge", {"beta": 0.3}),
+    ("dpop", {"dpop_lambda": 5.0}),
+    ("dpop", {"dpop_lambda": 50.0, "beta": 0.01}),
+    ("simpo", {"beta": 2.0, "simpo_gamma": 0.5}),
+    ("simpo", {"beta": 2.5, "rpo_alpha": 0.2}),
+    ("orpo", {"beta": 0.25}),
+    ("cpo", {"cpo_alpha": 0.4}),
+]
+
+Pair = tuple[float, float, float, float, int, int]  # policy w, l; reference w, l; tokens w, l
+
+
+def log_sigmoid64(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
+
+
+def log_odds64(logp: float) -> float:
+    return logp - math.log(-math.expm1(logp))
+
+
+def loss64(name: str, pair: Pair, o: dict[str, float]) -> float:
+    """One pair's loss from the papers' formulas, in Python's float64."""
+    policy_w, policy_l, reference_w, reference_l, tokens_w, tokens_l = pair
+    h = (policy_w - policy_l) - (reference_w - reference_l)
+    beta, epsilon = o["beta"], o["label_smoothing"]
+    if name == "sigmoid":
+        loss = -(1 - epsilon) * log_sigmoid64(beta * h) - epsilon * log_sigmoid64(-beta * h)
+    elif name == "robust":
+        loss = (-(1 - epsilon) * log_sigmoid64(beta * h) + epsilon * log_sigmoid64(-beta * h)) / (
+            1 - 2 * epsilon
+        )
+    elif name == "ipo":
+        loss = (h - 1 / (2 * beta)) ** 2
+    elif name == "hinge":
+        loss = max(0.0, 1 - beta * h)
+    elif name == "dpop":
+        loss = -log_sigmoid64(beta * (h - o["dpop_lambda"] * max(0.0, reference_w - policy_w)))
+    elif name == "simpo":
+        loss = -log_sigmoid64(beta / tokens_w * policy_w - beta / tokens_l * policy_l - o["simpo_gamma"])
+    elif name == "orpo":
+        ratio = log_odds64(policy_w / tokens_w) - log_odds64(policy_l / tokens_l)
+        loss = -policy_w / tokens_w - o["beta"] * log_sigmoid64(ratio)
+    elif name == "cpo":
+        loss = -log_sigmoid64(beta * policy_w - beta * policy_l) - o["cpo_alpha"] * policy_w / tokens_w
+    else:
+        raise AssertionError(name)
+    return loss - o["rpo_alpha"] * policy_w / tokens_w
+
+
+def rewards64(name: str, pair: Pair, beta: float) -> tuple[float, float]:
+    policy_w, policy_l, reference_w, reference_l, tokens_w, tokens_l = pair
+    if name == "simpo":
+        return beta * policy_w / tokens_w, beta * policy_l / tokens_l
+    if name == "orpo":
+        return log_odds64(policy_w / tokens_w), log_odds64(policy_l / tokens_l)
+    if name == "cpo":
+        return beta * policy_w, beta * policy_l
+    return beta * (policy_w - reference_w), beta * (policy_l - reference_l)
+
+
+def derivative64(function: Callable[[float], float], x: float) -> float:
+    """Central difference, extrapolated twice (Richardson): about 1e-10 relative on these smooth functions."""
+    step = 1e-3 * max(1.0, abs(x))
+    while True:
+        d = [(function(x + step / k) - function(x - step / k)) / (2 * step / k) for k in (1, 2, 4)]
+        first, second = (4 * d[1] - d[0]) / 3, (4 * d[2] - d[1]) / 3
+        value = (16 * second - first) / 15
+        if abs(second - first) <= 1e-7 * abs(value) or step < 1e-4:
+            return value
+        step /= 4
+
+
+def ragged_pairs(count: int = 24, seed: int = 0) -> list[Pair]:
+    """float32 log-probabilities of completions of 1 to 200 tokens, policy and reference some nats apart."""
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for _ in range(count):
+        tokens = rng.integers(1, 200, 2)
+        reference = -rng.uniform(0.05, 3.0, 2) * tokens
+        # Never within 0.05 of the reference: dpop's corner is at equality, where no derivative exists.
+        drift = rng.choice([-1, 1], 2) * rng.uniform(0.05, 6, 2)
+        policy = np.minimum(reference + drift, -0.02)
+        values = [float(np.float32(v)) for v in (*policy, *reference)]
+        pairs.append((*values, int(tokens[0]), int(tokens[1])))
+    return pairs
+
+
+def to_arrays(pairs: list[Pair]) -> tuple[LogProbs, LogProbs]:
+    columns = list(zip(*pairs, strict=True))
+    policy_w, policy_l, reference_w, reference_l = (mx.array(c, dtype=mx.float32) for c in columns[:4])
+    tokens_w, tokens_l = (mx.array(c, dtype=mx.int32) for c in columns[4:])
+    return LogProbs(policy_w, policy_l, tokens_w, tokens_l), LogProbs(
+        reference_w, reference_l, tokens_w, tokens_l
+    )
+
+
+def close(actual: mx.array, expected: list[float]) -> None:
+    """Within 1e-5 of each value; those that cancel to nearly 0, of a thousandth of the largest."""
+    expected_array = np.array(expected, dtype=np.float64)
+    scale = np.maximum(np.abs(expected_array), 1e-3 * np.abs(expected_array).max())
+    error = np.abs(np.array(actual, dtype=np.float64) - expected_array)
+    assert np.all(error <= TOLERANCE * scale), (error / np.maximum(scale, 1e-300)).max()
+
+
+def gradients(name: str, policy: LogProbs, reference: LogProbs, options: dict[str, float]) -> list[mx.array]:
+    def total(chosen: mx.array, rejected: mx.array) -> mx.array:
+        moved = LogProbs(chosen, rejected, policy.chosen_tokens, policy.rejected_tokens)
+        return preference_losses(name, moved, reference, **options)[0].sum()
+
+    return list(mx.grad(total, argnums=(0, 1))(policy.chosen, policy.rejected))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"), CASES, ids=lambda v: v if isinstance(v, str) else str(sorted(v.items()))
+)
+def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str, float]) -> None:
+    options = OPTIONS | changed
+    pairs = ragged_pairs()
+    policy, reference = to_arrays(pairs)
+    losses, chosen_rewards, rejected_rewards = preference_losses(name, policy, reference, **options)
+
+    assert losses.dtype == chosen_rewards.dtype == rejected_rewards.dtype == mx.float32
+    close(losses, [loss64(name, p, options) for p in pairs])
+    close(chosen_rewards, [rewards64(name, p, options["beta"])[0] for p in pairs])
+    close(rejected_rewards, [rewards64(name, p, options["beta"])[1] for p in pairs])
+    by_chosen, by_rejected = gradients(name, policy, reference, options)
+    close(by_chosen, [derivative64(lambda v, p=p: loss64(name, (v, *p[1:]), options), p[0]) for p in pairs])
+    close(
+        by_rejected,
+        [derivative64(lambda v, p=p: loss64(name, (p[0], v, *p[2:]), options), p[1]) for p in pairs],
+    )
+
+
+def test_every_loss_is_covered() -> None:
+    assert {name for name, _ in CASES} == set(PREFERENCE_LOSSES)
+    assert set(get_args(Train.model_fields["loss"].annotation)) == {"sft", *PREFERENCE_LOSSES}
+    assert [n for n in PREFERENCE_LOSSES if not needs_reference(n)] == ["simpo", "orpo", "cpo"]
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_reference_free_losses_take_no_reference(name: str) -> None:
+    policy, reference = to_arrays(ragged_pairs(3))
+    if needs_reference(name):
+        with pytest.raises(AssertionError, match="needs reference"):
+            preference_losses(name, policy, None, **OPTIONS)
+        return
+    alone = preference_losses(name, policy, None, **OPTIONS)[0]
+    assert mx.array_equal(alone, preference_losses(name, policy, reference, **OPTIONS)[0])
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("beta", [0.1, 10.0])
+def test_extremes_stay_finite(name: str, beta: float) -> None:
+    values = [0.0, -1e-30, -1e-8, -1e-3, -1.0, -1e4, -2e4]
+    pairs: list[Pair] = [(w, l, -1e4, -1e4, t, 3) for w in values for l in values for t in (1, 1000)]
+    options = OPTIONS | {"beta": beta, "label_smoothing": 0.2, "rpo_alpha": 1.0}
+    policy, reference = to_arrays(pairs)
+    outputs = [
+        *preference_losses(name, policy, reference, **options),
+        *gradients(name, policy, reference, options),
+    ]
+    for output in outputs:
+        assert np.all(np.isfinite(np.array(output)))
+
+
+@pytest.mark.parametrize(
+    "logp", [-1.2e-7, -1e-6, -1e-4, -0.01, -0.5, -math.log(2) - 0.01, -1.0, -10.0, -80.0, -1e4], ids=str
+)
+def test_log_odds_keeps_its_digits(logp: float) -> None:
+    """Where 1 - exp(logp), computed plainly, has none left; the gradient of log odds is 1 / (1 - p)."""
+    logp = float(np.float32(logp))
+    x = mx.array([logp])
+    close(log_odds(x), [log_odds64(logp)])
+    close(mx.grad(lambda v: log_odds(v).sum())(x), [-1 / math.expm1(logp)])
+
+
+def test_log_sigmoid_keeps_its_digits() -> None:
+    values = [-1e4, -90.0, -20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 20.0, 80.0, 1e4]
+    expected = [-(x if x < 0 else 0) + math.log1p(math.exp(-abs(x))) for x in values]
+    slopes = [math.exp(-max(x, 0)) / (1 + math.exp(-abs(x))) for x in values]
+    x = mx.array(values)
+    assert np.allclose(np.array(-log_sigmoid(x)), expected, rtol=TOLERANCE, atol=1e-37)
+    assert np.allclose(
+        np.array(mx.grad(lambda v: log_sigmoid(v).sum())(x)), slopes, rtol=TOLERANCE, atol=1e-37
+    )
+
+
+def test_label_smoothing_of_one_half_breaks_robust() -> None:
+    policy, reference = to_arrays(ragged_pairs(2))
+    with pytest.raises(AssertionError):
+        preference_losses("robust", policy, reference, **(OPTIONS | {"label_smoothing": 0.5}))
+
+
+def test_rewards_carry_no_gradient() -> None:
+    policy, reference = to_arrays(ragged_pairs(4))
+
+    def reward(chosen: mx.array) -> mx.array:
+        moved = LogProbs(chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
+        return preference_losses("sigmoid", moved, reference, **OPTIONS)[1].sum()
+
+    assert not mx.any(mx.grad(reward)(policy.chosen))
+
+
+def test_metrics_are_sums_that_ranks_can_add() -> None:
+    pairs = ragged_pairs(9)
+    pairs[4] = (*pairs[4][:2], *pairs[4][:2], *pairs[4][4:])  # policy = reference: a tie
+
+    def metrics(some: list[Pair]) -> dict[str, mx.array]:
+        policy, reference = to_arrays(some)
+        _, chosen, rejected = preference_losses("sigmoid", policy, reference, **OPTIONS)
+        return preference_metrics(chosen, rejected, policy, reference)
+
+    whole, first, rest = metrics(pairs), metrics(pairs[:2]), metrics(pairs[2:])
+    rewards = [rewards64("sigmoid", p, OPTIONS["beta"]) for p in pairs]
+    expected = {
+        "reward_chosen": sum(w for w, _ in rewards),
+        "reward_rejected": sum(l for _, l in rewards),
+        "reward_margin": sum(w - l for w, l in rewards),
+        "reward_accuracy": sum(1.0 if w > l else 0.5 if w == l else 0.0 for w, l in rewards),
+        "kl": sum(((p[2] - p[0]) + (p[3] - p[1])) / 2 for p in pairs),
+    }
+    assert whole.keys() == expected.keys()
+    for key, value in expected.items():
+        assert whole[key].item() == pytest.approx(value, rel=TOLERANCE, abs=1e-5), key
+        assert (first[key] + rest[key]).item() == pytest.approx(value, rel=TOLERANCE, abs=1e-5), key
+    assert expected["reward_accuracy"] % 1 == 0.5
+
+    policy, _ = to_arrays(pairs)
+    _, chosen, rejected = preference_losses("simpo", policy, None, **OPTIONS)
+    assert "kl" not in preference_metrics(chosen, rejected, policy, None)
+
+
+def test_sft_sums_over_tokens_not_rows() -> None:
+    """Two micro-batches of unequal token counts add up to the whole, and a mean of their means would not."""
+    logps, tokens = [-3.0, -100.0, -7.5], [2, 50, 5]
+    total, count = sft_loss(mx.array(logps), mx.array(tokens))
+    a, b = (
+        sft_loss(mx.array(logps[:1]), mx.array(tokens[:1])),
+        sft_loss(mx.array(logps[1:]), mx.array(tokens[1:])),
+    )
+    assert (total.item(), count.item()) == (110.5, 57.0)
+    assert (a[0] + b[0]).item() == 110.5 and (a[1] + b[1]).item() == 57.0
+    assert count.dtype == mx.float32
