@@ -135,7 +135,7 @@ def simpo_loss(policy: LogProbs, beta: float, simpo_gamma: float) -> mx.array:
 
 
 def orpo_loss(policy: LogProbs, beta: float) -> mx.array:
-    """ORPO, Hong et al. 2024, arXiv:2403.07691, eqs. 6 and 7: SFT plus beta (their lambda) times an odds ratio.
+    """ORPO, Hong et al. 2024, arXiv:2403.07691, eqs. 6 and 7: SFT plus beta (their lambda) times log odds.
 
     -log p_w - beta log sigma(log odds(p_w) - log odds(p_l)), with log p = log pi(y)/|y| (their eq. 3).
     """
