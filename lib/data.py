@@ -1,0 +1,474 @@
+"""Records ➜ token ids ➜ batches, in numpy: what the model is shown, and which tokens it is scored on.
+
+A completion is tokenised as the model meets it when it generates. At inference the prompt is tokenised alone
+and tokens are appended to it; so here too the prompt is tokenised alone and the completion apart from it,
+without the special tokens that open a text. Tokenising the whole and cutting it would let a token straddle
+the boundary, and the model would learn from a prompt that it is never given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lib import records
+from lib.config import Data, UserError
+from lib.records import Chat, Kind, Message, Plain, Tokens, Unusable
+
+T = TypeVar("T")
+
+# Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
+CHUNK_RECORDS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One training example, tokenised."""
+
+    row: int
+    """Its index in the data set, the same in every run over the same file and settings."""
+    prompt_ids: np.ndarray
+    """int32 [P]; empty for plain text, except for the tokens that the tokenizer opens a text with."""
+    completions: tuple[np.ndarray, ...]
+    """int32 [C_k] each, the end token included: one for SFT, (chosen, rejected) for preferences."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A file's examples, in the file's order; index it with the rows of lib/order.py."""
+
+    path: str
+    kind: Kind
+    columns: str
+    """What was read, for people: `prompt + chosen + rejected`."""
+    truncated_count: int
+    """Rows that lost tokens to data.max_length."""
+    skipped: list[str]
+    """`file:line: why` for every record left out (data.skip_invalid)."""
+    digest: str
+    """sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation."""
+    tokens: np.ndarray
+    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    bounds: np.ndarray
+    """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
+
+    @property
+    def completions_per_example(self) -> int:
+        """K: 2 for preferences, 1 for SFT."""
+        return 2 if self.kind == "preference" else 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n]: positions that the model sees of a row's longest sequence, prompt + completion - 1."""
+        pieces = np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
+        return pieces[:, 0] + pieces[:, 1:].max(axis=1) - 1
+
+    def __len__(self) -> int:
+        return (len(self.bounds) - 1) // (1 + self.completions_per_example)
+
+    def __getitem__(self, row: int) -> Example:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        width = 1 + self.completions_per_example
+        bounds = self.bounds[row * width : (row + 1) * width + 1]
+        prompt, *completions = (self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        return Example(int(row), prompt, tuple(completions))
+
+    def __iter__(self) -> Iterator[Example]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __str__(self) -> str:
+        """One line that says what was read, cut and left out."""
+        unit = "pairs" if self.kind == "preference" else "examples"
+        parts = [f"{self.path}: {len(self):,} {unit} from {self.columns}"]
+        if self.truncated_count:
+            parts.append(f"{self.truncated_count:,} cut to data.max_length")
+        if self.skipped:
+            parts.append(f"{len(self.skipped):,} records left out")
+        return ", ".join(parts)
+
+
+def load_dataset(
+    path: str,
+    settings: Data,
+    kind: Kind,
+    tokenizer: Any | None,
+    *,
+    eos_token_id: int | None,
+    vocab_size: int | None = None,
+) -> Dataset:
+    """Read, tokenise, truncate and check every record of `path`.
+
+    kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of preference records
+    (then `columns` says so). tokenizer: a transformers tokenizer or mlx-lm's wrapper; None will do for
+    records that come tokenised. eos_token_id: ends each completion that its template has not ended.
+    vocab_size: ids from there on are refused.
+
+    Raises UserError for a file that cannot be read or has no records, for text without a tokenizer, and,
+    unless settings.skip_invalid, when any record is unusable: it names the first and counts the others.
+    """
+    encoder = None if tokenizer is None else Encoder(tokenizer, settings.chat_template, eos_token_id)
+    pieces: list[np.ndarray] = []
+    skipped: list[str] = []
+    columns: dict[str, None] = {}
+    truncated_count = 0
+    source = records.read(path, settings)
+    while chunk := list(islice(source, CHUNK_RECORDS)):
+        parsed = [
+            record if isinstance(record, Unusable) else _parse(record, settings, kind) for _, record in chunk
+        ]
+        for (line, _), record, ids in zip(chunk, parsed, _encode(parsed, encoder, path)):
+            try:
+                example, is_cut = _finish(ids, settings.max_length, encoder, vocab_size)
+            except Unusable as why:
+                skipped.append(f"{path}:{line}: {why}")
+                continue
+            assert not isinstance(record, Unusable)
+            columns[record.columns] = None
+            truncated_count += is_cut
+            pieces += example
+    if skipped and not settings.skip_invalid:
+        others = f"; {len(skipped) - 1:,} more records cannot be used either" if len(skipped) > 1 else ""
+        raise UserError(
+            f"{skipped[0]}{others}; mend the file, or leave such records out with data.skip_invalid=true"
+        )
+    if not pieces:
+        if skipped:
+            raise UserError(
+                f"{path}: none of its {len(skipped):,} records can be used, the first: {skipped[0]}"
+            )
+        raise UserError(f"{path} is empty: it has no records; name another file")
+    tokens = np.concatenate(pieces)
+    bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    # Fixed byte order, so that hosts of any kind agree.
+    digest = hashlib.sha256(kind.encode() + bounds.astype("<i8").tobytes() + tokens.astype("<i4").tobytes())
+    return Dataset(
+        path, kind, "; ".join(columns), truncated_count, skipped, digest.hexdigest(), tokens, bounds
+    )
+
+
+def _parse(record: dict[str, Any], settings: Data, kind: Kind) -> Tokens | Plain | Chat | Unusable:
+    try:
+        return records.parse(record, settings, kind)
+    except Unusable as why:
+        return why
+
+
+Ids = tuple[list[int], list[list[int]]]
+"""Token ids of a prompt, and of its completions."""
+
+
+def _encode(
+    parsed: Sequence[Tokens | Plain | Chat | Unusable], encoder: Encoder | None, path: str
+) -> list[Ids | Unusable]:
+    """Token ids for each record; what is text goes through the tokenizer in one batch."""
+    texts = [record for record in parsed if isinstance(record, Plain | Chat)]
+    if texts and encoder is None:
+        raise UserError(
+            f"{path}: its records are text, and the model has no tokenizer; add one to the model's folder, "
+            "or give token ids (prompt_ids, chosen_ids, rejected_ids)"
+        )
+    encoded = iter(encoder.encode(texts) if encoder else ())
+    result: list[Ids | Unusable] = []
+    for record in parsed:
+        if isinstance(record, Tokens):
+            result.append((record.prompt, list(record.completions)))
+        else:
+            result.append(record if isinstance(record, Unusable) else next(encoded))
+    return result
+
+
+def _finish(
+    ids: Ids | Unusable, max_length: int, encoder: Encoder | None, vocab_size: int | None
+) -> tuple[list[np.ndarray], bool]:
+    """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
+    if isinstance(ids, Unusable):
+        raise ids
+    prompt, completions = ids
+    limit = min(vocab_size or 2**31, 2**31)
+    largest = max(map(max, filter(None, (prompt, *completions))), default=0)
+    if largest >= limit:
+        raise Unusable(f"token id {largest} is not below the vocabulary's size, {limit}")
+    if not all(completions):
+        raise Unusable("empty completion: the tokenizer makes no tokens of it")
+    if len(prompt) > max_length:
+        raise Unusable(
+            f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it"
+        )
+    if len(completions) > 1 and completions[0] == completions[1]:
+        raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
+    bos_token_id = encoder.bos_token_id if encoder else None
+    prompt, cut, is_cut = truncate(prompt, completions, max_length, bos_token_id)
+    if len(cut) > 1 and cut[0] == cut[1]:
+        raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
+    if not prompt and max(map(len, cut)) < 2:
+        raise Unusable("one token and no prompt: nothing comes before it to predict it from")
+    return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
+
+
+def truncate(
+    prompt: list[int], completions: list[list[int]], max_length: int, bos_token_id: int | None
+) -> tuple[list[int], list[list[int]], bool]:
+    """Fit prompt + each completion into max_length tokens: (prompt, completions, whether anything was cut).
+
+    The prompt gives way first, from its beginning (what was asked last stands at its end), except for a
+    leading BOS, without which many models derail. A quarter of max_length is kept for it: a completion longer
+    than the rest is cut at its end, and then has no end token, because it does not end there. All completions
+    of an example share one prompt.
+    """
+    longest = max(map(len, completions))
+    if len(prompt) + longest <= max_length:
+        return prompt, completions, False
+    kept = max(max_length - longest, min(len(prompt), max(1, max_length // 4)))
+    if kept < len(prompt):
+        has_bos = prompt[0] == bos_token_id
+        prompt = prompt[:has_bos] + prompt[len(prompt) - kept + has_bos :]
+    return prompt, [completion[: max_length - kept] for completion in completions], True
+
+
+class Encoder:
+    """Prompts and completions ➜ token ids, through the tokenizer's chat template where there is one.
+
+    tokenizer: a transformers tokenizer, or mlx-lm's TokenizerWrapper around one.
+    """
+
+    def __init__(self, tokenizer: Any, use_chat_template: bool, eos_token_id: int | None) -> None:
+        self.tokenizer = tokenizer
+        # mlx-lm's wrapper passes attributes on, but cannot be called; the tokenizer inside it can.
+        self._batch = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", None)
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        has_template = getattr(tokenizer, "has_chat_template", has_template)
+        self.use_chat_template = use_chat_template and has_template
+        self.bos_token_id: int | None = getattr(tokenizer, "bos_token_id", None)
+        end_id = eos_token_id if eos_token_id is not None else getattr(tokenizer, "eos_token_id", None)
+        if end_id is None:
+            raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+        self._eos_token_id: int = end_id
+        end_ids = getattr(tokenizer, "eos_token_ids", None)
+        self._end_ids = {end_id, *(end_ids if isinstance(end_ids, set) else ())}
+        # The token that ends a turn in the template may be another special token than the model's end token.
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        special = {token.content for index, token in added if token.special or index in self._end_ids}
+        self._end_texts = tuple(special | {tokenizer.decode([index]) for index in self._end_ids} - {""})
+        self._opening = self._find_opening()
+        self._anchor = self._find_anchor()
+
+    def encode(self, examples: Sequence[Plain | Chat]) -> list[Ids | Unusable]:
+        """Ids of each example's prompt and of its completions, end token included; or why there are none."""
+        chosen_form = [self._choose_form(example) for example in examples]
+        rendered = self._render([example for example in chosen_form if isinstance(example, Chat)])
+        plain = [next(rendered) if isinstance(example, Chat) else example for example in chosen_form]
+        usable = [(example, form) for example, form in zip(plain, chosen_form) if isinstance(example, Plain)]
+        prompts = iter(self._tokenise([example.prompt or "" for example, _ in usable]))
+        completions = iter(self._continue([text for example, _ in usable for text in example.completions]))
+        result: list[Ids | Unusable] = []
+        for example, form in zip(plain, chosen_form):
+            if isinstance(example, Unusable):
+                result.append(example)
+                continue
+            prompt = next(prompts)
+            # A template writes BOS itself where the model wants one; no text gets it twice.
+            if isinstance(form, Plain) and prompt[: len(self._opening)] != self._opening:
+                prompt = self._opening + prompt
+            ended = [self._end(ids, text) for text, ids in zip(example.completions, completions)]
+            result.append((prompt, ended))
+        return result
+
+    def _choose_form(self, example: Plain | Chat) -> Plain | Chat | Unusable:
+        """Chat where there is a template, and a prompt to put into it; plain otherwise."""
+        if isinstance(example, Plain):
+            if example.prompt is None or not self.use_chat_template:
+                return example
+            answers = tuple({"role": "assistant", "content": text} for text in example.completions)
+            return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
+        if self.use_chat_template:
+            return example
+        content = example.prompt[0]["content"]
+        if len(example.prompt) > 1 or not isinstance(content, str):
+            return Unusable(
+                f"a conversation of {len(example.prompt) + 1} messages needs a chat template, and the "
+                "tokenizer has none or data.chat_template is false"
+            )
+        return Plain(content, tuple(answer["content"] for answer in example.completions), example.columns)
+
+    def _render(self, chats: Sequence[Chat]) -> Iterator[Plain | Unusable]:
+        """The prompt as the model is given it, and what the template makes of each answer.
+
+        The answer is what the rendering of the whole conversation adds to that of the prompt, up to its end
+        token.
+        """
+        prompts = self._apply_template([chat.prompt for chat in chats], add_generation_prompt=True)
+        conversations = [[*chat.prompt, answer] for chat in chats for answer in chat.completions]
+        wholes = iter(self._apply_template(conversations, add_generation_prompt=False))
+        for chat, prompt in zip(chats, prompts):
+            answers = list(islice(wholes, len(chat.completions)))
+            failure = next((text for text in (prompt, *answers) if isinstance(text, Unusable)), None)
+            if failure is not None:
+                yield failure
+                continue
+            if not all(whole.startswith(prompt) for whole in answers):
+                yield Unusable(
+                    "the chat template does not begin the conversation with the prompt that it gives the "
+                    "model; set data.chat_template=false"
+                )
+                continue
+            yield Plain(
+                prompt, tuple(self._strip_after_end(whole[len(prompt) :]) for whole in answers), chat.columns
+            )
+
+    def _apply_template(self, conversations: list[list[Message]], add_generation_prompt: bool) -> list[Any]:
+        """Text of each conversation, or Unusable."""
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        if "date_string" in str(getattr(self.tokenizer, "chat_template", None)):
+            # Llama's templates print the day's date otherwise: tomorrow's tokens, digest and log-probs would
+            # differ.
+            options["date_string"] = "26 Jul 2024"
+        try:
+            texts = self.tokenizer.apply_chat_template(conversations, **options)
+            if isinstance(texts, list) and len(texts) == len(conversations):
+                return texts
+        except Exception:  # One conversation that the template refuses: find it below.
+            pass
+        return [self._apply_template_once(conversation, options) for conversation in conversations]
+
+    def _apply_template_once(self, conversation: list[Message], options: dict[str, Any]) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(conversation, **options)
+        except Exception as error:  # A template raises whatever its author chose.
+            return Unusable(f"the chat template refuses the conversation: {' '.join(str(error).split())}")
+
+    def _strip_after_end(self, answer: str) -> str:
+        """Without the white space that a template writes after the end token; the model stops before it."""
+        stripped = answer.rstrip()
+        return stripped if stripped.endswith(self._end_texts) else answer
+
+    def _end(self, ids: list[int], text: str) -> list[int]:
+        """With the end token, unless the template or the record has ended the completion already."""
+        if not ids or ids[-1] in self._end_ids or (self.use_chat_template and text.endswith(self._end_texts)):
+            return ids
+        return [*ids, self._eos_token_id]
+
+    def _tokenise(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without the special tokens that open or close one."""
+        if not texts:
+            return []
+        if self._batch is not None and getattr(self._batch, "is_fast", False):
+            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            return self._batch(texts, **options)["input_ids"]
+        return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    def _continue(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text as the continuation of another."""
+        anchor_ids, anchor = self._anchor
+        if not anchor:
+            return self._tokenise(texts)
+        anchored = self._tokenise([anchor + text for text in texts])
+        assert all(ids[: len(anchor_ids)] == anchor_ids for ids in anchored)
+        return [ids[len(anchor_ids) :] for ids in anchored]
+
+    def _find_opening(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text (BOS, mostly)."""
+        with_special = list(self.tokenizer.encode("a"))
+        plain = self._tokenise(["a"])[0]
+        if not plain:
+            return with_special[:1] if with_special[:1] == [self.bos_token_id] else []
+        starts = range(len(with_special) - len(plain) + 1)
+        return with_special[: next((i for i in starts if with_special[i : i + len(plain)] == plain), 0)]
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        """A text to put before a continuation, and its ids, for tokenizers that open every text with a space.
+
+        SentencePiece in Llama 2's style turns both "a" and the "a" in " a" into "▁a": tokenised apart, a
+        completion would begin with a space that it does not have. After a line break, which nothing merges
+        with there, it does not.
+        """
+        anchor, letter, both = self._tokenise(["\n", "a", "\na"])
+        is_needed = anchor + letter != both and both[: len(anchor)] == anchor and len(anchor) > 0
+        return (anchor, "\n") if is_needed else ([], "")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Whole rows, padded: prompt and completion of every sequence together; b examples of K completions."""
+
+    rows: np.ndarray
+    """int64 [b]: the examples' rows in the data set."""
+    tokens: np.ndarray
+    """int32 [b * K, L]: inputs, without each sequence's last token; reshape(b, K, L) gives the pairs."""
+    positions: np.ndarray
+    """int32 [b * K, C]: the position in L whose next token is the c-th completion token; 0 where masked."""
+    targets: np.ndarray
+    """int32 [b * K, C]: the completion tokens; 0 where masked."""
+    mask: np.ndarray
+    """bool [b * K, C]: true at the completion tokens that are scored."""
+    completion_tokens: int
+    """Tokens scored."""
+    computed_tokens: int
+    """Positions that the model runs over, b * K * L."""
+    real_tokens: int
+    """Of these, positions that are no padding."""
+
+
+def collate(examples: Sequence[Example], length_multiple: int) -> Batch:
+    """One micro-batch of whole rows.
+
+    L is what the model sees after the shift by one, padded: to a multiple of length_multiple up to 16 of
+    them, then to 8 lengths an octave. C likewise: multiples up to 8 of them, then 4 an octave. So the number
+    of distinct shapes, each of which mx.compile traces once, grows with the logarithm of the longest row.
+    Padding stands on the right, where a causal model's real positions do not see it.
+
+    The first completion token of an empty prompt has no position before it: it is not scored.
+    """
+    assert examples, "a rank without rows has no batch"
+    sequences = [
+        (example.prompt_ids, completion) for example in examples for completion in example.completions
+    ]
+    seen = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
+    length = pad_length(max(seen), length_multiple, 16)
+    width = pad_length(max(len(completion) for _, completion in sequences), length_multiple, 8)
+    tokens = np.zeros((len(sequences), length), np.int32)
+    positions = np.zeros((len(sequences), width), np.int32)
+    targets = np.zeros((len(sequences), width), np.int32)
+    mask = np.zeros((len(sequences), width), np.bool_)
+    for index, (prompt, completion) in enumerate(sequences):
+        start, count = len(prompt), len(completion)
+        first = 0 if start else 1
+        tokens[index, :start] = prompt
+        tokens[index, start : start + count - 1] = completion[:-1]
+        positions[index, first:count] = np.arange(start + first - 1, start + count - 1)
+        targets[index, first:count] = completion[first:]
+        mask[index, first:count] = True
+    rows = np.array([example.row for example in examples], np.int64)
+    return Batch(rows, tokens, positions, targets, mask, int(mask.sum()), tokens.size, sum(seen))
+
+
+def pad_length(length: int, multiple: int, steps: int) -> int:
+    """The least rung >= length of a ladder: `steps` multiples of `multiple`, then steps / 2 an octave."""
+    step = multiple
+    while length > steps * step:
+        step *= 2
+    return -(-max(length, 1) // step) * step
+
+
+def prefetch(iterable: Iterable[T], depth: int) -> Iterator[T]:
+    """The items of `iterable`, up to `depth` of them made ahead in one thread.
+
+    Its exceptions are raised here, in place. The thread ends with the last item, when this generator is
+    closed, and with the program; it is never waited for longer than one item takes.
+    """
+    iterator, end = iter(iterable), object()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        pending = deque(pool.submit(next, iterator, end) for _ in range(max(depth, 1)))
+        while (item := pending.popleft().result()) is not end:
+            pending.append(pool.submit(next, iterator, end))
+            yield item  # type: ignore[misc]
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
