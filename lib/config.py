@@ -6,22 +6,36 @@ and the resolved tree is written into the run's folder.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import difflib
+import functools
+import hashlib
 import types
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+# What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
+RESUMABLE = ("plan.", "sync.", "checkpoint.", "evaluate.", "run.log_every", "strategy", "train.steps", "train.epochs")
+RESUMABLE += ("train.compile", "train.max_skipped_steps", "model.gradient_checkpointing", "run.dir", "run.name")
 
 
 class UserError(ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
 
 
-REFERENCE_FREE_LOSSES = ("sft", "simpo", "orpo", "cpo")
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, like every other mistake of the user's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists the options")
+
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -228,11 +242,6 @@ class Config(_Section):
         return self
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares the policy with a reference."""
-        return self.train.loss not in REFERENCE_FREE_LOSSES
-
-    @property
     def record_kind(self) -> Literal["preference", "sft"]:
         return "sft" if self.train.loss == "sft" else "preference"
 
@@ -260,6 +269,25 @@ def load(path: Path | str | None, overrides: list[str] = (), base: dict[str, Any
         return Config.model_validate(tree)
     except ValidationError as error:
         raise UserError("; ".join(_explain(e, origins, path) for e in error.errors())) from None
+
+
+def resume(path: Path, overrides: list[str]) -> Config:
+    """A run's own config.yaml, with the few changes that it may take on its way.
+
+    Raises:
+        UserError: an override would change what the run has been learning.
+    """
+    before, after = load(path), load(path, overrides)
+    for key, *_ in settings():
+        if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
+            raise UserError(f"{key}={_at(after, key)}: the run was started with {_at(before, key)} and cannot change it; start a new run instead")
+    return after
+
+
+def learning_digest(config: Config) -> str:
+    """A digest of what all ranks must agree on: everything but the places of files, which may differ from host to host."""
+    places = {"run": ..., "model": {"path", "reference", "adapter"}, "data": {"train", "valid"}, "evaluate": {"answers"}}
+    return hashlib.sha256(config.model_dump_json(exclude=places).encode()).hexdigest()
 
 
 def dump(config: BaseModel) -> str:
@@ -361,6 +389,10 @@ def _did_you_mean(key: str) -> str:
         leaves = {k.rpartition(".")[2]: k for k in known}
         close = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
     return f"; did you mean {close[0]}?" if close else "; --help lists the settings"
+
+
+def _at(config: BaseModel, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def _strip(annotation: Any) -> Any:

@@ -70,6 +70,12 @@ class Dataset:
         pieces = np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
         return pieces[:, 0] + pieces[:, 1:].max(axis=1) - 1
 
+    @property
+    def scored_tokens(self) -> np.ndarray:
+        """int64 [n, K]: completion tokens with a log-probability; the first of a text has none (see collate)."""
+        pieces = np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
+        return pieces[:, 1:] - (pieces[:, :1] == 0)
+
     def __len__(self) -> int:
         return (len(self.bounds) - 1) // (1 + self.completions_per_example)
 
@@ -231,6 +237,20 @@ def truncate(
         has_bos = prompt[0] == bos_token_id
         prompt = prompt[:has_bos] + prompt[len(prompt) - kept + has_bos :]
     return prompt, [completion[: max_length - kept] for completion in completions], True
+
+
+def encode_prompt(prompt: str | list[Message], settings: Data, tokenizer: Any, eos_token_id: int | None) -> list[int]:
+    """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
+
+    Raises UserError where the chat template refuses it.
+    """
+    encoder = Encoder(tokenizer, settings.chat_template, eos_token_id)
+    answer: Any = "a" if isinstance(prompt, str) else {"role": "assistant", "content": "a"}
+    record = Plain(prompt, (answer,), "") if isinstance(prompt, str) else Chat(prompt, (answer,), "")
+    (encoded,) = encoder.encode([record])
+    if isinstance(encoded, Unusable):
+        raise UserError(f"prompt {str(prompt)[:60]!r}: {encoded}")
+    return encoded[0]
 
 
 class Encoder:

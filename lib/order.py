@@ -83,3 +83,10 @@ def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[
 def micro_batches(rows: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
     """Neighbours in `rows`, micro_batch_size at a time; the last may be smaller; no rows, no batches."""
     return [rows[start : start + micro_batch_size] for start in range(0, len(rows), micro_batch_size)]
+
+
+def cut(rows: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Neighbours in `rows`, by the plan's micro-batch sizes; a ragged batch has fewer rows and ends earlier."""
+    ends = np.minimum(np.cumsum(sizes), len(rows)).tolist()
+    assert len(rows) <= sum(sizes), (len(rows), sizes)
+    return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False) if start < end]

@@ -1,0 +1,249 @@
+"""Held-out evaluation: per-pair rewards against the reference, and greedy answers that can be checked.
+
+    python -m lib.evaluate --run runs/NAME [key=value ...]
+    python -m lib.evaluate --model M --reference R --data FILE --per-pair OUT.jsonl [key=value ...]
+
+The first evaluates a finished run's adapter on its own held-out data; the second any model against any reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib import runtime
+
+runtime.prepare()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx_lm import batch_generate  # noqa: E402
+
+from lib import config, losses, scoring, sync  # noqa: E402
+from lib import model as models  # noqa: E402
+from lib.config import Config, UserError  # noqa: E402
+from lib.data import Dataset, encode_prompt, load_dataset  # noqa: E402
+from lib.records import read  # noqa: E402
+from lib.report import Report, describe  # noqa: E402
+from lib.step import SUMS, means_of, objective  # noqa: E402
+from lib.sync import World  # noqa: E402
+
+Metrics = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt whose answer a program can check."""
+
+    prompt_ids: list[int]
+    answer: str
+
+
+# ---- Pairs -------------------------------------------------------------------------------------------------------------
+
+
+def policy_logps(model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]) -> np.ndarray:
+    """log pi of every completion, float32 [N, K], as `scoring.dataset_logps` gives them at the evaluation batch size."""
+    return scoring.dataset_logps(model, dataset, world, shares, settings.evaluate.batch_size, settings.data.length_multiple)
+
+
+def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config) -> Metrics:
+    """The loss and metrics of a dataset, each pair counted once, whatever the batches were."""
+    _, sums = objective(settings.train, *_arrays(dataset, policy, reference))
+    return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, settings.train)
+
+
+def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config) -> None:
+    """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss."""
+    arrays = _arrays(dataset, policy, reference)
+    per_pair, _ = objective(settings.train, *arrays)
+    pairs = [losses.LogProbs(logps[:, 0], logps[:, 1], arrays[1][:, 0], arrays[1][:, 1]) for logps in (arrays[0], mx.array(reference))]
+    assert settings.train.loss != "sft"
+    reward_chosen, reward_rejected = losses.implicit_rewards(settings.train.loss, pairs[0], pairs[1], settings.train.beta)
+    columns = {
+        "policy_chosen_logp": policy[:, 0],
+        "policy_rejected_logp": policy[:, 1],
+        "reference_chosen_logp": reference[:, 0],
+        "reference_rejected_logp": reference[:, 1],
+        "reward_chosen": np.array(reward_chosen),
+        "reward_rejected": np.array(reward_rejected),
+        "loss": np.array(per_pair),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in range(len(dataset)):
+            file.write(json.dumps({name: float(column[row]) for name, column in columns.items()}) + "\n")
+
+
+def _arrays(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None) -> tuple[mx.array, mx.array, mx.array | None]:
+    return mx.array(policy), mx.array(dataset.scored_tokens), None if reference is None else mx.array(reference)
+
+
+# ---- Answers -----------------------------------------------------------------------------------------------------------
+
+
+def load_questions(settings: Config, tokenizer: Any) -> list[Question]:
+    """The records of evaluate.answers, at most evaluate.answers_limit.
+
+    Raises:
+        UserError: a record without a prompt or an answer, or a model without a tokenizer.
+    """
+    path = settings.evaluate.answers
+    if path is None:
+        return []
+    if tokenizer is None:
+        raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {settings.model.path} has none")
+    questions = []
+    for line, record in read(path, settings.data):
+        if isinstance(record, ValueError):
+            raise UserError(f"{path}:{line}: {record}")
+        prompt, answer = record.get(settings.data.prompt), record.get("answer")
+        if not isinstance(prompt, str | list) or not isinstance(answer, str | int | float):
+            raise UserError(f"{path}:{line}: a question needs {settings.data.prompt!r} and 'answer'; it has {', '.join(record)}")
+        questions.append(Question(encode_prompt(prompt, settings.data, tokenizer, models.vocabulary(settings.model)["eos_token_id"]), str(answer).strip()))
+        if len(questions) == settings.evaluate.answers_limit:
+            break
+    if not questions:
+        raise UserError(f"evaluate.answers={path} has no records")
+    return questions
+
+
+def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_tokens: int, world: World) -> list[str]:
+    """The greedy continuation of every prompt, on every rank; the ranks share the work."""
+    model.eval()
+    mine = list(range(world.rank, len(prompts), world.size))
+    tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
+    if mine:
+        response = batch_generate(model, tokenizer, [prompts[i] for i in mine], max_tokens=max_tokens, return_token_ids=True)
+        for i, generated in zip(mine, response.token_ids, strict=True):
+            ids = [token for token in generated if token not in tokenizer.eos_token_ids][:max_tokens]
+            tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
+    gathered = np.array(world.all_sum(mx.array(tokens), "greedy answers"))
+    return [tokenizer.decode(row[1 : 1 + row[0]].tolist()) for row in gathered]
+
+
+def exact_match(model: nn.Module, tokenizer: Any, questions: list[Question], settings: Config, world: World) -> float:
+    """The share of questions whose greedy continuation gives the right answer; the pattern's last match is what it gives."""
+    texts = greedy(model, tokenizer, [question.prompt_ids for question in questions], settings.evaluate.max_tokens, world)
+    pattern = settings.evaluate.answer_pattern
+    return sum(extract(pattern, text) == question.answer for question, text in zip(questions, texts, strict=True)) / len(questions)
+
+
+def extract(pattern: str, text: str) -> str | None:
+    """The first group (the whole, where there is none) of the pattern's last match, or None."""
+    found = None
+    for found in re.finditer(pattern, text, re.MULTILINE):
+        pass
+    return None if found is None else found.group(min(1, found.re.groups)).strip()
+
+
+def show_samples(say: Report, model: nn.Module, tokenizer: Any, dataset: Dataset, settings: Config, world: World, when: str) -> None:
+    """Prints the greedy continuations of the first few prompts, which are the same before and after."""
+    examples = [dataset[row] for row in range(min(settings.evaluate.samples, len(dataset)))]
+    if tokenizer is None or not examples or any(len(example.prompt_ids) == 0 for example in examples):
+        return
+    texts = greedy(model, tokenizer, [example.prompt_ids.tolist() for example in examples], settings.evaluate.max_tokens, world)
+    say.line(f"greedy answers {when} training", "bold")
+    for example, text in zip(examples, texts, strict=True):
+        say.line(f"  {_one_line(tokenizer.decode(example.prompt_ids.tolist()))} -> {_one_line(text)}")
+
+
+def _one_line(text: str, limit: int = 160) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
+# ---- The command line --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
+    try:
+        options = _parse(arguments)
+        world = sync.start(runtime.launch_environment())
+        with world.agreeing("the configuration"):
+            settings = _read_config(options)
+        evaluate(settings, options, dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds))
+    except UserError as error:
+        if runtime.launch_environment().rank == 0 or type(error) is UserError:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
+    """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
+    say, shares = Report(world.rank), [1] * world.size
+    with world.agreeing("reading the data"):
+        tokenizer = models.load_tokenizer_of(settings.model)
+        dataset = load_dataset(settings.data.valid or settings.data.train, settings.data, settings.record_kind, tokenizer, **models.vocabulary(settings.model))
+        questions = load_questions(settings, tokenizer)
+    wants_reference = settings.train.loss != "sft" and (options.per_pair is not None or losses.needs_reference(settings.train.loss))
+    reference = None
+    if wants_reference:
+        with world.agreeing("loading the reference"):
+            judge = models.load_reference(settings.model, settings.train.seed)
+        with say.counting("reference log-probabilities", len(dataset)) as progress:
+            reference = scoring.dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data.length_multiple, progress)
+        del judge  # two models need not lie in memory at once
+    with world.agreeing("loading the model"):
+        model = models.load(settings.model, settings.train.seed)
+        if options.run is not None:
+            models.make_trainable(model, settings.model, settings.train.seed)
+            models.load_trained(model, Path(options.run), "--run")
+        elif settings.model.adapter is not None:
+            models.make_trainable(model, settings.model, settings.train.seed)
+    policy = policy_logps(model, dataset, settings, world, shares)
+    values = metrics_of(dataset, policy, reference, settings)
+    if questions:
+        values["exact_match"] = exact_match(model, tokenizer, questions, settings, world)
+    with world.agreeing("writing the pairs"):
+        if options.per_pair is not None and world.rank == 0:
+            if reference is None:
+                raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
+            write_per_pair(Path(options.per_pair), dataset, policy, reference, settings)
+    say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows: {describe(values)}")
+    say.line(json.dumps({"rows": len(dataset), **values}))
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = config.Parser(prog="python -m lib.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--model", metavar="PATH", help="policy to evaluate")
+    parser.add_argument("--reference", metavar="PATH", help="reference model (default: the policy itself, as it stands)")
+    parser.add_argument("--data", metavar="FILE", help="records to evaluate on (default: the run's held-out ones)")
+    parser.add_argument("--per-pair", metavar="OUT", help="write one JSON line a pair")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
+    options = parser.parse_intermixed_args(arguments)
+    if (options.run is None) == (options.model is None):
+        raise UserError("give either --run RUN or --model PATH")
+    if options.model is not None and options.data is None:
+        raise UserError("--model needs --data FILE")
+    return options
+
+
+def _read_config(options: argparse.Namespace) -> Config:
+    if options.run is None:
+        model = {"path": options.model, "reference": options.reference or "initial"}
+        return config.load(None, options.overrides, base={"model": model, "data": {"train": options.data}})
+    path = Path(options.run) / "config.yaml"
+    if not (Path(options.run) / models.WEIGHTS).is_file():
+        raise UserError(f"--run {options.run}: no finished run there ({models.WEIGHTS} is missing)")
+    extra = [f"model.reference={options.reference}"] if options.reference else []
+    extra += [f"data.valid={options.data}"] if options.data else []
+    return config.load(path, [*extra, *options.overrides])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""The model: loaded by mlx-lm, made trainable, asked for log-probabilities, saved in mlx-lm's layout.
+
+A loaded model goes in and a changed model comes out; no model file ever hears of adapters, positions or ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model, load_tokenizer
+
+from lib import config
+from lib.config import UserError
+
+WEIGHTS = "adapters.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def resolve(path: str, revision: str | None = None) -> Path:
+    """The model's local folder; a hub name is fetched first.
+
+    Raises:
+        UserError: neither a folder with a config.json nor a model that the hub has.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        if path.count("/") != 1 or path.startswith((".", "/", "~")):
+            raise UserError(f"model.path {path}: no such folder (a hub name is of the form owner/name)")
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]))
+        except Exception as error:  # the hub client raises a dozen unrelated types: not found, gated, offline
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"model.path {path}: no such folder here, and the hub did not give it: {reason}") from None
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it")
+    return folder
+
+
+def load(settings: config.Model, seed: int, lazy: bool = False) -> nn.Module:
+    """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode.
+
+    Raises:
+        UserError: files missing, or not a model that mlx-lm knows.
+    """
+    folder = resolve(settings.path, settings.revision)
+    mx.random.seed(seed)
+    try:
+        if settings.random_init:
+            with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights that lie beside it
+                shutil.copy(folder / "config.json", only_config)
+                model, _ = load_model(Path(only_config), lazy=True, strict=False, trust_remote_code=settings.trust_remote_code)
+        else:
+            model, _ = load_model(folder, lazy=True, trust_remote_code=settings.trust_remote_code)
+    except FileNotFoundError:
+        raise UserError(f"model.path {settings.path}: no model*.safetensors in the folder (model.random_init=true draws new weights)") from None
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {str(error).splitlines()[0]}") from None
+    if settings.dtype is not None:
+        model.set_dtype(getattr(mx, settings.dtype))
+    if not lazy:
+        mx.eval(model.parameters())
+    return model
+
+
+def load_tokenizer_of(settings: config.Model) -> Any:
+    """mlx-lm's tokenizer of the model's folder, or None where there is none.
+
+    Raises:
+        UserError: there are tokenizer files, but they cannot be loaded.
+    """
+    folder = resolve(settings.path, settings.revision)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")):
+        return None
+    end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
+    try:
+        return load_tokenizer(folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=end)
+    except Exception as error:  # transformers raises whatever its parser met
+        raise UserError(f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def vocabulary(settings: config.Model) -> dict[str, int | None]:
+    """The ids that the model knows: its vocab_size and its eos_token_id (the first, where it has several)."""
+    stored = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
+    text = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
+    end = text.get("eos_token_id")
+    return {"vocab_size": text.get("vocab_size"), "eos_token_id": end[0] if isinstance(end, list) else end}
+
+
+def load_reference(settings: config.Model, seed: int) -> nn.Module:
+    """The frozen model that the policy is compared with: another one, or the policy as training starts.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    if settings.reference != "initial":
+        return load(_other_reference(settings), seed)
+    model = load(settings, seed)
+    if settings.adapter is not None:
+        make_trainable(model, settings, seed)
+    return model
+
+
+def reference_fingerprint(settings: config.Model, seed: int) -> str:
+    """`fingerprint` of what `load_reference` loads."""
+    return fingerprint(settings if settings.reference == "initial" else _other_reference(settings), seed)
+
+
+def _other_reference(settings: config.Model) -> config.Model:
+    return settings.model_copy(update={"path": settings.reference, "adapter": None, "random_init": False})
+
+
+@functools.cache  # hashing many gigabytes takes a while
+def fingerprint(settings: config.Model, seed: int) -> str:
+    """A digest of everything that the model's outputs depend on before training: files, seed, dtype and adapter."""
+    folder = resolve(settings.path, settings.revision)
+    digest = hashlib.sha256(f"{settings.dtype} {seed if settings.random_init else ''}".encode())
+    files = [folder / "config.json"] + ([] if settings.random_init else sorted(folder.glob("model*.safetensors")))
+    if settings.adapter:
+        files += [Path(settings.adapter) / ADAPTER_CONFIG, Path(settings.adapter) / WEIGHTS]
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
+    """Freezes the model and gives it adapters drawn from `seed`, or unfreezes its blocks for full training.
+
+    Adapters are float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16.
+
+    Raises:
+        UserError: no layer matches, or the adapter to start from does not fit.
+    """
+    blocks = settings.blocks or len(model.layers)
+    if blocks > len(model.layers):
+        raise UserError(f"model.blocks={blocks}, but {settings.path} has {len(model.layers)} blocks")
+    model.freeze()
+    if settings.method == "full":
+        if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
+            raise UserError(f"model.method=full cannot train {settings.path}: its weights are quantised; use model.method=lora")
+        for part in [model] if settings.blocks is None else model.layers[-blocks:]:
+            part.unfreeze()
+    else:
+        mx.random.seed(seed)
+        options = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
+        if settings.keys is not None:
+            options["keys"] = set(settings.keys)
+        try:
+            linear_to_lora_layers(model, blocks, options, use_dora=settings.method == "dora")
+        except ValueError as error:
+            raise UserError(f"model.method={settings.method} does not fit {settings.path}: {error}") from None
+    if not tree_flatten(model.trainable_parameters()):
+        keys = sorted({name for layer in model.layers for name, module in layer.named_modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)})
+        raise UserError(f"model.keys {list(settings.keys or [])}: no such layer in {settings.path}; its linear layers are {', '.join(keys)}")
+    if settings.adapter is not None:
+        _load_adapter(model, settings)
+    if settings.gradient_checkpointing:
+        for kind in {type(layer): layer for layer in model.layers}.values():
+            _checkpoint_while_training(kind)
+
+
+def trainable(model: nn.Module) -> dict[str, mx.array]:
+    """The trained parameters by name."""
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
+def digest(arrays: dict[str, mx.array]) -> str:
+    """A digest of arrays and their names, equal where every bit is equal."""
+    sha = hashlib.sha256()
+    for name in sorted(arrays):
+        sha.update(name.encode())
+        sha.update(np.array(mx.view(arrays[name].reshape(-1), mx.uint8)).tobytes())
+    return sha.hexdigest()
+
+
+def save_trained(model: nn.Module, settings: config.Model, folder: Path) -> None:
+    """Writes the trained parameters in mlx-lm's adapter layout: `mlx_lm.load(path, adapter_path=folder)` reads it."""
+    mx.save_safetensors(str(folder / WEIGHTS), trainable(model), metadata={"format": "mlx"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(_adapter_config(model, settings), indent=2) + "\n")
+
+
+def load_trained(model: nn.Module, folder: Path, where: str) -> None:
+    """Reads trained parameters into a model that `make_trainable` prepared alike.
+
+    Raises:
+        UserError: names or shapes differ; names the first of them.
+    """
+    try:
+        loaded = mx.load(str(folder / WEIGHTS))
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"{where} {folder}: {WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
+    wanted = trainable(model)
+    for name in sorted(wanted.keys() | loaded.keys()):
+        if name not in loaded or name not in wanted:
+            raise UserError(f"{where} {folder} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}")
+        if loaded[name].shape != wanted[name].shape:
+            raise UserError(f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, the model wants {wanted[name].shape}")
+    model.update(tree_unflatten([(name, array.astype(wanted[name].dtype)) for name, array in loaded.items()]))
+
+
+def completion_logps(model: nn.Module, tokens: mx.array, positions: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+    """Log-probability of each row's completion, summed over its tokens.
+
+    Args:
+        tokens: int32 [R, L] inputs.
+        positions: int32 [R, C], where in L the c-th completion token is predicted.
+        targets: int32 [R, C], that token.
+        mask: [R, C], 1 where it is real.
+
+    Returns:
+        float32 [R], in nats.
+    """
+    logits = logits_at(model, tokens, positions).astype(mx.float32)
+    logps = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1) - mx.logsumexp(logits, axis=-1)
+    return (logps * mask).sum(axis=-1)
+
+
+def logits_at(model: nn.Module, tokens: mx.array, positions: mx.array) -> mx.array:
+    """Logits [R, C, V] at some positions of each row; the head, the widest layer of all, runs at those alone."""
+
+    def select(hidden: mx.array) -> mx.array:
+        return mx.take_along_axis(hidden, positions[..., None], axis=1)
+
+    place = _backbone(model)
+    if place is None:
+        return select(model(tokens))
+    holder, name = place
+    backbone = holder[name]
+    try:
+        dict.__setitem__(holder, name, _Selecting(backbone, select))  # for this call: parameters keep their names
+        return model(tokens)
+    finally:
+        dict.__setitem__(holder, name, backbone)
+
+
+class _Selecting:
+    """A backbone whose output is narrowed before the model's own head sees it."""
+
+    def __init__(self, backbone: nn.Module, select: Callable[[mx.array], mx.array]):
+        self.backbone, self.select = backbone, select
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self.select(self.backbone(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backbone, name)
+
+
+def _backbone(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that holds the backbone (the part that owns the blocks), and its name there; None if there is no such part."""
+    for holder in model.modules():
+        for name, part in holder.children().items():
+            if isinstance(part, nn.Module) and part is not model and part.get("layers") is model.layers:
+                return holder, name
+    return None
+
+
+def _adapter_config(model: nn.Module, settings: config.Model) -> dict[str, Any]:
+    parameters = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
+    if settings.keys is not None:
+        parameters["keys"] = list(settings.keys)
+    return {
+        "fine_tune_type": settings.method,
+        "model": settings.path,
+        "num_layers": settings.blocks or len(model.layers),
+        "lora_parameters": parameters,
+    }
+
+
+def _load_adapter(model: nn.Module, settings: config.Model) -> None:
+    folder = Path(settings.adapter or "")
+    try:
+        stored = json.loads((folder / ADAPTER_CONFIG).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that mlx-lm or a run saved") from None
+    ours = _adapter_config(model, settings)
+    theirs = {"method": stored.get("fine_tune_type", "lora"), **{k: stored.get("lora_parameters", {}).get(k) for k in ("rank", "scale")}}
+    wanted = {"method": ours["fine_tune_type"], "rank": settings.rank, "scale": settings.scale}
+    different = [f"model.{k}={theirs[k]}" for k in theirs if theirs[k] != wanted[k] and (k == "method" or settings.method != "full")]
+    if different:
+        raise UserError(f"model.adapter {folder} was made with other settings; add {' '.join(different)}")
+    load_trained(model, folder, "model.adapter")
+
+
+def _checkpoint_while_training(layer: nn.Module) -> None:
+    """mlx-lm's gradient checkpointing for the layer's class, in training mode only: generation passes a cache through."""
+    plain = type(layer).__call__
+    if getattr(plain, "only_while_training", False):
+        return
+    grad_checkpoint(layer)
+    checkpointed = type(layer).__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (checkpointed if self.training else plain)(self, *args, **kwargs)
+
+    call.only_while_training = True  # type: ignore[attr-defined]
+    type(layer).__call__ = call

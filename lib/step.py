@@ -1,0 +1,218 @@
+"""One optimizer step: forward and backward, sum over ranks, one division, clip, update.
+
+Every quantity travels as a sum beside a count, so that unequal ranks and ragged micro-batches weigh what they hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from lib import losses
+from lib.config import Train, UserError
+from lib.data import Batch
+from lib.model import completion_logps
+from lib.sync import World
+
+# What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs for preference
+# losses, tokens for SFT); `pairs` divides the metrics.
+SUMS = ("loss", "count", "pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
+REWARDS = SUMS[3:]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; means are over all ranks, `skipped` says that a non-finite update was left out."""
+
+    means: dict[str, float | None]
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    tokens: int  # of all ranks, without padding
+    rank_tokens: int
+    padded_tokens: int
+    compute_seconds: list[float]  # of every rank
+    sync_seconds: float
+    wait_seconds: float
+    peak_memory_bytes: int
+    traces: int  # distinct batch shapes so far: each is compiled once
+
+    def measurements(self, rank: int, seconds: float) -> dict[str, Any]:
+        """The fields of this rank's step record."""
+        return {
+            "tokens": self.rank_tokens,
+            "padded_tokens": self.padded_tokens,
+            "tokens_per_second": self.rank_tokens / seconds,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "skipped": self.skipped,
+            "compute_seconds": self.compute_seconds[rank],
+            "sync_seconds": self.sync_seconds,
+            "wait_seconds": self.wait_seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "traces": self.traces,
+        }
+
+
+def objective(train: Train, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None) -> tuple[mx.array, dict[str, mx.array]]:
+    """The loss and the metrics of some examples.
+
+    Args:
+        policy_logps: float32 [B, K], one column a completion: chosen and rejected, or one for SFT.
+        tokens: [B, K], completion tokens.
+        reference_logps: float32 [B, K], or None for a loss that has no reference.
+
+    Returns:
+        The losses, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
+    """
+    pairs = mx.array(float(policy_logps.shape[0]))
+    if train.loss == "sft":
+        total, count = losses.sft_loss(policy_logps[:, 0], tokens[:, 0])
+        return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
+
+    def log_probs(logps: mx.array) -> losses.LogProbs:
+        return losses.LogProbs(logps[:, 0], logps[:, 1], tokens[:, 0], tokens[:, 1])
+
+    policy = log_probs(policy_logps)
+    reference = None if reference_logps is None else log_probs(reference_logps)
+    per_pair, chosen, rejected = losses.preference_losses(
+        train.loss,
+        policy,
+        reference,
+        beta=train.beta,
+        label_smoothing=train.label_smoothing,
+        rpo_alpha=train.rpo_alpha,
+        dpop_lambda=train.dpop_lambda,
+        simpo_gamma=train.simpo_gamma,
+        cpo_alpha=train.cpo_alpha,
+    )
+    metrics = losses.preference_metrics(chosen, rejected, policy, reference)
+    return per_pair, {"loss": per_pair.sum(), "count": pairs, "pairs": pairs, **metrics}
+
+
+def means_of(sums: dict[str, float], train: Train) -> dict[str, float | None]:
+    """The loss and the metrics from their sums; None for what the loss does not have."""
+    means: dict[str, float | None] = {"loss": sums["loss"] / max(sums["count"], 1.0)}
+    for name in REWARDS:
+        has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train.loss))
+        means[name] = sums[name] / max(sums["pairs"], 1.0) if has else None
+    return means
+
+
+def learning_rate(train: Train, step: int, steps: int) -> float:
+    """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / (train.warmup_steps + 1)
+    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - train.warmup_steps))
+    fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
+    return train.learning_rate + (train.final_learning_rate - train.learning_rate) * fall
+
+
+def make_optimizer(train: Train) -> optim.Optimizer:
+    """MLX's optimizer of that name.
+
+    Raises:
+        UserError: it does not know an option.
+    """
+    kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
+    kind = kinds[train.optimizer]
+    known = inspect.signature(kind).parameters
+    # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
+    options = {name: value for name, value in {"bias_correction": True, "relative_step": False}.items() if name in known}
+    if train.weight_decay:
+        options["weight_decay"] = train.weight_decay
+    options |= train.optimizer_options
+    unknown = sorted(options.keys() - known.keys())
+    if unknown:
+        raise UserError(f"train.optimizer={train.optimizer} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    return kind(learning_rate=train.learning_rate, **options)
+
+
+def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world: World, dropout: bool) -> Callable[..., StepResult]:
+    """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None)."""
+
+    def forward(tokens: mx.array, positions: mx.array, targets: mx.array, mask: mx.array, reference: mx.array | None) -> tuple[mx.array, mx.array]:
+        completions = 1 if train.loss == "sft" else 2
+        logps = completion_logps(model, tokens, positions, targets, mask).reshape(-1, completions)
+        counts = mask.sum(axis=-1).reshape(-1, completions)
+        _, sums = objective(train, logps, counts, reference)
+        return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
+
+    gradients_of = nn.value_and_grad(model, forward)
+    compiled = train.compile if train.compile is not None else mx.default_device() == mx.gpu
+    if compiled:
+        state = [model.state, mx.random.state]
+        gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
+    zeros = tree_map(lambda p: mx.zeros(p.shape, mx.float32), model.trainable_parameters())
+    shapes: set[tuple[int, ...]] = set()
+
+    def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
+        started = time.perf_counter()
+        mx.reset_peak_memory()
+        model.train()
+        if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
+            mx.random.seed(int(np.random.SeedSequence([train.seed, index, world.rank]).generate_state(1)[0]))
+        gradients, sums = zeros, mx.zeros(len(SUMS))
+        rank_tokens = padded_tokens = 0
+        for batch, reference in batches:
+            rank_tokens += batch.real_tokens
+            padded_tokens += batch.computed_tokens
+            shapes.add((*batch.tokens.shape, batch.positions.shape[1]))
+            arrays = [mx.array(a) for a in (batch.tokens, batch.positions, batch.targets, batch.mask)]
+            (_, micro_sums), micro = gradients_of(*arrays, None if reference is None else mx.array(reference))
+            gradients = tree_map(lambda total, g: total + g.astype(mx.float32), gradients, micro)
+            sums = sums + micro_sums
+            mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
+        mx.eval(gradients, sums)
+        compute_seconds = time.perf_counter() - started
+
+        # Each rank puts its seconds in a slot of its own: after the sum all ranks know who waited for whom.
+        seconds = [compute_seconds if rank == world.rank else 0.0 for rank in range(world.size)]
+        gradients, both = world.sum_gradients(gradients, mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])]))
+        gradients = tree_map(lambda g: g / both[SUMS.index("count")], gradients)
+        norm = mx.sqrt(sum(mx.square(g).sum() for _, g in tree_flatten(gradients)))
+        mx.eval(norm, both)
+        sync_seconds = time.perf_counter() - started - compute_seconds
+        values = both.tolist()
+        totals = dict(zip(SUMS, values, strict=False))
+        ranks_seconds, tokens = values[len(SUMS) : -1], int(values[-1])
+        # Made of sums that are the same bits on every rank, so all ranks skip or none does.
+        skipped = not (math.isfinite(totals["loss"]) and math.isfinite(norm.item()))
+        rate = learning_rate(train, index, steps)
+        if not skipped:
+            if train.max_grad_norm is not None:
+                factor = mx.minimum(train.max_grad_norm / (norm + 1e-6), 1.0)
+                gradients = tree_map(lambda g: g * factor, gradients)
+            optimizer.learning_rate = rate
+            optimizer.update(model, gradients)
+            mx.async_eval(model.trainable_parameters(), optimizer.state)
+        wait_seconds = min(max(ranks_seconds) - ranks_seconds[world.rank], sync_seconds)
+        return StepResult(
+            means=means_of(totals, train),
+            grad_norm=norm.item(),
+            learning_rate=rate,
+            skipped=skipped,
+            tokens=tokens,
+            rank_tokens=rank_tokens,
+            padded_tokens=padded_tokens,
+            compute_seconds=ranks_seconds,
+            sync_seconds=sync_seconds - wait_seconds,
+            wait_seconds=wait_seconds,
+            peak_memory_bytes=mx.get_peak_memory(),
+            traces=len(shapes),
+        )
+
+    return step
+
+
+

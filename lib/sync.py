@@ -1,0 +1,187 @@
+"""The world of ranks, and every collective there is. Nothing else calls `mx.distributed`.
+
+Collectives are matched by their order alone, so every rank calls the same ones with the same shapes. They run by
+themselves, on evaluated arrays: a Mac's GPU may not wait for the network inside a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lib.config import UserError
+from lib.runtime import Launch
+
+BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
+MESSAGE_BYTES = 1024
+
+
+class AgreedError(UserError):
+    """A user's error that every rank knows of and leaves with; rank 0 tells it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers; `group` is None in a world of one."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    stream: Any = None
+    timeout_seconds: float = 600.0
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        """The sum over all ranks, evaluated. `what` names the wait if it never ends."""
+        if self.size == 1:
+            return array
+        mx.eval(array)
+        with self.deadline(what):
+            total = mx.distributed.all_sum(array, group=self.group, stream=self.stream)
+            mx.eval(total)
+        return total
+
+    def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
+        """Sums a tree of float32 gradients and a float32 vector over all ranks.
+
+        Both travel in the same buffers, so that one collective serves a LoRA step.
+        """
+        if self.size == 1:
+            return gradients, sums
+        leaves = [("", sums), *tree_flatten(gradients)]
+        for bucket in _buckets([array.nbytes for _, array in leaves]):
+            flat = mx.concatenate([leaves[i][1].astype(mx.float32).reshape(-1) for i in bucket])
+            flat = self.all_sum(flat, "the sum of the gradients")
+            ends = np.cumsum([leaves[i][1].size for i in bucket]).tolist()
+            for i, part in zip(bucket, mx.split(flat, ends[:-1]), strict=True):
+                leaves[i] = (leaves[i][0], part.reshape(leaves[i][1].shape))
+        return tree_unflatten(leaves[1:]), leaves[0][1]
+
+    def broadcast(self, tree: Any) -> Any:
+        """Rank 0's arrays, on every rank. Trees have the same names, shapes and dtypes everywhere."""
+        if self.size == 1:
+            return tree
+        received = []
+        for name, array in tree_flatten(tree):
+            # The sum of one value and zeros is that value, bit for bit, in any order; bytes keep NaN and -0.0 too.
+            flat = mx.view(array.reshape(-1), mx.uint8).astype(mx.int32)
+            total = self.all_sum(flat if self.rank == 0 else mx.zeros_like(flat), f"rank 0's {name}")
+            received.append((name, mx.view(total.astype(mx.uint8), array.dtype).reshape(array.shape)))
+        return tree_unflatten(received)
+
+    def gather_text(self, text: str, what: str = "a message from every rank") -> list[str]:
+        """Every rank's text, cut at 1,024 bytes, in rank order."""
+        if self.size == 1:
+            return [text]
+        slots = np.zeros((self.size, MESSAGE_BYTES), np.int32)
+        encoded = text.encode()[:MESSAGE_BYTES]
+        slots[self.rank, : len(encoded)] = list(encoded)
+        gathered = np.array(self.all_sum(mx.array(slots), what))
+        return [bytes(row[row > 0].astype(np.uint8)).decode(errors="replace") for row in gathered]
+
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's text, whole, on every rank."""
+        if self.size == 1:
+            return text
+        encoded = np.frombuffer(text.encode(), np.uint8)
+        length = int(self.broadcast({"length": mx.array(len(encoded))})["length"].item())
+        mine = encoded if self.rank == 0 else np.zeros(length, np.uint8)
+        return bytes(np.array(self.broadcast({"text": mx.array(mine)})["text"])).decode()
+
+    def require_equal(self, what: str, value: str) -> None:
+        """Makes sure that all ranks hold the same, a digest for instance.
+
+        Raises:
+            AgreedError: names the ranks that differ from rank 0.
+        """
+        values = self.gather_text(value, f"every rank's {what}")
+        others = [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]
+        if others:
+            raise AgreedError(f"rank {', '.join(others)} has another {what} than rank 0; copy the same files and settings to every host")
+
+    @contextlib.contextmanager
+    def agreeing(self, what: str) -> Iterator[None]:
+        """Ends the block alike on all ranks: if one met a user's error, or cannot write, all raise `AgreedError`."""
+        mine = ""
+        try:
+            yield
+        except UserError as error:
+            mine = str(error)
+        except OSError as error:
+            mine = f"{what}: {error.strerror}: {error.filename or ''}; mend that and start again"
+        errors = self.gather_text(mine, f"the outcome of {what}")
+        distinct = list(dict.fromkeys(error for error in errors if error))
+        if not distinct:
+            return
+        if self.size > 1 and (len(distinct) > 1 or not all(errors)):
+            distinct = [f"rank {errors.index(error)}: {error}" for error in distinct]
+        raise AgreedError("; ".join(distinct))
+
+    @contextlib.contextmanager
+    def deadline(self, what: str) -> Iterator[None]:
+        """Ends the process with a message if the block outlasts the limit: MLX itself would wait for ever."""
+
+        def give_up() -> None:
+            print(
+                f"error: rank {self.rank} on {host_name()} waited {self.timeout_seconds:g} s for {what}; another rank is dead, "
+                "stopped or cut off (raise sync.timeout_seconds if it is only slow); resume from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)  # the main thread is inside MLX, where no exception or signal handler can reach it
+
+        timer = threading.Timer(self.timeout_seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
+    """Joins the world that the launcher described.
+
+    Raises:
+        RuntimeError: the backend is not there, or the world has another size than the launcher said.
+    """
+    if launch.size == 1:
+        return World(timeout_seconds=timeout_seconds)
+    stream = mx.gpu if launch.backend == "nccl" else mx.cpu
+    world = World(launch.rank, launch.size, None, stream, timeout_seconds)
+    with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
+        group = mx.distributed.init(backend=launch.backend, strict=True)
+    if group.size() != launch.size or group.rank() != launch.rank:
+        raise RuntimeError(
+            f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees rank {group.rank()} of "
+            f"{group.size()}; is the MPI that launched this the one in MLX_MPI_LIBNAME ({os.environ.get('MLX_MPI_LIBNAME', 'unset')})?"
+        )
+    return World(launch.rank, launch.size, group, stream, timeout_seconds)
+
+
+def host_name() -> str:
+    """This machine's name, without its domain."""
+    return socket.gethostname().split(".")[0]
+
+
+def _buckets(sizes: list[int]) -> list[list[int]]:
+    """Consecutive indices whose sizes together stay within a bucket's bytes (a larger one stands alone)."""
+    buckets: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if size > room or not buckets:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(i)
+        room -= size
+    return buckets

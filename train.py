@@ -1,0 +1,294 @@
+"""Tandem: preference training on machines that do not match.
+
+    python train.py                                            the quickstart, offline, in about two minutes
+    python train.py --config configs/X.yaml train.beta=0.2     any setting as key=value
+    python train.py --config configs/X.yaml --dry-run          the plan, and what would be trained
+    python train.py --resume runs/NAME                         go on from the last good checkpoint
+    mpirun -n 2 python train.py plan.shares=[12,4]             the same file on two unequal ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib import config as settings
+from lib import runtime
+from lib.config import Config, UserError
+
+if TYPE_CHECKING:
+    from lib.sync import World
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+class Stopped(RuntimeError):
+    """Training cannot go on; the message says why and what to do."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 anything else."""
+    launch = None
+    try:
+        options = parse(arguments)
+        launch = runtime.launch_environment()
+        runtime.prepare()
+        from lib import sync  # MLX comes in here: --help and a misspelt option answer at once
+
+        world = sync.start(launch)
+        with world.agreeing("the configuration"):
+            config = read_config(options)
+        name = world.broadcast_text(config.run.name or "")  # it may hold the time, which ranks see differently
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        world.require_equal("configuration", settings.learning_digest(config))
+        world = dataclasses.replace(world, timeout_seconds=config.sync.timeout_seconds)
+        train(config, world, resume=options.resume is not None, dry_run=options.dry_run)
+    except UserError as error:
+        if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a full or read-only disk: what was saved before is whole
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume", file=sys.stderr)
+        return 2
+    except (Stopped, KeyboardInterrupt) as error:
+        print(f"stopped: {error or 'interrupted'}; go on from the last checkpoint with --resume", file=sys.stderr)
+        return 1
+    return 0
+
+
+def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
+    """One run, from its configuration to the finished adapter."""
+    from lib import checkpoint, evaluate, losses, report, scoring, sync
+    from lib import model as models
+    from lib.data import collate, load_dataset, prefetch
+    from lib.order import Position, advance, cut, epoch_order, global_batch, split
+    from lib.performance import PerformanceTracker, rewind
+    from lib.plan import make_plan
+    from lib.step import make_optimizer, make_step
+
+    launched = time.perf_counter()
+    folder = Path(config.run.dir) / str(config.run.name)
+    say = report.Report(world.rank, config.run.log_every)
+
+    # ---- Data: every rank reads it, and all make sure that they read the same ----------------------------------------
+
+    with world.agreeing("reading the data"):
+        tokenizer = models.load_tokenizer_of(config.model)
+        data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model))
+        valid = load_dataset(config.data.valid, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model)) if config.data.valid else None
+        questions = evaluate.load_questions(config, tokenizer)
+    world.require_equal("tokenised training data", data.digest)
+    batch_size = config.train.global_batch_size
+    steps = config.train.steps or config.train.epochs * -(-len(data) // batch_size)
+    checkpoint_every = config.checkpoint.every or min(100, -(-steps // 10))
+
+    # ---- Plan: who takes how much ------------------------------------------------------------------------------------
+
+    hosts = world.gather_text(sync.host_name())
+    with world.agreeing("planning"):
+        plan = make_plan(config, hosts)
+    mine = plan.ranks[world.rank]
+    shares = plan.shares
+    report.show_run(say, config, plan, data, valid, steps)
+
+    # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
+
+    with world.agreeing("loading the model"):
+        model = models.load(config.model, config.train.seed, lazy=dry_run)
+        models.make_trainable(model, config.model, config.train.seed)
+        optimizer = make_optimizer(config.train)
+    report.show_model(say, config, model)
+    if dry_run:
+        say.line("dry run: nothing is trained or written")
+        return
+    world.require_equal("model files", models.fingerprint(config.model, config.train.seed))
+    world.require_equal("initial weights", models.digest(models.trainable(model)))
+
+    # ---- The run's folder has one owner ------------------------------------------------------------------------------
+
+    with world.agreeing(f"opening {folder}"):
+        lock = checkpoint.open_run(folder, config, plan.to_dict(), resume) if world.rank == 0 else None
+        newest, damaged = checkpoint.newest(folder / "checkpoints") if resume and world.rank == 0 else (None, [])
+    for warning in damaged:
+        say.warning(warning)
+
+    # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
+
+    def reference_of(dataset: Any, name: str) -> Any:
+        if dataset is None or not losses.needs_reference(config.train.loss):
+            return None
+        key = scoring.cache_key(models.reference_fingerprint(config.model, config.train.seed), dataset)
+        cache = Path(config.run.dir) / ".reference"
+        logps = scoring.cached_logps(cache, key, dataset, world)
+        if logps is None:
+            with world.agreeing("loading the reference"):
+                judge = model if config.model.reference == "initial" else models.load_reference(config.model, config.train.seed)
+            with say.counting(f"reference log-probabilities of the {name} pairs", len(dataset)) as done:
+                logps = scoring.dataset_logps(judge, dataset, world, shares, config.evaluate.batch_size, config.data.length_multiple, done)
+            with world.agreeing("keeping the reference's log-probabilities"):
+                scoring.keep_logps(cache, key, logps, world)
+        return logps
+
+    reference, valid_reference = reference_of(data, "training"), reference_of(valid, "held-out")
+
+    # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
+
+    progress = checkpoint.Progress(data_digest=data.digest)
+    if resume:
+        optimizer.init(model.trainable_parameters())
+        with world.agreeing("resuming"):
+            if newest is not None:
+                progress = checkpoint.restore(newest, model, optimizer, data.digest)
+        progress = checkpoint.Progress(**json.loads(world.broadcast_text(json.dumps(dataclasses.asdict(progress)))))
+        checkpoint.share(world, model, optimizer)
+        if world.rank == 0 or hosts[world.rank] != hosts[0]:  # once on every host that has its own disk
+            for log in sorted((folder / "logs").glob("rank-*.jsonl")):
+                rewind(log, progress.step if progress.step else -1)
+        say.line(f"resuming {folder} after step {progress.step} of {steps}")
+
+    # ---- Training ----------------------------------------------------------------------------------------------------
+
+    tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank])
+    tracker.record("start", **report.provenance(), step=progress.step or None, config=config.model_dump(mode="json"), plan=plan.to_dict())
+    take_step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
+
+    def batches() -> Iterator[tuple[int, Position, int, list[int], list[Any]]]:
+        """Every step that is left: its epoch, the position after it, its pairs, and this rank's part of them."""
+        position = Position(progress.epoch, progress.cursor)
+        order, epoch = None, -1
+        for _ in range(progress.step, steps):
+            if position.epoch != epoch:
+                epoch = position.epoch
+                order = epoch_order(data.lengths, config.train.seed, epoch, batch_size, config.data.length_window)
+            rows = global_batch(order, position, batch_size)
+            own = split(rows, data.lengths, shares)[world.rank]
+            position = advance(position, len(rows), len(data))
+            yield epoch, position, len(rows), own.tolist(), [
+                (collate([data[row] for row in part.tolist()], config.data.length_multiple), None if reference is None else reference[part])
+                for part in cut(own, mine.micro_batch_sizes)
+            ]
+
+    def evaluate_now(step: int) -> dict[str, float | None]:
+        """Held-out metrics and greedy answers, over all ranks; recorded and printed."""
+        values: dict[str, float | None] = {}
+        if valid is not None:
+            values |= evaluate.metrics_of(valid, evaluate.policy_logps(model, valid, config, world, shares), valid_reference, config)
+        if questions:
+            values["exact_match"] = evaluate.exact_match(model, tokenizer, questions, config, world)
+        if values:
+            tracker.record("evaluation", step=step, **values)
+            say.line(f"held out, step {step}: {report.describe(values)}", "bold")
+        return values
+
+    def save(step: int) -> None:
+        """One checkpoint; replicas on unlike machines drift by roundings, so all take rank 0's weights first."""
+        checkpoint.share(world, model, optimizer)
+        with world.agreeing(f"the checkpoint of step {step}"):
+            if world.rank == 0:
+                path = checkpoint.save(folder / "checkpoints", progress, model, optimizer, config, plan.to_dict())
+                checkpoint.prune(folder / "checkpoints", config.checkpoint.keep, progress.best_step)
+                tracker.record("checkpoint", step=step, path=str(path))
+
+    if progress.step == 0:
+        progress.before = evaluate_now(0)
+        evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "before")
+    latest = evaluate_now(steps) if progress.step >= steps else progress.before
+    with contextlib.closing(prefetch(batches(), depth=2)) as upcoming, say.training(progress.step, steps) as show:
+        for epoch, position, pairs, rows, micro_batches in upcoming:
+            step, began = progress.step + 1, time.perf_counter()
+            result = take_step(progress.step, steps, micro_batches)
+            seconds = time.perf_counter() - began
+            progress.count(step, position, pairs, result.tokens, seconds, result.skipped)
+            tracker.log_batch(
+                step,
+                len(rows),
+                seconds,
+                **result.means,
+                **result.measurements(world.rank, seconds),
+                epoch=epoch,
+                rows=rows,
+            )
+            show(step, f"{report.describe(result.means)}  {pairs / seconds:.1f} pairs/s")
+            if result.skipped:
+                say.warning(f"step {step}: loss or gradient is not finite; update {progress.skipped_in_row} in a row left out")
+                if progress.skipped_in_row >= config.train.max_skipped_steps:
+                    raise Stopped(
+                        f"{progress.skipped_in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
+                        f"{config.train.max_skipped_steps}); lower train.learning_rate ({config.train.learning_rate:g}) or look at the rows in {tracker.log_path}"
+                    )
+            last = step == steps
+            if last or (config.evaluate.every and step % config.evaluate.every == 0):
+                latest = evaluate_now(step)
+                best = progress.is_best(step, latest.get("loss"))
+            else:
+                best = False
+            if last or best or step % checkpoint_every == 0:
+                save(step)
+
+    # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves --------------------------------------------
+
+    evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "after")
+    with world.agreeing("finishing"):
+        if world.rank == 0:
+            models.save_trained(model, config.model, folder)
+            summary = report.summarise(config, plan, progress, latest, time.perf_counter() - launched)
+            (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    tracker.record("end", step=progress.step)
+    tracker.close()
+    if lock is not None:
+        report.plot_curves(tracker.log_path, folder / "curves.png")
+        report.show_end(say, folder, summary)
+        lock.close()
+
+
+# ---- The command line --------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command's words.
+
+    Raises:
+        UserError: an option that does not exist.
+    """
+
+    parser = settings.Parser(
+        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=settings.help_text(), allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"settings as YAML (default: {QUICKSTART})")
+    parser.add_argument("--resume", metavar="RUN", help="folder of a run to go on with")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and what would be trained; write nothing")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that overrule the file")
+    options = parser.parse_intermixed_args(arguments)
+    if options.resume and options.config:
+        raise UserError("--resume takes the run's own config.yaml; leave --config out (key=value words may follow)")
+    return options
+
+
+def read_config(options: argparse.Namespace) -> Config:
+    """The configuration that the command line names, with a name for the run.
+
+    Raises:
+        UserError: a wrong key or value, a run that cannot be resumed, or a change that a resumed run may not make.
+    """
+    if options.resume is None:
+        path = Path(options.config or QUICKSTART)
+        config = settings.load(path, options.overrides)
+        run = {"name": config.run.name or f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"}
+    else:
+        path = Path(options.resume) / "config.yaml"
+        if not path.is_file():
+            raise UserError(f"--resume {options.resume}: no run there (it has no config.yaml); runs are folders in run.dir")
+        config = settings.resume(path, options.overrides)
+        run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
+    return config.model_copy(update={"run": config.run.model_copy(update=run)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
