@@ -1,0 +1,534 @@
+"""Who does how much of each step: pure functions from measured curves to every rank's share.
+
+Host i takes tau_i(b) seconds for a micro-batch of b pairs, and t_i(n) = min over b of t_i(n - b) + tau_i(b)
+for n pairs in micro-batches of any sizes. A global batch of B pairs is divided to minimise max t_i(n_i): the
+slowest rank ends the step. Efficiency is eta = (B / T) / sum of R_i, achieved speed over the sum of what the
+machines do alone, R_i = max over b of b / tau_i(b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from lib.calibration import MEMORY_HEADROOM, Curve
+from lib.config import Config, UserError
+
+DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
+TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of every step."""
+
+    rank: int
+    host: str
+    share: int  # pairs
+    micro_batch_sizes: tuple[int, ...]  # pairs, in the order they are run; they add up to the share
+    predicted_compute_seconds: float | None = None  # without the sync; None where nothing is measured
+    solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Every rank's part, what it is predicted to give, and why it was chosen."""
+
+    strategy: str
+    global_batch_size: int
+    ranks: tuple[Plan, ...]
+    sync_seconds: float  # of one step; a single host needs none
+    reason: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> list[int]:
+        """Pairs a step, by rank."""
+        return [plan.share for plan in self.ranks]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Hosts without work."""
+        return [plan.host for plan in self.ranks if plan.share == 0]
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """The slowest rank's compute, then the sync."""
+        computes = [plan.predicted_compute_seconds for plan in self.ranks]
+        known = [seconds for seconds in computes if seconds is not None]
+        return max(known) + self.sync_seconds if len(known) == len(computes) else None
+
+    @property
+    def predicted_pairs_per_second(self) -> float | None:
+        """The cluster's speed."""
+        seconds = self.predicted_step_seconds
+        return self.global_batch_size / seconds if seconds else None
+
+    @property
+    def solo_sum_pairs_per_second(self) -> float | None:
+        """What the machines do alone, added up."""
+        known = [plan.solo_pairs_per_second for plan in self.ranks if plan.solo_pairs_per_second is not None]
+        return sum(known) if len(known) == len(self.ranks) else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """eta, between 0 and 1."""
+        speed, solo = self.predicted_pairs_per_second, self.solo_sum_pairs_per_second
+        return speed / solo if speed and solo else None
+
+    def rows(self) -> list[dict[str, str]]:
+        """One row a rank, for a table; the columns are the keys."""
+        return [
+            {
+                "rank": str(plan.rank),
+                "host": plan.host,
+                "share": f"{plan.share} ({plan.share / self.global_batch_size:.1%})",
+                "micro-batches": _run_lengths(plan.micro_batch_sizes),
+                "alone pairs/s": _number(plan.solo_pairs_per_second),
+                "compute s": _number(plan.predicted_compute_seconds),
+            }
+            for plan in self.ranks
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for plan.json."""
+        return {
+            **asdict(self),
+            "shares": self.shares,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "predicted_pairs_per_second": self.predicted_pairs_per_second,
+            "solo_sum_pairs_per_second": self.solo_sum_pairs_per_second,
+            "efficiency": self.efficiency,
+        }
+
+
+def make_plan(
+    config: Config,
+    hosts: Sequence[str],
+    curves: Sequence[Curve | None] | None = None,
+    sync_seconds: float = 0.0,
+) -> ClusterPlan:
+    """The plan of a run: `plan_cluster` with the configuration's settings.
+
+    Args:
+        hosts: one name a rank, in the order of ranks.
+        curves: one a rank, comparable with each other (calibration.choose_curves); None if nothing is known.
+        sync_seconds: of one step's collective.
+
+    Raises:
+        UserError: the settings do not fit the world, or a host's memory does not hold one pair.
+    """
+    return plan_cluster(
+        hosts,
+        config.train.global_batch_size,
+        shares=config.plan.shares,
+        micro_batch_sizes=config.plan.micro_batch_sizes,
+        curves=curves,
+        sync_seconds=sync_seconds,
+    )
+
+
+def plan_cluster(
+    hosts: Sequence[str],
+    global_batch_size: int,
+    *,
+    shares: Sequence[int] | None = None,
+    micro_batch_sizes: Sequence[int] | None = None,
+    curves: Sequence[Curve | None] | None = None,
+    sync_seconds: float = 0.0,
+) -> ClusterPlan:
+    """Divides a global batch among ranks: as told, else as measured, else equally.
+
+    Raises:
+        UserError: as make_plan.
+    """
+    world_size = len(hosts)
+    curves = list(curves) if curves is not None else [None] * world_size
+    assert len(curves) == world_size, (len(curves), world_size)
+    if micro_batch_sizes is not None:
+        check_micro_batch_sizes(micro_batch_sizes, world_size)
+    for host, curve in zip(hosts, curves, strict=True):
+        if curve is not None:
+            check_memory(host, curve)
+    unknown = list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None))
+    known = [curve for curve in curves if curve is not None]
+
+    if shares is not None:
+        check_shares(shares, global_batch_size, world_size)
+        reason = "shares as plan.shares has them"
+    elif world_size == 1:
+        shares, reason = [global_batch_size], "one rank does all"
+    elif unknown:
+        shares = equal_shares(global_batch_size, world_size)
+        cause = f"no calibration of {', '.join(unknown)}" if known else "no calibration"
+        reason = f"equal shares: {cause}; make calibrate measures the hosts, plan.shares overrules"
+    else:
+        shares, reason = best_shares(hosts, known, global_batch_size, sync_seconds, micro_batch_sizes)
+
+    warnings = []
+    ranks = []
+    batches_of: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    for rank, (host, share, curve) in enumerate(zip(hosts, shares, curves, strict=True)):
+        if micro_batch_sizes is not None:
+            batches = split_evenly_sized(share, micro_batch_sizes[rank])
+        elif curve is None:
+            batches = split_evenly_sized(share, DEFAULT_MICRO_BATCH_SIZE)
+        else:
+            key = (*_identity(curve), share)
+            if key not in batches_of:
+                batches_of[key] = fastest_micro_batches(curve, share)
+            batches = batches_of[key]
+        if curve is not None and batches and max(batches) > curve.max_batch_size:
+            warnings.append(
+                f"rank {rank} ({host}): micro-batches of {max(batches)} pairs, "
+                f"but at most {curve.max_batch_size} are known to fit"
+            )
+        ranks.append(
+            Plan(
+                rank=rank,
+                host=host,
+                share=int(share),
+                micro_batch_sizes=batches,
+                predicted_compute_seconds=float(curve.seconds(np.array(batches)).sum()) if curve else None,
+                solo_pairs_per_second=solo_pairs_per_second(curve) if curve else None,
+            )
+        )
+    if min(shares) == 0:
+        idle = _listed([f"{plan.rank} ({plan.host})" for plan in ranks if plan.share == 0])
+        warnings.append(f"no work at a global batch of {global_batch_size} for rank {idle}")
+    alone = sum(share > 0 for share in shares) == 1
+    return ClusterPlan(
+        strategy="synchronous",
+        global_batch_size=global_batch_size,
+        ranks=tuple(ranks),
+        sync_seconds=0.0 if alone else sync_seconds,
+        reason=reason,
+        warnings=tuple(warnings),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# As told, or equally
+
+
+def equal_shares(global_batch_size: int, world_size: int) -> list[int]:
+    """Shares that differ by one pair at most; the first ranks take the remainder."""
+    each, more = divmod(global_batch_size, world_size)
+    return [each + (rank < more) for rank in range(world_size)]
+
+
+def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
+    """Shares in proportion to `ratios`, rounded by largest remainder; they sum to total_examples."""
+    exact = np.round(total_examples * np.asarray(ratios, dtype=np.float64) / sum(ratios), 9)
+    shares = np.floor(exact).astype(int)
+    most_cut_first = np.argsort(shares - exact, kind="stable")
+    shares[most_cut_first[: total_examples - shares.sum()]] += 1
+    return [int(share) for share in shares]
+
+
+def check_shares(shares: Sequence[int], global_batch_size: int, world_size: int) -> None:
+    """Whether given shares fit the world and the batch.
+
+    Raises:
+        UserError: they do not.
+    """
+    listed = list(shares)
+    if len(listed) != world_size:
+        raise UserError(
+            f"plan.shares {listed} has {len(listed)} numbers, but there are {world_size} ranks; "
+            "give one a rank"
+        )
+    if min(listed) < 0:
+        raise UserError(f"plan.shares {listed}: a share of {min(listed)} pairs; the least is 0")
+    if sum(listed) != global_batch_size:
+        raise UserError(
+            f"plan.shares {listed} sum to {sum(listed)}, but train.global_batch_size is {global_batch_size}; "
+            "make them equal"
+        )
+
+
+def check_micro_batch_sizes(micro_batch_sizes: Sequence[int], world_size: int) -> None:
+    """Whether given micro-batch sizes fit the world.
+
+    Raises:
+        UserError: they do not.
+    """
+    listed = list(micro_batch_sizes)
+    if len(listed) != world_size:
+        raise UserError(
+            f"plan.micro_batch_sizes {listed} has {len(listed)} numbers, but there are {world_size} ranks; "
+            "give one a rank"
+        )
+    if min(listed) < 1:
+        raise UserError(
+            f"plan.micro_batch_sizes {listed}: a micro-batch of {min(listed)} pairs; the least is 1"
+        )
+
+
+def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
+    """Micro-batches of one size, and what is left: 20 pairs by 8 are 8, 8, 4."""
+    whole, rest = divmod(share, micro_batch_size)
+    return (micro_batch_size,) * whole + ((rest,) if rest else ())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# As measured
+
+
+def check_memory(host: str, curve: Curve) -> None:
+    """Whether the host can run the smallest measured micro-batch.
+
+    Raises:
+        UserError: it cannot; with what it needs and has.
+    """
+    if curve.max_batch_size == 0:
+        smallest = curve.points[0]
+        assert smallest.peak_memory_bytes is not None and curve.memory_limit_bytes is not None
+        pairs = "one pair needs" if smallest.batch_size == 1 else f"{smallest.batch_size} pairs need"
+        raise UserError(
+            f"host {host}: {pairs} {smallest.peak_memory_bytes / 1e9:.2f} GB, but it has "
+            f"{curve.memory_limit_bytes / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; try "
+            "model.gradient_checkpointing=true or a smaller data.max_length, or leave the host out"
+        )
+
+
+def solo_pairs_per_second(curve: Curve) -> float:
+    """R = max over b of b / tau(b), within memory."""
+    sizes = np.arange(1, curve.max_batch_size + 1)
+    return float(np.max(sizes / curve.seconds(sizes)))
+
+
+def fastest_micro_batches(curve: Curve, share: int) -> tuple[int, ...]:
+    """The micro-batches that attain t(share), the largest first; of equally fast ones, the largest sizes."""
+    tau = curve.seconds(np.arange(1, curve.max_batch_size + 1))
+    times = step_times(tau[None], share)[0]
+    batches = []
+    rest = share
+    while rest:
+        most = min(rest, len(tau))
+        candidates = times[rest - most : rest][::-1] + tau[:most]
+        near_best = np.flatnonzero(candidates <= times[rest] * (1 + 1e-12))
+        batches.append(int(near_best[-1]) + 1)
+        rest -= batches[-1]
+    return tuple(sorted(batches, reverse=True))
+
+
+def step_times(tau: np.ndarray, pairs: int) -> np.ndarray:
+    """t(n) for n = 0..pairs, float64 [K, pairs + 1], from tau(1..M), [K, M]; inf marks what does not fit."""
+    times = np.zeros((tau.shape[0], pairs + 1))
+    for n in range(1, pairs + 1):
+        most = min(n, tau.shape[1])
+        times[:, n] = (times[:, n - most : n][:, ::-1] + tau[:, :most]).min(axis=1)
+    return times
+
+
+def best_shares(
+    hosts: Sequence[str],
+    curves: Sequence[Curve],
+    global_batch_size: int,
+    sync_seconds: float = 0.0,
+    micro_batch_sizes: Sequence[int] | None = None,
+) -> tuple[list[int], str]:
+    """The shares of the shortest step, and why: all hosts together, or the best one alone, without a sync."""
+    kinds = _Kinds(curves, micro_batch_sizes)
+    shares, seconds = kinds.divide(global_batch_size)
+    together = seconds + sync_seconds * (sum(share > 0 for share in shares) > 1)
+    best_host, alone = kinds.best_alone(global_batch_size, together)
+    if alone <= together:
+        others = _listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best_host])
+        reason = (
+            f"leave out {others}: {hosts[best_host]} alone takes {alone:.4g} s a step, together they take "
+            f"{seconds + sync_seconds:.4g} s, {sync_seconds:.4g} s of it sync; a larger "
+            "train.global_batch_size may change that"
+        )
+        return [global_batch_size * (rank == best_host) for rank in range(len(hosts))], reason
+    equal = kinds.seconds(equal_shares(global_batch_size, len(hosts))) + sync_seconds
+    reason = (
+        f"shares from the hosts' curves: {together:.4g} s a step; equal shares {equal:.4g} s, "
+        f"the best host alone ({hosts[best_host]}) {alone:.4g} s"
+    )
+    return shares, reason
+
+
+class _Kinds:
+    """Hosts grouped by equal curves, and the table t(n) of each kind, as long as is needed."""
+
+    def __init__(self, curves: Sequence[Curve], micro_batch_sizes: Sequence[int] | None) -> None:
+        sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
+        numbers: dict[tuple[Any, ...], int] = {}
+        members: list[tuple[Curve, int | None]] = []
+        self.of_rank = np.empty(len(curves), dtype=np.int64)
+        for rank, (curve, size) in enumerate(zip(curves, sizes, strict=True)):
+            identity = (*_identity(curve), size)
+            if identity not in numbers:
+                numbers[identity] = len(numbers)
+                members.append((curve, size))
+            self.of_rank[rank] = numbers[identity]
+        self.counts = np.bincount(self.of_rank)
+        self.fixed = np.array([size or 0 for _, size in members])
+        self.measured = [
+            [p.batch_size for p in c.points if p.batch_size <= c.max_batch_size] for c, _ in members
+        ]
+        widest = max(size or curve.max_batch_size for curve, size in members)
+        self.tau = np.full((len(members), widest), np.inf)
+        for kind, (curve, size) in enumerate(members):
+            most = size or curve.max_batch_size
+            self.tau[kind, :most] = curve.seconds(np.arange(1, most + 1))
+        self.rates = (np.arange(1, widest + 1) / self.tau).max(axis=1)
+
+    def times(self, kinds: np.ndarray, pairs: int) -> np.ndarray:
+        """t(0..pairs) of some kinds, float64 [len(kinds), pairs + 1]."""
+        times = step_times(self.tau[kinds], pairs)
+        for row, kind in enumerate(kinds):
+            told = self.fixed[kind]  # whole micro-batches of that size, and what is left
+            if told:
+                tau = np.concatenate([[0.0], self.tau[kind]])
+                whole, rest = np.divmod(np.arange(pairs + 1), told)
+                times[row] = whole * tau[told] + tau[rest]
+        return times
+
+    def seconds(self, shares: Sequence[int] | np.ndarray) -> float:
+        """max t_i(n_i)."""
+        times = self.times(np.arange(len(self.counts)), max(shares))
+        return float(times[self.of_rank, np.asarray(shares)].max())
+
+    def best_alone(self, pairs: int, bound: float) -> tuple[int, float]:
+        """The rank that does all pairs soonest, and its time.
+
+        No kind can be faster than pairs / rate, so that most need no table of their own.
+        """
+        best, best_seconds = 0, np.inf
+        for kind in np.argsort(pairs / self.rates, kind="stable"):
+            if np.isfinite(best_seconds) and pairs / self.rates[kind] >= min(best_seconds, bound):
+                break
+            seconds = float(self.times(np.array([kind]), pairs)[0, -1])
+            if seconds < best_seconds:
+                best, best_seconds = int(np.flatnonzero(self.of_rank == kind)[0]), seconds
+        return best, best_seconds
+
+    def divide(self, pairs: int) -> tuple[list[int], float]:
+        """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE, and its time."""
+        every = np.arange(len(self.counts))
+        length = min(
+            pairs, int(2 * pairs * self.rates.max() / (self.rates @ self.counts)) + self.tau.shape[1]
+        )
+        while True:
+            times = self.times(every, length)
+            # Beyond the table no host is done before this: t(n) >= n / rate.
+            horizon = np.inf if length == pairs else ((length + 1) / self.rates).min()
+            # The most pairs that a kind can do within T; a noisy curve may fall, so look from the end.
+            rising = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
+            longest = min(float(rising[:, -1].max()), horizon * (1 - 1e-9))
+            if _capacity(rising, longest) @ self.counts >= pairs:
+                break
+            length = min(pairs, 2 * length)
+
+        too_short, enough = 0.0, longest
+        while enough - too_short > 1e-12 * enough:
+            middle = (too_short + enough) / 2
+            if _capacity(rising, middle) @ self.counts >= pairs:
+                enough = middle
+            else:
+                too_short = middle
+
+        shares = self._fill(_capacity(rising, too_short), _capacity(rising, enough), pairs)
+        seconds = float(times[self.of_rank, shares].max())
+        # Filling up to a time is exact, unless fewer pairs somewhere take longer than more (a noisy curve).
+        if seconds > enough * (1 + 1e-9):
+            shares = _divide_exactly(times[self.of_rank], shares, pairs)
+            seconds = float(times[self.of_rank, shares].max())
+        tidy = self._tidy_shares(seconds, pairs)
+        if tidy is not None:
+            shares = tidy
+            seconds = self.seconds(shares)
+        return [int(share) for share in shares], seconds
+
+    def _fill(self, base: np.ndarray, most: np.ndarray, pairs: int) -> np.ndarray:
+        """Each host's capacity just before the last moment, then one more pair each in turn.
+
+        In turn, and by rank: equal hosts differ by one pair at most, and the same input gives the same plan.
+        """
+        shares, room = base[self.of_rank], (most - base)[self.of_rank]
+        left = pairs - int(shares.sum())
+        while left:
+            takers = np.flatnonzero(room)[:left]
+            shares[takers] += 1
+            room[takers] -= 1
+            left -= len(takers)
+        return shares
+
+    def _tidy_shares(self, seconds: float, pairs: int) -> np.ndarray | None:
+        """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance.
+
+        They rest on measured times and not on interpolated ones, and each host compiles one shape.
+        """
+        limit = seconds * (1 + TIDY_TOLERANCE)
+        options: list[list[tuple[float, int]]] = []  # of each kind: (time, share)
+        for kind, sizes in enumerate(self.measured):
+            best: dict[int, float] = {0: 0.0}
+            for size in [int(self.fixed[kind])] if self.fixed[kind] else sizes:
+                tau = self.tau[kind, size - 1]
+                most = min(int(limit / tau), pairs // size)
+                for count in range(max(1, most - 2), most + 1):
+                    best[count * size] = min(best.get(count * size, np.inf), count * tau)
+            options.append(sorted((time, share) for share, time in best.items()))
+        for moment in sorted({time for some in options for time, _ in some if time >= seconds * (1 - 1e-9)}):
+            shares = np.array([max(share for time, share in some if time <= moment) for some in options])
+            if shares @ self.counts == pairs:
+                return shares[self.of_rank]
+        return None
+
+
+def _capacity(rising: np.ndarray, seconds: float) -> np.ndarray:
+    """The most pairs of each kind that are done within `seconds`: int [K]."""
+    within: np.ndarray = np.sum(rising <= seconds, axis=1) - 1
+    return within
+
+
+def _divide_exactly(times: np.ndarray, near: np.ndarray, pairs: int) -> np.ndarray:
+    """argmin of max t_i(n_i) by dynamic programming over hosts; of equally good, those nearest to `near`.
+
+    times: float64 [N, L + 1]; a host gets L pairs at most. Takes N * L steps on vectors of `pairs` numbers.
+    """
+    best = np.full(pairs + 1, np.inf)  # best[m]: the time of m pairs on the hosts so far
+    best[0] = 0.0
+    choices = np.zeros((len(times), pairs + 1), dtype=np.int32)
+    for host, row in enumerate(times):
+        new = np.full(pairs + 1, np.inf)
+        for share in sorted(range(len(row)), key=lambda n: abs(n - near[host])):
+            candidate = np.maximum(best[: pairs + 1 - share], row[share])
+            better = candidate < new[share:]
+            new[share:][better] = candidate[better]
+            choices[host, share:][better] = share
+        best = new
+    shares = np.zeros(len(times), dtype=np.int64)
+    for host in reversed(range(len(times))):
+        shares[host] = choices[host, pairs]
+        pairs -= shares[host]
+    return shares
+
+
+def _identity(curve: Curve) -> tuple[Any, ...]:
+    """What the planner sees of a curve."""
+    return curve.max_batch_size, tuple((point.batch_size, point.seconds_median) for point in curve.points)
+
+
+def _run_lengths(sizes: Sequence[int]) -> str:
+    """(8, 8, 4) as "2 x 8, 4"."""
+    counts = {size: list(sizes).count(size) for size in dict.fromkeys(sizes)}
+    return (
+        ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in counts.items()) or "none"
+    )
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    """The names, or the first of very many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4g}"
