@@ -335,14 +335,13 @@ def best_shares(
     """The shares of the shortest step, and why: all hosts together, or the best one alone, without a sync."""
     kinds = _Kinds(curves, micro_batch_sizes)
     shares, seconds = kinds.divide(global_batch_size)
-    together = seconds + sync_seconds * (sum(share > 0 for share in shares) > 1)
+    together = seconds + sync_seconds
     best_host, alone = kinds.best_alone(global_batch_size, together)
     if alone <= together:
         others = _listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best_host])
         reason = (
             f"leave out {others}: {hosts[best_host]} alone takes {alone:.4g} s a step, together they take "
-            f"{seconds + sync_seconds:.4g} s, {sync_seconds:.4g} s of it sync; a larger "
-            "train.global_batch_size may change that"
+            f"{together:.4g} s, {sync_seconds:.4g} s of it sync; a larger train.global_batch_size may help"
         )
         return [global_batch_size * (rank == best_host) for rank in range(len(hosts))], reason
     equal = kinds.seconds(equal_shares(global_batch_size, len(hosts))) + sync_seconds
@@ -438,7 +437,7 @@ class _Kinds:
         seconds = float(times[self.of_rank, shares].max())
         # Filling up to a time is exact, unless fewer pairs somewhere take longer than more (a noisy curve).
         if seconds > enough * (1 + 1e-9):
-            shares = _divide_exactly(times[self.of_rank], shares, pairs)
+            shares = _divide_exactly(times[self.of_rank], shares)
             seconds = float(times[self.of_rank, shares].max())
         tidy = self._tidy_shares(seconds, pairs)
         if tidy is not None:
@@ -488,26 +487,34 @@ def _capacity(rising: np.ndarray, seconds: float) -> np.ndarray:
     return within
 
 
-def _divide_exactly(times: np.ndarray, near: np.ndarray, pairs: int) -> np.ndarray:
-    """argmin of max t_i(n_i) by dynamic programming over hosts; of equally good, those nearest to `near`.
+def _divide_exactly(times: np.ndarray, near: np.ndarray) -> np.ndarray:
+    """argmin of max t_i(n_i), by dynamic programming over hosts; of equally good ones, the closest to `near`.
 
-    times: float64 [N, L + 1]; a host gets L pairs at most. Takes N * L steps on vectors of `pairs` numbers.
+    times: float64 [N, L + 1]; near: int [N], shares that add up to the pairs. A state is how many pairs the
+    hosts so far are ahead of `near`, within a window: it holds every state for a few hosts, and for very many
+    still more than the noise of one host needs.
     """
-    best = np.full(pairs + 1, np.inf)  # best[m]: the time of m pairs on the hosts so far
-    best[0] = 0.0
-    choices = np.zeros((len(times), pairs + 1), dtype=np.int32)
-    for host, row in enumerate(times):
-        new = np.full(pairs + 1, np.inf)
-        for share in sorted(range(len(row)), key=lambda n: abs(n - near[host])):
-            candidate = np.maximum(best[: pairs + 1 - share], row[share])
-            better = candidate < new[share:]
-            new[share:][better] = candidate[better]
-            choices[host, share:][better] = share
+    bound = times[np.arange(len(near)), near].max()
+    window = min(int(near.sum()), max(32, 16_384 // len(near)))
+    states = 2 * window + 1
+    best = np.full(states, np.inf)
+    best[window] = 0.0
+    choices = np.zeros((len(near), states), dtype=np.int64)
+    for host, (row, centre) in enumerate(zip(times, near, strict=True)):
+        new = np.full(states, np.inf)
+        ahead = np.flatnonzero(row <= bound) - centre
+        for more in sorted(ahead[np.abs(ahead) < states].tolist(), key=abs):
+            reached = slice(max(0, more), states + min(0, more))
+            candidate = np.maximum(best[max(0, -more) : states - max(0, more)], row[centre + more])
+            better = candidate < new[reached]
+            new[reached][better] = candidate[better]
+            choices[host, reached][better] = more
         best = new
-    shares = np.zeros(len(times), dtype=np.int64)
-    for host in reversed(range(len(times))):
-        shares[host] = choices[host, pairs]
-        pairs -= shares[host]
+    shares = near.copy()
+    state = window
+    for host in reversed(range(len(near))):
+        shares[host] += choices[host, state]
+        state -= choices[host, state]
     return shares
 
 

@@ -168,11 +168,33 @@ def test_equal_hosts_get_equal_shares(world_size: int, pairs: int) -> None:
         assert len(set(shares)) == 1
 
 
+def test_equal_hosts_share_what_none_does_slower() -> None:
+    """Any micro-batch up to 8 pairs takes the same time here, so only the tie-break decides."""
+    flat = Curve.from_rates({8: 8.0, 16: 15.0})
+    assert plan_cluster(names(3), 12, curves=[flat] * 3).shares == [4, 4, 4]
+
+
+def test_few_fast_hosts_among_many_lumpy_ones() -> None:
+    """The two fast ones do all before any of the thousand ends a batch, far beyond a share by speed."""
+    fast, lumpy = Curve.from_rates({1: 1000.0, 2: 1000.0}), Curve.from_rates({100: 10.0, 101: 10.0})
+    shares = plan_cluster(names(1002), 5000, curves=[fast, fast] + [lumpy] * 1000).shares
+    assert shares[:2] == [2500, 2500]
+
+
 def test_the_same_input_gives_the_same_plan() -> None:
     rng = np.random.default_rng(3)
     curves = [random_curve(rng, "peak") for _ in range(6)]
     first, second = (plan_cluster(names(6), 200, curves=curves, sync_seconds=0.01) for _ in range(2))
     assert first == second
+
+
+def test_a_thousand_noisy_hosts() -> None:
+    rng = np.random.default_rng(0)
+    curves = [random_curve(rng, "noise") for _ in range(1000)]
+    started = time.process_time()
+    plan = plan_cluster(names(1000), 16_384, curves=curves)
+    assert time.process_time() - started < 2
+    assert plan.efficiency is not None and plan.efficiency > 0.9
 
 
 @pytest.mark.parametrize("kinds", [3, 1000])
