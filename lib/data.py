@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -72,7 +72,7 @@ class Dataset:
 
     @property
     def scored_tokens(self) -> np.ndarray:
-        """int64 [n, K]: completion tokens with a log-probability; the first of a text has none (see collate)."""
+        """int64 [n, K]: completion tokens with a log-probability; a text's first has none (see collate)."""
         pieces = np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
         return pieces[:, 1:] - (pieces[:, :1] == 0)
 
@@ -130,7 +130,7 @@ def load_dataset(
         parsed = [
             record if isinstance(record, Unusable) else _parse(record, settings, kind) for _, record in chunk
         ]
-        for (line, _), record, ids in zip(chunk, parsed, _encode(parsed, encoder, path)):
+        for (line, _), record, ids in zip(chunk, parsed, _encode(parsed, encoder, path), strict=True):
             try:
                 example, is_cut = _finish(ids, settings.max_length, encoder, vocab_size)
             except Unusable as why:
@@ -141,10 +141,8 @@ def load_dataset(
             truncated_count += is_cut
             pieces += example
     if skipped and not settings.skip_invalid:
-        others = f"; {len(skipped) - 1:,} more records cannot be used either" if len(skipped) > 1 else ""
-        raise UserError(
-            f"{skipped[0]}{others}; mend the file, or leave such records out with data.skip_invalid=true"
-        )
+        total = f"; {len(skipped):,} records in all cannot be used" if len(skipped) > 1 else ""
+        raise UserError(f"{skipped[0]}{total}; mend the file, or leave them out with data.skip_invalid=true")
     if not pieces:
         if skipped:
             raise UserError(
@@ -153,8 +151,9 @@ def load_dataset(
         raise UserError(f"{path} is empty: it has no records; name another file")
     tokens = np.concatenate(pieces)
     bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    # Fixed byte order, so that hosts of any kind agree.
-    digest = hashlib.sha256(kind.encode() + bounds.astype("<i8").tobytes() + tokens.astype("<i4").tobytes())
+    digest = hashlib.sha256(kind.encode())
+    for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
+        digest.update(array.astype(dtype, copy=False).data)
     return Dataset(
         path, kind, "; ".join(columns), truncated_count, skipped, digest.hexdigest(), tokens, bounds
     )
@@ -239,7 +238,9 @@ def truncate(
     return prompt, [completion[: max_length - kept] for completion in completions], True
 
 
-def encode_prompt(prompt: str | list[Message], settings: Data, tokenizer: Any, eos_token_id: int | None) -> list[int]:
+def encode_prompt(
+    prompt: str | list[Message], settings: Data, tokenizer: Any, eos_token_id: int | None
+) -> list[int]:
     """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
 
     Raises UserError where the chat template refuses it.
@@ -285,11 +286,11 @@ class Encoder:
         chosen_form = [self._choose_form(example) for example in examples]
         rendered = self._render([example for example in chosen_form if isinstance(example, Chat)])
         plain = [next(rendered) if isinstance(example, Chat) else example for example in chosen_form]
-        usable = [(example, form) for example, form in zip(plain, chosen_form) if isinstance(example, Plain)]
-        prompts = iter(self._tokenise([example.prompt or "" for example, _ in usable]))
-        completions = iter(self._continue([text for example, _ in usable for text in example.completions]))
+        usable = [example for example in plain if isinstance(example, Plain)]
+        prompts = iter(self._tokenise([example.prompt or "" for example in usable]))
+        completions = iter(self._continue([text for example in usable for text in example.completions]))
         result: list[Ids | Unusable] = []
-        for example, form in zip(plain, chosen_form):
+        for example, form in zip(plain, chosen_form, strict=True):
             if isinstance(example, Unusable):
                 result.append(example)
                 continue
@@ -297,7 +298,7 @@ class Encoder:
             # A template writes BOS itself where the model wants one; no text gets it twice.
             if isinstance(form, Plain) and prompt[: len(self._opening)] != self._opening:
                 prompt = self._opening + prompt
-            ended = [self._end(ids, text) for text, ids in zip(example.completions, completions)]
+            ended = [self._end(next(completions), text) for text in example.completions]
             result.append((prompt, ended))
         return result
 
@@ -327,7 +328,7 @@ class Encoder:
         prompts = self._apply_template([chat.prompt for chat in chats], add_generation_prompt=True)
         conversations = [[*chat.prompt, answer] for chat in chats for answer in chat.completions]
         wholes = iter(self._apply_template(conversations, add_generation_prompt=False))
-        for chat, prompt in zip(chats, prompts):
+        for chat, prompt in zip(chats, prompts, strict=True):
             answers = list(islice(wholes, len(chat.completions)))
             failure = next((text for text in (prompt, *answers) if isinstance(text, Unusable)), None)
             if failure is not None:
@@ -477,7 +478,7 @@ def pad_length(length: int, multiple: int, steps: int) -> int:
     return -(-max(length, 1) // step) * step
 
 
-def prefetch(iterable: Iterable[T], depth: int) -> Iterator[T]:
+def prefetch(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     """The items of `iterable`, up to `depth` of them made ahead in one thread.
 
     Its exceptions are raised here, in place. The thread ends with the last item, when this generator is

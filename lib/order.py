@@ -56,7 +56,7 @@ def global_batch(order: np.ndarray, position: Position, global_batch_size: int) 
 def advance(position: Position, count: int, dataset_size: int) -> Position:
     """The position after `count` more examples, which have to lie within the epoch."""
     cursor = position.cursor + count
-    assert 0 < count and cursor <= dataset_size, (position, count, dataset_size)
+    assert count > 0 and cursor <= dataset_size, (position, count, dataset_size)
     return Position(position.epoch + 1, 0) if cursor == dataset_size else Position(position.epoch, cursor)
 
 
@@ -86,7 +86,7 @@ def micro_batches(rows: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
 
 
 def cut(rows: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Neighbours in `rows`, by the plan's micro-batch sizes; a ragged batch has fewer rows and ends earlier."""
+    """Neighbours in `rows`, by the plan's micro-batch sizes; a ragged batch has fewer rows and ends early."""
     ends = np.minimum(np.cumsum(sizes), len(rows)).tolist()
     assert len(rows) <= sum(sizes), (len(rows), sizes)
     return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False) if start < end]

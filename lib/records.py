@@ -116,7 +116,7 @@ def _read_json_lines(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[
 
 def _parse_json(raw: bytes) -> dict[str, Any] | Unusable:
     try:
-        record = json.loads(raw.decode("utf-8"))
+        record = json.loads(raw.decode("utf-8").rstrip())
     except UnicodeDecodeError as error:
         return Unusable(f"not valid UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
@@ -269,7 +269,8 @@ def _join(prompt: Any, completions: tuple[Any, ...], names: tuple[str, ...], col
         messages = _check_messages(prompt, "prompt")
     if messages[-1]["role"] == "assistant":
         raise Unusable("the prompt ends with an assistant message; it has to end before the answer")
-    return Chat(messages, tuple(_answer(messages, c, name) for c, name in zip(completions, names)), columns)
+    answers = (_answer(messages, *answer) for answer in zip(completions, names, strict=True))
+    return Chat(messages, tuple(answers), columns)
 
 
 def _answer(prompt: list[Message], completion: Any, name: str) -> Message:

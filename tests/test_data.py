@@ -1,0 +1,681 @@
+"""Records, tokens, truncation, batches: on real tokenizers built here, on bad input, and on real data."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lib.config import Data, UserError
+from lib.data import Dataset, Example, collate, load_dataset, pad_length, prefetch, truncate
+from lib.order import Position, advance, epoch_order, global_batch, micro_batches, split
+
+REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+CORPUS = [
+    "What is 12 + 30?",
+    "The answer is 42.",
+    "Name a colour. Blue, or red.",
+    "Hello there\n\nuser assistant",
+] * 9
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Writes BOS itself, trims, ends a turn with the model's end token, insists on alternating roles.
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+ENDLESS = (  # Marks no end at all.
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+PAIR = {"prompt": "What is 12 + 30?", "chosen": "The answer is 42.", "rejected": "Blue."}
+USER = {"role": "user", "content": PAIR["prompt"]}
+GOOD = {"role": "assistant", "content": PAIR["chosen"]}
+BAD = {"role": "assistant", "content": PAIR["rejected"]}
+
+
+def byte_level(
+    corpus: list[str], bos: bool = False, template: str | None = None, eos: str = "</s>", size: int = 400
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer in GPT-2's and Llama 3's style."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = [AddedToken(token, special=True) for token in SPECIAL]
+    model.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    if bos:
+        model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token=eos)
+    wrapped.chat_template = template
+    return wrapped
+
+
+def sentencepiece(template: str | None = None) -> PreTrainedTokenizerFast:
+    """Llama 2's style: a space opens every text, a line break is its own token."""
+    words = [
+        "\n",
+        *["▁", "a", "▁a", "▁What", "▁is", "▁The", "▁answer", "▁42.", "42.", "▁Blue.", "[INST]", "▁[/INST]"],
+    ]
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, "<unk>", *words])}
+    model = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="first"),
+            pre_tokenizers.Split("\n", "isolated"),
+        ]
+    )
+    model.decoder = decoders.Metaspace(prepend_scheme="first")
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    wrapped.chat_template = template
+    return wrapped
+
+
+PLAIN = byte_level(CORPUS)
+
+
+def write(path: Path, records: list[Any]) -> str:
+    lines = (record if isinstance(record, bytes) else json.dumps(record).encode() for record in records)
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(records, kind, tokenizer, **settings) ➜ the data set, through a file."""
+
+    def call(
+        records: list[Any], kind: str = "preference", tokenizer: Any = PLAIN, **settings: Any
+    ) -> Dataset:
+        vocab_size = settings.pop("vocab_size", None)
+        path = write(tmp_path / "data.jsonl", records)
+        eos = None if tokenizer is None else tokenizer.eos_token_id
+        options = Data(train=path, **settings)
+        return load_dataset(path, options, kind, tokenizer, eos_token_id=eos, vocab_size=vocab_size)  # type: ignore[arg-type]
+
+    return call
+
+
+def texts(dataset: Dataset, tokenizer: Any, row: int = 0) -> list[str]:
+    example = dataset[row]
+    return [tokenizer.decode(ids) for ids in (example.prompt_ids, *example.completions)]
+
+
+# ------------------------------------------------------------------------------------------- forms of records
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, TokenizerWrapper], ids=["transformers", "mlx_lm"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        PAIR,
+        {"prompt": [USER], "chosen": PAIR["chosen"], "rejected": PAIR["rejected"]},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": PAIR["prompt"], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": PAIR["rejected"]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {
+            "prompt": PAIR["prompt"],
+            "chosen": [USER, GOOD],
+            "rejected": [USER, BAD],
+            "score": 3,
+            "source": None,
+        },
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_every_form_of_a_pair_gives_the_same_tokens(load, record, wrap):
+    tokenizer = wrap(byte_level(CORPUS, template=CHATML))
+    dataset = load([record], tokenizer=tokenizer)
+    assert texts(dataset, tokenizer) == [
+        "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n",
+        "The answer is 42.<|im_end|>",
+        "Blue.<|im_end|>",
+    ]
+    # The boundary is a line break behind special tokens: here, the whole tokenises as its parts do.
+    inner = getattr(tokenizer, "_tokenizer", tokenizer) if wrap is TokenizerWrapper else tokenizer
+    whole = inner.apply_chat_template([USER, GOOD], tokenize=True, return_dict=False)
+    example = dataset[0]
+    assert [*example.prompt_ids, *example.completions[0]] == whole[
+        : whole.index(3, len(example.prompt_ids)) + 1
+    ]
+
+
+@pytest.mark.parametrize("record", [PAIR, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}])
+@pytest.mark.parametrize("bos", [False, True])
+def test_without_a_template_texts_stay_plain(load, record, bos):
+    tokenizer = byte_level(CORPUS, bos=bos)
+    example = load([record], tokenizer=tokenizer)[0]
+    assert example.prompt_ids.tolist() == tokenizer.encode(PAIR["prompt"])
+    for ids, name in zip(example.completions, ("chosen", "rejected"), strict=True):
+        assert ids.tolist() == [
+            *tokenizer.encode(PAIR[name], add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
+        assert ids.dtype == np.int32
+    off = load([PAIR], tokenizer=byte_level(CORPUS, bos=bos, template=CHATML), chat_template=False)
+    assert off[0].prompt_ids.tolist() == example.prompt_ids.tolist()
+
+
+def test_bos_stands_once(load):
+    tokenizer = byte_level(CORPUS, bos=True, template=ALTERNATING)
+    example = load([PAIR], tokenizer=tokenizer)[0]
+    assert example.prompt_ids.tolist().count(tokenizer.bos_token_id) == 1 and example.prompt_ids[0] == 0
+    written = load([PAIR | {"prompt": "<s>Hello"}], tokenizer=byte_level(CORPUS, bos=True))[0]
+    assert written.prompt_ids.tolist().count(0) == 1
+
+
+@pytest.mark.parametrize(
+    "template, eos", [(CHATML, "</s>"), (CHATML, "<|im_end|>"), (ALTERNATING, "</s>"), (ENDLESS, "</s>")]
+)
+def test_a_completion_ends_with_exactly_one_end_token(load, template, eos):
+    tokenizer = byte_level(CORPUS, template=template, eos=eos)
+    ends = {tokenizer.convert_tokens_to_ids(token) for token in ("</s>", "<|im_end|>")}
+    for ids in load([PAIR], tokenizer=tokenizer)[0].completions:
+        assert ids[-1] in ends and not ends & set(ids[:-1].tolist())
+
+
+def test_an_end_token_in_the_text_is_not_doubled(load):
+    example = load([PAIR | {"chosen": "Yes.</s>"}])[0]
+    assert example.completions[0].tolist().count(1) == 1 and example.completions[0][-1] == 1
+
+
+def test_a_sentencepiece_completion_begins_without_a_space_of_its_own(load):
+    """Tokenised alone, `42.` would become `▁42.`, and `answer` after `[/INST] ` would get two spaces."""
+    tokenizer = sentencepiece()
+    example = load([{"prompt": "What is", "chosen": "42.", "rejected": " 42."}], tokenizer=tokenizer)[0]
+    names = [
+        tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (example.prompt_ids, *example.completions)
+    ]
+    assert names == [["<s>", "▁What", "▁is"], ["42.", "</s>"], ["▁42.", "</s>"]]
+    chat = sentencepiece(ALTERNATING.replace("+ ' ' + eos_token", "+ eos_token"))
+    example = load(
+        [{"prompt": "What is", "chosen": "The answer is 42.", "rejected": "Blue."}], tokenizer=chat
+    )[0]
+    assert chat.convert_ids_to_tokens(example.prompt_ids.tolist()) == [
+        "<s>",
+        "▁[INST]",
+        "▁What",
+        "▁is",
+        "▁[/INST]",
+    ]
+    assert chat.convert_ids_to_tokens(example.completions[0].tolist()) == [
+        "▁The",
+        "▁answer",
+        "▁is",
+        "▁42.",
+        "</s>",
+    ]
+
+
+@pytest.mark.parametrize(
+    "record, settings, columns",
+    [
+        ({"prompt": PAIR["prompt"], "completion": PAIR["chosen"]}, {}, "prompt + completion"),
+        ({"prompt": [USER], "completion": [GOOD]}, {}, "prompt + completion"),
+        ({"messages": [USER, GOOD], "prompt": "ignored"}, {}, "messages"),
+        (
+            {"question": PAIR["prompt"], "answer": PAIR["chosen"]},
+            {"prompt": "question", "completion": "answer"},
+            "question + answer",
+        ),
+        (PAIR, {}, "chosen (preference records: the other completion is not used)"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}, "chosen (preference records"),
+    ],
+)
+def test_every_form_of_sft_gives_the_same_tokens(load, record, settings, columns):
+    tokenizer = byte_level(CORPUS, template=CHATML)
+    dataset = load([record], "sft", tokenizer, **settings)
+    assert texts(dataset, tokenizer)[1:] == ["The answer is 42.<|im_end|>"]
+    assert texts(dataset, tokenizer)[0].endswith("12 + 30?<|im_end|>\n<|im_start|>assistant\n")
+    assert dataset.columns.startswith(columns) and columns in str(dataset)
+
+
+def test_messages_learn_the_last_answer_only(load):
+    tokenizer = byte_level(CORPUS, template=CHATML)
+    system = {"role": "system", "content": "Hello."}
+    dataset = load([{"messages": [system, USER, BAD, USER, GOOD]}], "sft", tokenizer)
+    prompt, completion = texts(dataset, tokenizer)
+    assert completion == "The answer is 42.<|im_end|>" and prompt.count("<|im_start|>") == 5
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_text_is_all_completion(load, bos):
+    tokenizer = byte_level(CORPUS, bos=bos, template=CHATML)
+    dataset = load([{"text": "Hello there"}], "sft", tokenizer)
+    assert dataset[0].prompt_ids.tolist() == ([0] if bos else [])
+    assert texts(dataset, tokenizer)[1] == "Hello there</s>"
+
+
+def test_tokenised_records_are_taken_as_they_are(load):
+    pair = {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10], "chosen": "ignored"}
+    example = load([pair], tokenizer=None, vocab_size=11)[0]
+    assert [ids.tolist() for ids in (example.prompt_ids, *example.completions)] == [[5, 6, 7], [8, 9], [10]]
+    example = load([{"prompt_ids": [], "completion_ids": [8, 9]}], "sft", None)[0]
+    assert [ids.tolist() for ids in (example.prompt_ids, *example.completions)] == [[], [8, 9]]
+    assert load([pair], "sft", None)[0].completions[0].tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.parquet", "crlf.jsonl", "bom.jsonl"])
+def test_every_file_format_gives_the_same_data(load, tmp_path, name):
+    records = [{**PAIR, "chosen": f"Number {i} é"} for i in range(30)]
+    chat = [{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}]
+    for rows in (records, chat * 3):
+        expected = load(rows)
+        path = tmp_path / name
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([r | {"extra": 1.5} for r in rows]), path)
+        else:
+            write(path, rows)
+            content = path.read_bytes()
+            if name.startswith("crlf"):
+                path.write_bytes(content.replace(b"\n", b"\r\n") + b"\r\n\r\n")
+            if name.startswith("bom"):
+                path.write_bytes(b"\xef\xbb\xbf" + content)
+        dataset = load_dataset(str(path), Data(train=str(path)), "preference", PLAIN, eos_token_id=1)
+        assert dataset.digest == expected.digest and len(dataset) == len(rows)
+
+
+def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):
+    """Parquet fills them with null, and templates ask `is defined`."""
+    template = CHATML.replace(
+        "{% for m in messages %}", "{% for m in messages %}{% if m.name is defined %}!{% endif %}"
+    )
+    tokenizer = byte_level(CORPUS, template=template)
+    rows = [{"messages": [USER, GOOD]}, {"messages": [USER | {"name": "x"}, GOOD]}]
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    dataset = load_dataset(str(path), Data(train=str(path)), "sft", tokenizer, eos_token_id=1)
+    assert dataset.digest == load(rows, "sft", tokenizer).digest
+    assert [texts(dataset, tokenizer, row)[0][0] for row in (0, 1)] == ["<", "!"]
+
+
+# -------------------------------------------------------------------------------- dataset, digest, truncation
+
+
+def test_rows_are_indices_and_lengths_are_what_the_model_sees(load):
+    dataset = load([PAIR, PAIR | {"chosen": "Blue, or red, or blue, or red."}])
+    assert [example.row for example in dataset] == [0, 1] and len(dataset) == 2
+    for example, length in zip(dataset, dataset.lengths, strict=True):
+        assert length == len(example.prompt_ids) + max(map(len, example.completions)) - 1
+    with pytest.raises(IndexError):
+        dataset[2]
+
+
+def test_the_digest_covers_all_that_makes_the_tokens(load):
+    records = [PAIR, PAIR | {"prompt": "Name a colour."}]
+    same = load(records).digest
+    others = [
+        load(records[::-1]).digest,
+        load(records[:1]).digest,
+        load(records, max_length=int(load(records).lengths.max())).digest,
+        load(records, tokenizer=byte_level(CORPUS, bos=True)).digest,
+        load(records, tokenizer=byte_level(CORPUS, template=CHATML)).digest,
+        load(records, "sft").digest,
+    ]
+    assert load(records).digest == same and len({same, *others}) == 7
+    # The boundary between prompt and completion counts, not only the tokens.
+    ids = [{"prompt_ids": [5, 6], "completion_ids": [7, 8]}, {"prompt_ids": [5], "completion_ids": [6, 7, 8]}]
+    assert load(ids[:1], "sft", None).digest != load(ids[1:], "sft", None).digest
+
+
+tokens = st.lists(st.integers(1, 50), max_size=40)
+
+
+@given(st.integers(2, 64), tokens, st.lists(tokens.filter(len), min_size=1, max_size=2), st.booleans())
+def test_truncation_keeps_the_prompts_end_and_the_completions_beginning(limit, prompt, completions, bos):
+    prompt = ([0] if bos else []) + prompt
+    short, cut, is_cut = truncate(prompt, completions, limit, 0)
+    assert len(short) + max(map(len, cut)) <= limit
+    assert is_cut == (len(prompt) + max(map(len, completions)) > limit)
+    assert is_cut or (short, cut) == (prompt, completions)
+    body = short[1:] if bos and short else short
+    assert prompt[len(prompt) - len(body) :] == body
+    assert not (bos and short) or short[0] == 0
+    assert all(whole[: len(part)] == part and part for whole, part in zip(completions, cut, strict=True))
+    if is_cut:  # Nothing is given away: the limit is reached, and the prompt keeps its quarter.
+        assert len(short) + max(map(len, cut)) == limit
+        assert len(short) >= min(len(prompt), max(1, limit // 4))
+    if any(part != whole for part, whole in zip(cut, completions, strict=True)):
+        assert len(short) == min(len(prompt), max(1, limit // 4))
+
+
+def test_truncated_rows_are_counted(load):
+    records = [PAIR, PAIR | {"prompt": "What is the answer there " * 4}]
+    assert load(records).truncated_count == 0
+    lengths = load(records).lengths + 1
+    dataset = load(records, max_length=int(lengths[1]) - 3)
+    assert dataset.truncated_count == 1 and dataset.lengths[1] == dataset.lengths.max() == lengths[1] - 4
+    assert dataset[1].completions[0][-1] == 1
+    assert "1 cut to data.max_length" in str(dataset)
+
+
+# -------------------------------------------------------------------------------------------------- bad input
+
+
+BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
+    (b'{"prompt": "a", "chosen": ', "preference", ["broken JSON at column 26: Expecting value"]),
+    (b'{"prompt": "\xff"}', "preference", ["not valid UTF-8: byte 0xff at column 13"]),
+    (
+        b'{"prompt": "\\ud800", "chosen": "a", "rejected": "b"}',
+        "preference",
+        ["'prompt'", "half a surrogate"],
+    ),
+    (b"[" * 100_000, "preference", ["broken JSON"]),
+    ([PAIR], "preference", ["a list instead of a JSON object"]),
+    (
+        {"question": "a", "chosen": "b", "rejected": "c"},
+        "preference",
+        ["no column 'prompt'", "data.prompt=question?"],
+    ),
+    (
+        {"prompt": "a", "chosne": "b", "rejected": "c"},
+        "preference",
+        ["(columns: prompt, chosne", "data.chosen=chosne"],
+    ),
+    ({"prompt": "a", "completion": "b"}, "preference", ["no column 'chosen'", "train.loss=sft"]),
+    ({"question": "a", "answer": "b"}, "sft", ["data.completion=answer data.prompt=question?"]),
+    ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.prompt=instruction?"]),
+    ({}, "sft", ["no column 'completion' or 'messages' or 'text' (columns: none)"]),
+    (PAIR | {"prompt": 3}, "preference", ["column 'prompt' is a number"]),
+    (PAIR | {"chosen": None}, "preference", ["column 'chosen' is null"]),
+    (PAIR | {"chosen": {"a": 1}}, "preference", ["column 'chosen' is an object"]),
+    (PAIR | {"prompt": []}, "preference", ["'prompt' is an empty list"]),
+    (PAIR | {"prompt": ["a"]}, "preference", ["prompt[0] is a string"]),
+    (
+        PAIR | {"prompt": [{"from": "human", "value": "a"}]},
+        "preference",
+        ["prompt[0] has no 'role'", "from, value"],
+    ),
+    (PAIR | {"prompt": [USER, GOOD]}, "preference", ["the prompt ends with an assistant message"]),
+    (PAIR | {"rejected": PAIR["chosen"]}, "preference", ["'chosen' is equal to 'rejected'"]),
+    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "preference", ["'chosen' is equal to 'rejected'"]),
+    (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "preference", ["the same tokens"]),
+    (PAIR | {"rejected": " \n"}, "preference", ["empty completion: 'rejected' is blank"]),
+    ({"prompt": "a", "completion": ""}, "sft", ["empty completion: 'completion' is blank"]),
+    ({"text": " "}, "sft", ["empty completion: 'text' is blank"]),
+    ({"text": ["a"]}, "sft", ["column 'text' is a list, not a string"]),
+    ({"messages": [GOOD]}, "sft", ["one message"]),
+    ({"messages": "hi"}, "sft", ["'messages' is a string"]),
+    ({"messages": [USER, GOOD, USER]}, "sft", ["the prompt ends with an assistant"]),
+    ({"messages": [USER, USER]}, "sft", ["from 'user', not from 'assistant'"]),
+    ({"messages": [USER, GOOD, USER, GOOD]}, "sft", ["4 messages needs a chat template"]),
+    ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "preference", ["differ before their last message"]),
+    (
+        {"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        "preference",
+        ["not in the conversation"],
+    ),
+    (
+        PAIR | {"chosen": [BAD, USER, GOOD]},
+        "preference",
+        ["'chosen' has 3 messages that do not begin with the prompt"],
+    ),
+    (PAIR | {"prompt": "word " * 99}, "preference", ["the prompt alone has", "data.max_length=64; raise it"]),
+    ({"prompt_ids": [1], "chosen_ids": [2]}, "preference", ["no column 'rejected_ids'"]),
+    ({"prompt_ids": [1], "completion_ids": [2, -1]}, "sft", ["completion_ids[1] is -1, not a token id"]),
+    ({"prompt_ids": [1], "completion_ids": [2.5]}, "sft", ["completion_ids[0] is 2.5"]),
+    ({"prompt_ids": [True], "completion_ids": [2]}, "sft", ["prompt_ids[0] is true"]),
+    ({"prompt_ids": "12", "completion_ids": [2]}, "sft", ["'prompt_ids' is a string"]),
+    ({"prompt_ids": [1], "completion_ids": []}, "sft", ["empty completion: 'completion_ids'"]),
+    (
+        {"prompt_ids": [1], "completion_ids": [999]},
+        "sft",
+        ["token id 999 is not below the vocabulary's size, 500"],
+    ),
+    ({"prompt_ids": [1], "completion_ids": [10**30]}, "sft", ["is not below the vocabulary's size"]),
+    ({"prompt_ids": [], "completion_ids": [9]}, "sft", ["one token and no prompt"]),
+    ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [2]}, "preference", ["the same tokens"]),
+    (
+        {"prompt_ids": [1] * 40, "chosen_ids": [2] * 64, "rejected_ids": [2] * 63},
+        "preference",
+        ["equal once cut to data.max_length=64"],
+    ),
+]
+
+
+@pytest.mark.parametrize("bad, kind, words", BAD_RECORDS, ids=lambda value: str(value)[:40])
+def test_an_unusable_record_is_named_with_its_line_and_left_out_on_request(load, tmp_path, bad, kind, words):
+    good: dict[str, Any] = PAIR if kind == "preference" else {"prompt": "Hello", "completion": "there"}
+    records = [good, b"", good, bad, good, bad]
+    with pytest.raises(UserError) as error:
+        load(records, kind, max_length=64, vocab_size=500)
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path / 'data.jsonl'}:4: ") and "\n" not in message
+    assert "; 2 records in all cannot be used" in message and "data.skip_invalid=true" in message
+    for word in words:
+        assert word in message
+    dataset = load(records, kind, max_length=64, vocab_size=500, skip_invalid=True)
+    assert len(dataset) == 3 and [example.row for example in dataset] == [0, 1, 2]
+    assert [skipped.split(": ")[0].rsplit(":")[-1] for skipped in dataset.skipped] == ["4", "6"]
+    assert "2 records left out" in str(dataset)
+    with pytest.raises(UserError, match="none of its 1 records can be used"):
+        load([bad], kind, max_length=64, vocab_size=500, skip_invalid=True)
+
+
+def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
+    records = [PAIR, {**PAIR, "prompt": [USER, USER]}, PAIR]
+    alternating = byte_level(CORPUS, template=ALTERNATING)
+    with pytest.raises(UserError, match=r"jsonl:2: the chat template refuses .*roles must alternate"):
+        load(records, tokenizer=alternating)
+    assert len(load(records, tokenizer=alternating, skip_invalid=True)) == 2
+    reshaping = byte_level(CORPUS, template=ENDLESS.replace("'assistant: '", "'assistant: <think>'"))
+    with pytest.raises(
+        UserError, match=r"jsonl:1: the chat template does not begin .*data.chat_template=false"
+    ):
+        load([PAIR], tokenizer=reshaping)
+
+
+def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:
+    with pytest.raises(UserError) as error:
+        load_dataset(str(path), Data(train=str(path), **settings), "preference", tokenizer, eos_token_id=1)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+    return str(error.value)
+
+
+def test_unreadable_files_each_give_one_line(tmp_path):
+    write(tmp_path / "train.jsonl", [PAIR])
+    assert "did you mean" in read_error(tmp_path / "trian.jsonl") and "does not exist" in read_error(
+        tmp_path / "xyz"
+    )
+    assert "is a folder" in read_error(tmp_path)
+    for blank in (b"", b"\n \n"):
+        (tmp_path / "empty.jsonl").write_bytes(blank)
+        assert "is empty" in read_error(tmp_path / "empty.jsonl", skip_invalid=True)
+    rows = [PAIR | {"chosen": f"{np.random.default_rng(i).integers(10**9)}"} for i in range(300)]
+    cut = tmp_path / "cut.jsonl.gz"
+    whole = Path(write(cut, rows)).read_bytes()
+    for content in (
+        whole[: len(whole) // 2],
+        whole[:-4],
+        whole[:50] + b"xxxx" + whole[54:],
+        b'{"prompt": "a"}\n',
+    ):
+        cut.write_bytes(content)
+        assert "gzip" in read_error(cut, skip_invalid=True)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
+    assert "parquet" in read_error(tmp_path / "bad.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"question": ["a"], "chosen": ["b"], "rejected": ["c"]}), tmp_path / "q.parquet"
+    )
+    message = read_error(tmp_path / "q.parquet")
+    assert "q.parquet:1: no column 'prompt' (columns: question, chosen, rejected)" in message
+
+
+def test_text_needs_a_tokenizer_and_an_end_token(tmp_path):
+    path = write(tmp_path / "train.jsonl", [PAIR])
+    assert "no tokenizer" in read_error(path, tokenizer=None)
+    endless = byte_level(CORPUS)
+    endless.eos_token = None
+    with pytest.raises(UserError, match="no end token"):
+        load_dataset(path, Data(train=path), "preference", endless, eos_token_id=None)
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+def example(row: int, prompt: list[int], *completions: list[int]) -> Example:
+    return Example(row, np.array(prompt, np.int32), tuple(np.array(ids, np.int32) for ids in completions))
+
+
+ids = st.lists(st.integers(1, 99), min_size=1, max_size=30)
+prompts = st.lists(st.integers(1, 99), max_size=30)
+
+
+@given(st.lists(st.tuples(prompts, ids, ids), min_size=1, max_size=5), st.sampled_from([1, 8, 64]))
+def test_a_batch_scores_every_completion_token_at_the_position_before_it(rows, multiple):
+    examples = [example(7 + row, *parts) for row, parts in enumerate(rows)]
+    batch = collate(examples, multiple)
+    sequences = [(prompt, completion) for prompt, *completions in rows for completion in completions]
+    assert batch.rows.tolist() == [7 + row for row in range(len(rows))]
+    assert batch.tokens.shape[0] == 2 * len(rows) and batch.tokens.shape[1] % multiple == 0
+    assert batch.targets.shape == batch.positions.shape == batch.mask.shape
+    assert batch.targets.shape[1] % multiple == 0
+    assert {batch.tokens.dtype, batch.targets.dtype, batch.positions.dtype} == {np.dtype(np.int32)}
+    for index, (prompt, completion) in enumerate(sequences):
+        whole = prompt + completion
+        assert batch.tokens[index].tolist()[: len(whole) - 1] == whole[:-1]
+        assert not batch.tokens[index, len(whole) - 1 :].any()
+        scored = [(len(prompt) + c - 1, token) for c, token in enumerate(completion) if len(prompt) + c > 0]
+        mask = batch.mask[index]
+        pairs = zip(batch.positions[index, mask].tolist(), batch.targets[index, mask].tolist(), strict=True)
+        assert list(pairs) == scored
+        assert not batch.positions[index, ~mask].any() and not batch.targets[index, ~mask].any()
+    assert batch.completion_tokens == batch.mask.sum() and batch.computed_tokens == batch.tokens.size
+    assert batch.real_tokens == sum(len(prompt) + len(completion) - 1 for prompt, completion in sequences)
+
+
+def test_an_empty_prompt_leaves_the_first_token_unscored():
+    batch = collate([example(0, [], [5, 6, 7])], 4)
+    assert batch.tokens.tolist() == [[5, 6, 0, 0]]
+    assert batch.mask.tolist() == [[False, True, True, False]]
+    assert batch.positions.tolist() == [[0, 0, 1, 0]] and batch.targets.tolist() == [[0, 6, 7, 0]]
+
+
+@given(st.integers(0, 100_000), st.sampled_from([1, 16, 64]), st.sampled_from([8, 16]))
+def test_lengths_are_padded_little_and_to_few_shapes(length, multiple, steps):
+    padded = pad_length(length, multiple, steps)
+    assert padded >= max(length, 1) and padded % multiple == 0
+    assert padded - length <= max(multiple, 2 * length / steps)
+    assert pad_length(padded, multiple, steps) == padded
+
+
+def test_the_number_of_shapes_is_bounded():
+    assert len({pad_length(length, 64, 16) for length in range(1, 1025)}) == 16
+    assert len({pad_length(length, 64, 16) for length in range(1, 32769)}) == 16 + 5 * 8
+    assert len({pad_length(length, 64, 8) for length in range(1, 1025)}) == 8 + 4
+    assert pad_length(1023, 64, 16) == pad_length(1024, 64, 16) == 1024
+
+
+# --------------------------------------------------------------------------------------------------- prefetch
+
+
+def prefetch_threads() -> int:
+    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
+
+
+def test_prefetch_works_ahead_in_order_and_ends():
+    made: list[int] = []
+    source = (made.append(i) or i for i in range(20))  # type: ignore[func-returns-value]
+    items = prefetch(source, 3)
+    assert next(items) == 0
+    deadline = time.monotonic() + 5
+    while len(made) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert made == [0, 1, 2, 3]
+    assert list(items) == list(range(1, 20)) and prefetch_threads() == 0
+
+
+def test_prefetch_raises_in_place_and_leaves_no_thread():
+    def source():
+        yield 1
+        raise KeyError("broken")
+
+    items = prefetch(source(), 4)
+    assert next(items) == 1
+    with pytest.raises(KeyError, match="broken"):
+        next(items)
+    assert prefetch_threads() == 0
+    abandoned = prefetch(iter(int, 1), 2)  # endless
+    next(abandoned)
+    assert prefetch_threads() == 1
+    abandoned.close()
+    assert prefetch_threads() == 0
+
+
+# -------------------------------------------------------------------------------------------------- real data
+
+
+@pytest.fixture(scope="module")
+def real_tokenizer():
+    if not REAL_DATA.is_dir():
+        pytest.skip(f"no real data at {REAL_DATA}")
+    files = sorted(REAL_DATA.glob("*/*.jsonl"))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return byte_level([value for line in lines for value in json.loads(line).values()], size=4096)
+
+
+# Padding waste over all computed tokens. Of a pair's, most is the shorter completion beside the longer one.
+REAL = [
+    ("gsm8k/train.jsonl", "sft", {"prompt": "question", "completion": "answer"}, 7473, 0.07),
+    ("gsm8k/prefs.jsonl", "preference", {}, 1163, 0.16),
+    ("pandalm/prefs.jsonl", "preference", {}, 836, 0.24),
+]
+
+
+@pytest.mark.parametrize("name, kind, columns, count, most_waste", REAL)
+def test_real_data_is_read_whole_and_padded_little(real_tokenizer, name, kind, columns, count, most_waste):
+    path = str(REAL_DATA / name)
+    dataset = load_dataset(path, Data(train=path, **columns), kind, real_tokenizer, eos_token_id=1)
+    assert len(dataset) == count and not dataset.skipped and dataset.truncated_count == 0
+    record = json.loads(Path(path).read_text(encoding="utf-8").splitlines()[count - 1])
+    values = [record[columns.get("prompt", "prompt")]]
+    values += [record[columns["completion"]]] if columns else [record["chosen"], record["rejected"]]
+    assert texts(dataset, real_tokenizer, count - 1) == [values[0], *(value + "</s>" for value in values[1:])]
+
+    order = epoch_order(dataset.lengths, 0, 0, 32, 32)
+    computed = real = 0
+    trained: list[int] = []
+    position = Position()
+    while position.epoch == 0:
+        rows = global_batch(order, position, 32)
+        for part in split(rows, dataset.lengths, [24, 8]):
+            for micro_batch in micro_batches(part, 8):
+                batch = collate([dataset[row] for row in micro_batch], 16)
+                computed += batch.computed_tokens
+                real += batch.real_tokens
+                trained += batch.rows.tolist()
+        position = advance(position, len(rows), len(dataset))
+    assert sorted(trained) == list(range(count))
+    assert 1 - real / computed < most_waste
