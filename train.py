@@ -75,7 +75,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     launched = time.perf_counter()
     folder = Path(config.run.dir) / str(config.run.name)
-    say = report.Report(world.rank, config.run.log_every)
+    say = report.Report(world, config.run.log_every)
 
     # ---- Data: every rank reads it, and all make sure that they read the same ----------------------------------------
 
@@ -156,7 +156,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Training ----------------------------------------------------------------------------------------------------
 
     tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank])
-    tracker.record("start", **report.provenance(), step=progress.step or None, config=config.model_dump(mode="json"), plan=plan.to_dict())
+    tracker.record("start", **report.provenance(), resumed_from_step=progress.step if resume else None, config=config.model_dump(mode="json"), plan=plan.to_dict())
     take_step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
 
     def batches() -> Iterator[tuple[int, Position, int, list[int], list[Any]]]:

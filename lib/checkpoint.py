@@ -72,9 +72,17 @@ def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool) -
     lock = _claim(folder)
     if (folder / "config.yaml").exists() and not resume:
         raise UserError(f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name")
-    (folder / "config.yaml").write_text(dump(config))
-    (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
+    _write(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+    _write(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
     return lock
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    _fsync(unfinished)
+    unfinished.replace(path)
 
 
 def _claim(folder: Path) -> IO[str]:

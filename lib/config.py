@@ -235,6 +235,9 @@ class Config(_Section):
             raise ValueError(f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal")
         if plan.shares is not None and plan.micro_batch_sizes is not None and len(plan.shares) != len(plan.micro_batch_sizes):
             raise ValueError(f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes {len(plan.micro_batch_sizes)}; give one a rank")
+        if self.model.dropout and self.model.gradient_checkpointing:
+            # MLX's checkpoint draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
+            raise ValueError("model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; set one of them to 0 or false")
         if self.train.label_smoothing and self.train.loss not in ("sigmoid", "robust"):
             raise ValueError(f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0")
         if self.train.rpo_alpha and self.train.loss == "sft":

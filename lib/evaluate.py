@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
-    say, shares = Report(world.rank), [1] * world.size
+    say, shares = Report(world), [1] * world.size
     with world.agreeing("reading the data"):
         tokenizer = models.load_tokenizer_of(settings.model)
         dataset = load_dataset(settings.data.valid or settings.data.train, settings.data, settings.record_kind, tokenizer, **models.vocabulary(settings.model))

@@ -22,19 +22,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lib.checkpoint import Progress
+from lib import checkpoint
 from lib.config import Config
 from lib.data import Dataset
 from lib.performance import read_records
 from lib.plan import ClusterPlan
+from lib.sync import World
 
 
 class Report:
     """Rank 0's voice; other ranks are silent. On a terminal a live bar, elsewhere plain lines."""
 
-    def __init__(self, rank: int, log_every: int = 10):
+    def __init__(self, world: World, log_every: int = 10):
+        # mpirun gives its ranks a terminal even where its own output goes to a file: plain lines serve both.
+        plain = False if world.size > 1 else None
         # Without a terminal rich would wrap at 80 columns, in the middle of what a log reader greps for.
-        self.console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
+        self.console = Console(quiet=world.rank != 0, force_terminal=plain, highlight=False, soft_wrap=True)
         self.log_every = log_every
 
     def line(self, text: str, style: str | None = None) -> None:
@@ -116,7 +119,7 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
         rows.append(("held-out data", f"{valid.path}: {len(valid):,} rows"))
     rows += [
         ("global batch", " + ".join(map(str, plan.shares)) + (f" = {batch}" if len(plan.ranks) > 1 else "")),
-        ("steps", f"{steps:,} ({steps * batch / len(data):.2f} epochs)"),
+        ("steps", f"{steps:,} ({steps / -(-len(data) // batch):.3g} epochs)"),
         ("why this plan", plan.reason),
     ]
     say.facts(f"run {config.run.name}", rows)
@@ -162,7 +165,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def summarise(config: Config, plan: ClusterPlan, progress: Progress, after: dict[str, float | None], wall_seconds: float) -> dict[str, Any]:
+def summarise(config: Config, plan: ClusterPlan, progress: checkpoint.Progress, after: dict[str, float | None], wall_seconds: float) -> dict[str, Any]:
     """The final figures, as summary.json holds them; held-out ones where there is held-out data."""
     keys = ("loss", "reward_accuracy", "reward_margin", "kl")
     return {

@@ -70,13 +70,17 @@ class World:
         """Rank 0's arrays, on every rank. Trees have the same names, shapes and dtypes everywhere."""
         if self.size == 1:
             return tree
-        received = []
-        for name, array in tree_flatten(tree):
-            # The sum of one value and zeros is that value, bit for bit, in any order; bytes keep NaN and -0.0 too.
-            flat = mx.view(array.reshape(-1), mx.uint8).astype(mx.int32)
-            total = self.all_sum(flat if self.rank == 0 else mx.zeros_like(flat), f"rank 0's {name}")
-            received.append((name, mx.view(total.astype(mx.uint8), array.dtype).reshape(array.shape)))
-        return tree_unflatten(received)
+        leaves = tree_flatten(tree)
+        for bucket in _buckets([4 * array.nbytes for _, array in leaves]):
+            # Bytes, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
+            # one value and zeros is that value in any order.
+            flat = mx.concatenate([mx.view(leaves[i][1].reshape(-1), mx.uint8) for i in bucket]).astype(mx.int32)
+            flat = self.all_sum(flat if self.rank == 0 else mx.zeros_like(flat), "rank 0's arrays").astype(mx.uint8)
+            ends = np.cumsum([leaves[i][1].nbytes for i in bucket]).tolist()
+            for i, part in zip(bucket, mx.split(flat, ends[:-1]), strict=True):
+                name, array = leaves[i]
+                leaves[i] = (name, mx.view(part, array.dtype).reshape(array.shape))
+        return tree_unflatten(leaves)
 
     def gather_text(self, text: str, what: str = "a message from every rank") -> list[str]:
         """Every rank's text, cut at 1,024 bytes, in rank order."""

@@ -1,0 +1,95 @@
+"""Settings: one definition each, YAML and words fill them, and mistakes are told in one line."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lib import config
+from lib.config import Config, UserError
+from tests.tiny import ROOT
+
+REQUIRED = ["model.path=m", "data.train=t"]
+
+
+def load(*words: str) -> Config:
+    return config.load(None, [*REQUIRED, *words])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_committed_config_is_valid_and_says_only_what_differs(path: Path) -> None:
+    loaded = config.load(path)
+    defaults = {key: default for key, _, default, _ in config.settings()}
+    tree = yaml.safe_load(path.read_text())
+    given = [f"{section}.{key}" for section, body in tree.items() if isinstance(body, dict) for key in body]
+    assert not [key for key in given if config._at(loaded, key) == defaults[key]], "these repeat the default"
+
+
+def test_numbers_that_yaml_reads_as_strings_work() -> None:
+    assert load("train.learning_rate=1e-4").train.learning_rate == 1e-4
+    assert load("run.name=123").run.name == "123"
+    assert load("train.steps=null").train.steps is None
+    assert load("plan.shares=[12,4]").plan.shares == (12, 4)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("train.lr=1e-4", "did you mean train.learning_rate?"),
+        ("trian.beta=1", "did you mean train.beta?"),
+        ("learning_rate=1", "did you mean train.learning_rate?"),
+        ("train.beta=-1", "train.beta: input should be greater than 0"),
+        ("train.beta=nan", "train.beta"),
+        ("train.steps=many", "train.steps: input should be a valid integer"),
+        ("model.dtype=int8", "'float32', 'bfloat16' or 'float16'"),
+        ("plan.shares=[6,1]", "sum to 7, but train.global_batch_size is 16"),
+        ("plan.shares=[17,-1]", "plan.shares"),
+        ("train.beta", "not of the form key=value"),
+        ("run.name=../escape", "run.name"),
+    ],
+)
+def test_a_wrong_word_is_one_clear_line(word: str, expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(word)
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "empty or not a mapping"),
+        ("model: {path: m}\ndata: {train: t}\ntrain: {learning_rat: 1}", "x.yaml:3: unknown setting train.learning_rat; did you mean train.learning_rate?"),
+        ("model: {path: m}\ndata: {train: t}\ntrain:\n  beta: strong", "x.yaml:4: train.beta"),
+        ("model: {path: m}\nmodel: {path: n}\ndata: {train: t}", "x.yaml:2: model is given twice"),
+        ("model: {path: m", "x.yaml:1: not valid YAML"),
+        ("model: {path: m}", "data"),
+        ("- a", "not a mapping"),
+    ],
+)
+def test_a_wrong_file_names_its_line(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        config.load(path)
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:
+    before = load("train.beta=0.3", "plan.shares=[10,6]", "train.optimizer_options={betas: [0.9, 0.95]}")
+    path = tmp_path / "config.yaml"
+    path.write_text(config.dump(before))
+    assert config.load(path) == before
+
+
+def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(config.dump(load()))
+    assert config.resume(path, ["plan.shares=[10,6]", "train.epochs=5"]).train.epochs == 5
+    with pytest.raises(UserError, match="train.beta=0.5: the run was started with 0.1"):
+        config.resume(path, ["train.beta=0.5"])
+
+
+def test_help_lists_every_setting_with_its_meaning() -> None:
+    text = config.help_text()
+    for key, _, _, meaning in config.settings():
+        assert key in text and meaning, key

@@ -1,0 +1,220 @@
+"""The step against an independent float64 reference: log-probabilities, losses, rewards and every parameter's gradient."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lib import config
+from lib import model as models
+from lib.data import Example, collate
+from lib.losses import PREFERENCE_LOSSES
+from lib.model import completion_logps
+from lib.step import learning_rate, make_optimizer, make_step
+from lib.sync import World
+from tests import float64
+from tests.tiny import LLAMA, model_folder, pairs
+
+HEADS, KV_HEADS = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"]
+
+
+def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, config.Config]:
+    """A tiny Llama whose adapters are not zero, and its settings."""
+    path = model_folder(folder / "model", hidden_size=8, intermediate_size=12, vocab_size=20, num_hidden_layers=1, **changes)
+    settings = config.load(None, [f"model.path={path}", "data.train=-", "model.random_init=true", "model.rank=2", *words])
+    model = models.load(settings.model, 3)
+    models.make_trainable(model, settings.model, 3)
+    mx.random.seed(5)
+    moved = [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()]
+    model.update(tree_unflatten(moved))
+    mx.eval(model.parameters())
+    return model, settings
+
+
+def examples(count: int = 3) -> list[Example]:
+    rows = pairs(count, seed=2, vocab_size=20, longest=5)
+    return [Example(i, np.array(r["prompt_ids"]), (np.array(r["chosen_ids"]), np.array(r["rejected_ids"]))) for i, r in enumerate(rows)]
+
+
+def merged(parameters: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
+    """Plain float64 weights: W + scale (A B)^T, rescaled by DoRA's m / |row| where there is one."""
+    weights = {name: a for name, a in parameters.items() if ".lora_" not in name and not name.endswith("_proj.m")}
+    weights = {name.replace(".linear.weight", ".weight"): a for name, a in weights.items()}
+    for name, a in parameters.items():
+        if name.endswith(".lora_a"):
+            layer = name.removesuffix(".lora_a")
+            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * (a @ parameters[f"{layer}.lora_b"]).T
+            if f"{layer}.m" in parameters:
+                # The norm is a constant in the gradient, as in DoRA's section 4.3.
+                norm = parameters.get(f"{layer}.norm", np.linalg.norm(weights[f"{layer}.weight"], axis=1))
+                weights[f"{layer}.weight"] = weights[f"{layer}.weight"] * (parameters[f"{layer}.m"] / norm)[:, None]
+    return weights
+
+
+def reference_logps(count: int) -> np.ndarray:
+    return -np.abs(np.random.default_rng(0).normal(9.0, 2.0, (count, 2))).astype(np.float32)
+
+
+def float64_loss(parameters: dict[str, np.ndarray], batch: list[Example], reference: np.ndarray, train: config.Train, scale: float) -> float:
+    """The mean loss over pairs (SFT: over tokens), one sequence at a time."""
+    weights, total, tokens = merged(parameters, scale), 0.0, 0
+    for example, (rw, rl) in zip(batch, reference.astype(np.float64), strict=True):
+        logps = [float64.completion_logp(weights, example.prompt_ids.tolist(), c.tolist(), HEADS, KV_HEADS) for c in example.completions]
+        if train.loss == "sft":
+            total, tokens = total - logps[0], tokens + len(example.completions[0])
+        else:
+            lengths = (len(example.completions[0]), len(example.completions[1]))
+            total += float64.preference_loss(train.loss, *logps, rw, rl, lengths, train.beta)
+    return total / (tokens if train.loss == "sft" else len(batch))
+
+
+class Spy(optim.SGD):
+    """Keeps the gradients that the step arrived at, and leaves the weights alone."""
+
+    def update(self, model: nn.Module, gradients: Any) -> None:
+        self.seen = {name: np.array(g, np.float64) for name, g in tree_flatten(gradients)}
+
+
+def step_gradients(model: nn.Module, settings: config.Config, batch: list[Example], reference: np.ndarray, sizes: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
+    spy, batches, start = Spy(learning_rate=0.0), [], 0
+    for size in sizes:
+        part = batch[start : start + size]
+        if settings.train.loss == "sft":
+            part = [dataclasses.replace(example, completions=example.completions[:1]) for example in part]
+        batches.append((collate(part, 8), reference[start : start + size]))
+        start += size
+    step = make_step(model, spy, settings.train, World(), dropout=False)
+    return step(0, 10, batches), spy.seen
+
+
+@pytest.mark.parametrize(("loss", "compiled"), [*((loss, False) for loss in (*PREFERENCE_LOSSES, "sft")), ("sigmoid", True), ("sft", True)])
+def test_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str, compiled: bool) -> None:
+    model, settings = build(tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", f"train.compile={compiled}", "train.beta=0.5")
+    batch, reference = examples(), reference_logps(3)
+    result, gradients = step_gradients(model, settings, batch, reference, sizes=[2, 1])
+    parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
+
+    def loss_now() -> float:
+        return float64_loss(parameters, batch, reference, settings.train, settings.model.scale)
+
+    assert result.means["loss"] == pytest.approx(loss_now(), rel=1e-5)
+    assert gradients.keys() == models.trainable(model).keys()
+    for name, gradient in gradients.items():
+        expected = float64.numerical_gradient(loss_now, parameters[name])
+        assert np.linalg.norm(gradient - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+def test_full_training_has_every_gradient_too(tmp_path: Path) -> None:
+    model, settings = build(tmp_path, "model.method=full", "train.max_grad_norm=null", tie_word_embeddings=True)
+    batch, reference = examples(2), reference_logps(2)
+    result, gradients = step_gradients(model, settings, batch, reference, sizes=[1, 1])
+    parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
+    assert gradients.keys() == parameters.keys()
+    for name, gradient in gradients.items():
+        expected = float64.numerical_gradient(lambda: float64_loss(parameters, batch, reference, settings.train, 1.0), parameters[name])
+        assert np.linalg.norm(gradient - expected) <= 1e-5 * max(np.linalg.norm(expected), 1e-3), name
+
+
+def test_dora_gradients_equal_float64_with_the_norm_held(tmp_path: Path) -> None:
+    model, settings = build(tmp_path, "model.method=dora", "train.max_grad_norm=null")
+    batch, reference = examples(2), reference_logps(2)
+    result, gradients = step_gradients(model, settings, batch, reference, sizes=[2])
+    parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
+    for name in [name for name in parameters if name.endswith(".lora_a")]:
+        layer = name.removesuffix(".lora_a")
+        adapted = parameters[f"{layer}.linear.weight"] + settings.model.scale * (parameters[name] @ parameters[f"{layer}.lora_b"]).T
+        parameters[f"{layer}.norm"] = np.linalg.norm(adapted, axis=1)
+    for name, gradient in gradients.items():
+        expected = float64.numerical_gradient(lambda: float64_loss(parameters, batch, reference, settings.train, settings.model.scale), parameters[name])
+        assert np.linalg.norm(gradient - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt2"])
+def test_the_head_at_completion_positions_alone_changes_nothing(tmp_path: Path, family: str) -> None:
+    shapes = {
+        "llama": {},
+        "qwen3": {"head_dim": 4, "rope_theta": 10000, "max_position_embeddings": 64},
+        "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
+        "qwen3_moe": {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 8, "norm_topk_prob": True, "rope_theta": 10000, "max_position_embeddings": 64},
+        "gpt2": {"n_ctx": 64, "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, "layer_norm_epsilon": 1e-5},
+    }[family]
+    path = model_folder(tmp_path / "model", model_type=family, **shapes)
+    model = models.load(config.Model(path=str(path), random_init=True), 0)
+    batch = collate(examples(), 8)
+    tokens, positions, targets, mask = (mx.array(a) for a in (batch.tokens, batch.positions, batch.targets, batch.mask))
+    logits = mx.take_along_axis(model(tokens), positions[..., None], axis=1)
+    expected = (np.array(mx.take_along_axis(nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1).squeeze(-1)) * batch.mask).sum(-1)
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    np.testing.assert_allclose(np.array(completion_logps(model, tokens, positions, targets, mask)), expected, rtol=1e-5)
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path: Path) -> None:
+    model, settings = build(tmp_path, "train.max_grad_norm=null")
+    batch, reference = examples(6), reference_logps(6)
+    whole, expected = step_gradients(model, settings, batch, reference, [6])
+    for sizes in ([1] * 6, [4, 2], [1, 5], [3, 2, 1]):
+        result, gradients = step_gradients(model, settings, batch, reference, sizes)
+        assert result.means["loss"] == pytest.approx(whole.means["loss"], rel=1e-6)
+        for name, gradient in gradients.items():
+            assert np.linalg.norm(gradient - expected[name]) <= 2e-6 * np.linalg.norm(expected[name]), (sizes, name)
+
+
+def test_clipping_bounds_the_global_norm(tmp_path: Path) -> None:
+    model, settings = build(tmp_path, "train.max_grad_norm=null")
+    plain, before = step_gradients(model, settings, examples(), reference_logps(3), [3])
+    model, settings = build(tmp_path, f"train.max_grad_norm={plain.grad_norm / 4}")
+    clipped, after = step_gradients(model, settings, examples(), reference_logps(3), [3])
+    assert clipped.grad_norm == pytest.approx(plain.grad_norm)
+    assert np.sqrt(sum((g**2).sum() for g in after.values())) == pytest.approx(plain.grad_norm / 4, rel=1e-4)
+    assert plain.grad_norm == pytest.approx(np.sqrt(sum((g**2).sum() for g in before.values())), rel=1e-5)
+
+
+def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -> None:
+    model, settings = build(tmp_path)
+    optimizer = make_optimizer(settings.train)
+    optimizer.init(model.trainable_parameters())
+    before, state = models.digest(models.trainable(model)), models.digest(dict(tree_flatten(optimizer.state)))
+    step = make_step(model, optimizer, settings.train, World(), dropout=False)
+    result = step(0, 10, [(collate(examples(), 8), np.full((3, 2), np.nan, np.float32))])
+    assert result.skipped
+    assert models.digest(models.trainable(model)) == before and models.digest(dict(tree_flatten(optimizer.state))) == state
+    assert not step(0, 10, [(collate(examples(), 8), reference_logps(3))]).skipped
+    assert models.digest(models.trainable(model)) != before
+
+
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
+    model, settings = build(tmp_path, "train.max_grad_norm=null")
+    _, expected = step_gradients(model, settings, examples(), reference_logps(3), [3])
+    model, settings = build(tmp_path, "train.max_grad_norm=null", "model.gradient_checkpointing=true")
+    _, gradients = step_gradients(model, settings, examples(), reference_logps(3), [3])
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
+    train = config.Train(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
+    rates = [learning_rate(train, step, 14) for step in range(15)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and rates[9] == pytest.approx(0.6) and rates[14] == pytest.approx(0.2)
+    cosine = config.Train(learning_rate=1.0, schedule="cosine")
+    assert [learning_rate(cosine, step, 10) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    assert learning_rate(config.Train(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"])
+def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
+    model, settings = build(tmp_path, f"train.optimizer={name}")
+    before = models.digest(models.trainable(model))
+    result = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)(0, 10, [(collate(examples(), 8), reference_logps(3))])
+    assert not result.skipped and models.digest(models.trainable(model)) != before
+
+
+def test_an_unknown_optimizer_option_names_the_known_ones() -> None:
+    with pytest.raises(config.UserError, match="adamw has no momentum; it has learning_rate, betas"):
+        make_optimizer(config.Train(optimizer_options={"momentum": 0.9}))

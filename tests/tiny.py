@@ -1,0 +1,97 @@
+"""Models and data small enough for a test, made from a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 48,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+
+
+def model_folder(folder: Path, **changes: Any) -> Path:
+    """A folder with a config.json alone; model.random_init=true draws the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    return folder
+
+
+def write_jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    return path
+
+
+def pairs(count: int, seed: int = 0, vocab_size: int = 48, longest: int = 12) -> list[dict[str, list[int]]]:
+    """Tokenised preference records of ragged lengths."""
+    rng = random.Random(seed)
+
+    def ids(shortest: int) -> list[int]:
+        return [rng.randrange(2, vocab_size) for _ in range(rng.randint(shortest, longest))]
+
+    return [{"prompt_ids": ids(1), "chosen_ids": [*ids(1), 1], "rejected_ids": [*ids(1), 1]} for _ in range(count)]
+
+
+def settings(folder: Path, rows: int = 21, **changes: Any) -> list[str]:
+    """key=value words of a run that takes a second: a tiny model, ragged tokenised pairs."""
+    model_folder(folder / "model")
+    write_jsonl(folder / "train.jsonl", list(pairs(rows)))
+    write_jsonl(folder / "valid.jsonl", list(pairs(7, seed=1)))
+    values = {
+        "model.path": folder / "model",
+        "model.random_init": "true",
+        "data.train": folder / "train.jsonl",
+        "data.valid": folder / "valid.jsonl",
+        "data.max_length": 64,
+        "data.length_multiple": 8,
+        "train.global_batch_size": 8,
+        "train.learning_rate": "1e-3",
+        "run.dir": folder / "runs",
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def config_file(folder: Path) -> Path:
+    """A configuration with the two required settings, for key=value words to overrule."""
+    path = folder / "test.yaml"
+    path.write_text("model: {path: overruled}\ndata: {train: overruled}\n")
+    return path
+
+
+def train(folder: Path, words: list[str], ranks: int = 1, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Runs train.py as a user would, on one rank or under mpirun."""
+    from lib import runtime
+
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    if not any(word.startswith(("--config", "--resume")) for word in words):
+        command += ["--config", str(config_file(folder))]
+    if ranks > 1:
+        command = [runtime.mpirun_path(), "-n", str(ranks), *command]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX", "PRTE_LAUNCHED"))}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    if check:
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result
+
+
+def steps_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
+    from lib.performance import read_records
+
+    return [record for record in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if record["kind"] == "step"]
