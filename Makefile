@@ -1,0 +1,54 @@
+# make train, make test: all that a fresh machine needs beforehand is Python 3.11 or newer.
+# ARGS="..." is handed on: make train ARGS="--config configs/X.yaml train.beta=0.2"
+
+# What MLX computes on: cpu (Linux), metal (macOS) or cuda. As installed, else by the system: make setup EXTRA=cuda
+EXTRA ?= $(or $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*)),$(if $(filter Darwin,$(shell uname)),metal,cpu))
+INSTALLED = .venv/installed-$(EXTRA)
+BIN = .venv/bin
+PYTHONS = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14
+
+# Open MPI refuses to start as root (a container, CI), or more ranks than cores, unless it is told to.
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_ALLOW_RUN_AS_ROOT = 1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
+
+MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
+
+.PHONY: help setup train test lint clean
+
+help:
+	@echo "make setup | train | test | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+
+setup: $(INSTALLED)
+
+# Made anew whenever a requirement changes, so that it holds the pinned versions and nothing else.
+$(INSTALLED): pyproject.toml constraints.txt
+	@for python in $(PYTHONS); do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "error: Python 3.11 or newer is needed, and none of $(strip $(PYTHONS)) is; make setup PYTHON=/path/to/python" >&2; exit 2; fi; \
+	$$found -m venv --clear .venv || { echo "error: $$found cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
+	@$(BIN)/python -c 'import tomllib; \
+	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
+	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["dev"], sep="\n")' > .venv/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
+	@$(BIN)/python -m lib.runtime
+	@touch $@
+
+train: setup
+	$(BIN)/python train.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/mpirun -n 2 $(MPI_PYTEST)
+	$(BIN)/mpirun -n 3 $(MPI_PYTEST)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Tandem's floors: each module imports only from the floors below it (see the README's tree)."""
