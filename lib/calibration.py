@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,7 +232,7 @@ def write_calibration(path: Path, calibration: HostCalibration) -> None:
     unfinished.write_text(
         calibration.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8"
     )
-    os.replace(unfinished, path)
+    unfinished.replace(path)
 
 
 def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibration]:

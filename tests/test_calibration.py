@@ -132,7 +132,7 @@ def test_times_between_below_and_beyond_the_measured_sizes() -> None:
 def test_largest_micro_batch_in_memory(limit: float | None, largest: int) -> None:
     """Peaks 2, 3, 5, 9 for 1, 2, 4, 8 pairs, so 1 + b; a tenth of the limit stays free."""
     peaks = {size: 1000 * (1 + size) for size in (1, 2, 4, 8)}
-    rates = {size: 1.0 for size in peaks}
+    rates = dict.fromkeys(peaks, 1.0)
     curve = Curve.from_rates(rates, peaks, int(limit * 1000) if limit else None)
     assert curve.max_batch_size == largest
 

@@ -21,7 +21,14 @@ from lib.losses import (
 )
 
 TOLERANCE = 1e-5
-OPTIONS = dict(beta=0.1, label_smoothing=0.0, rpo_alpha=0.0, dpop_lambda=50.0, simpo_gamma=1.0, cpo_alpha=1.0)
+OPTIONS = {
+    "beta": 0.1,
+    "label_smoothing": 0.0,
+    "rpo_alpha": 0.0,
+    "dpop_lambda": 50.0,
+    "simpo_gamma": 1.0,
+    "cpo_alpha": 1.0,
+}
 CASES = [
     ("sigmoid", {}),
     ("sigmoid", {"beta": 0.5, "label_smoothing": 0.1}),
@@ -184,7 +191,7 @@ def test_reference_free_losses_take_no_reference(name: str) -> None:
 @pytest.mark.parametrize("beta", [0.1, 10.0])
 def test_extremes_stay_finite(name: str, beta: float) -> None:
     values = [0.0, -1e-30, -1e-8, -1e-3, -1.0, -1e4, -2e4]
-    pairs: list[Pair] = [(w, l, -1e4, -1e4, t, 3) for w in values for l in values for t in (1, 1000)]
+    pairs: list[Pair] = [(w, lost, -1e4, -1e4, t, 3) for w in values for lost in values for t in (1, 1000)]
     options = OPTIONS | {"beta": beta, "label_smoothing": 0.2, "rpo_alpha": 1.0}
     policy, reference = to_arrays(pairs)
     outputs = [
@@ -246,9 +253,9 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
     rewards = [rewards64("sigmoid", p, OPTIONS["beta"]) for p in pairs]
     expected = {
         "reward_chosen": sum(w for w, _ in rewards),
-        "reward_rejected": sum(l for _, l in rewards),
-        "reward_margin": sum(w - l for w, l in rewards),
-        "reward_accuracy": sum(1.0 if w > l else 0.5 if w == l else 0.0 for w, l in rewards),
+        "reward_rejected": sum(lost for _, lost in rewards),
+        "reward_margin": sum(won - lost for won, lost in rewards),
+        "reward_accuracy": sum(1.0 if won > lost else 0.5 if won == lost else 0.0 for won, lost in rewards),
         "kl": sum(((p[2] - p[0]) + (p[3] - p[1])) / 2 for p in pairs),
     }
     assert whole.keys() == expected.keys()

@@ -1,8 +1,13 @@
 """The planner against exhaustive search written in plain loops, and what it must never do."""
 
 import itertools
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +24,7 @@ from lib.plan import (
     plan_cluster,
 )
 
+SIMULATE = Path(__file__).parent.parent / "benchmarks" / "simulate.py"
 M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))
 
 
@@ -150,6 +156,25 @@ def test_published_machines() -> None:
     assert plan((64, 64)).efficiency == pytest.approx(0.5056, abs=1e-3)
     speed = plan((84, 44)).predicted_pairs_per_second
     assert speed is not None and speed < 776  # slower than the M4 Max alone
+
+
+def test_simulation_of_the_published_machines(tmp_path: Path) -> None:
+    """The benchmark's last line, for the planner's shares and for given ones; and its picture."""
+    command = [sys.executable, str(SIMULATE), "--hosts", "published:m4-max,published:m3-ultra"]
+    command += ["--global-batch", "128", "--sync-seconds", "0.01", "--output", str(tmp_path / "s.png")]
+
+    def result(*more: str) -> dict[str, Any]:
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+        last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return last
+
+    planned, given = result(), result("--shares", "84,44")
+    assert planned["shares"] == [96, 32] and planned["efficiency"] >= 0.9
+    assert given["shares"] == [84, 44] and given["efficiency"] == pytest.approx(0.72, abs=0.005)
+    assert result() == planned
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    wrong = subprocess.run([*command, "--shares", "84,4"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
 
 
 def test_slow_link_leaves_a_host_out() -> None:

@@ -1,0 +1,384 @@
+"""Training on paper: from batch curves, what a division of the work would reach on 2 to 1,000 hosts.
+
+    python benchmarks/simulate.py                      2 to 1,000 invented hosts
+    python benchmarks/simulate.py --hosts published:m4-max,published:m3-ultra --global-batch 128
+    python benchmarks/simulate.py --hosts published:m4-max,published:m3-ultra --shares 84,44
+
+A host is `published:NAME`, or the NAME of a file in calibration/. Invented hosts take the shape of a
+published curve, at a speed of their own. A played step lasts as long as its slowest host, then the sync;
+hosts are noisy, throttle for a while, and fail. All divisions meet the same noise:
+
+    equal         the same number of pairs each
+    proportional  pairs in proportion to what each host does alone, as one would by hand
+    planned       the planner's shares, once
+    given         --shares
+    replanned     planned again every --replan-every steps from the speeds just seen
+    ideal         every host busy all the time at its best micro-batch, no sync, no failure
+
+Efficiency is speed over the sum of what the hosts do alone; "predicted" is without noise, drift and failures.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lib import calibration  # noqa: E402
+from lib.calibration import Curve  # noqa: E402
+from lib.config import UserError  # noqa: E402
+from lib.plan import (  # noqa: E402
+    ClusterPlan,
+    distribute_work,
+    equal_shares,
+    plan_cluster,
+    solo_pairs_per_second,
+)
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What plans do not know: each host's slowdown at each step, and the steps at which some host fails."""
+
+    slowdown: np.ndarray  # float64 [steps, hosts], about 1
+    state: (
+        np.ndarray
+    )  # float64 [steps, hosts], the part of it that lasts for many steps: what replanning can see
+    fails: np.ndarray  # bool [steps]
+
+
+def make_weather(rng: np.random.Generator, steps: int, hosts: int, settings: argparse.Namespace) -> Weather:
+    """Lognormal noise a step, times a drift that sets in and ends at random (a hot machine throttles)."""
+    noise = np.exp(settings.noise * rng.standard_normal((steps, hosts)))
+    level = np.exp(settings.drift * np.abs(rng.standard_normal((steps, hosts))))
+    changes = rng.random((steps, hosts)) < settings.drift_changes / steps
+    state = np.ones((steps, hosts))
+    for step in range(1, steps):
+        state[step] = np.where(changes[step], level[step], state[step - 1])
+    fails = rng.random(steps) < 1 - (1 - settings.failure_probability) ** hosts
+    return Weather(noise * state, state, fails)
+
+
+def slower(curve: Curve, factor: float) -> Curve:
+    """The curve of a host that takes `factor` times as long."""
+    rates = {point.batch_size: point.pairs_per_second / factor for point in curve.points}
+    return Curve.from_rates(rates)
+
+
+def play(plans: Sequence[ClusterPlan], weather: Weather, settings: argparse.Namespace) -> float:
+    """Pairs/s over all steps, each with its plan; a failure repeats the work since the last checkpoint."""
+    seconds = 0.0
+    since_checkpoint = 0.0
+    for step, plan in enumerate(plans):
+        computes = np.array([rank.predicted_compute_seconds or 0.0 for rank in plan.ranks])
+        step_seconds = float((computes * weather.slowdown[step]).max()) + plan.sync_seconds
+        if step % settings.checkpoint_every == 0:
+            since_checkpoint = 0.0
+        since_checkpoint += step_seconds
+        seconds += step_seconds
+        if weather.fails[step]:
+            seconds += settings.restart_seconds + since_checkpoint
+    return plans[0].global_batch_size * len(plans) / seconds
+
+
+def compare(
+    hosts: Sequence[str],
+    curves: Sequence[Curve],
+    global_batch_size: int,
+    sync_seconds: float,
+    shares: Sequence[int] | None,
+    settings: argparse.Namespace,
+) -> tuple[dict[str, Any], dict[str, ClusterPlan]]:
+    """Plays every division of one cluster, among them the `shares` that are given."""
+    world_size = len(hosts)
+    rng = np.random.default_rng([settings.seed, world_size])
+    weather = make_weather(rng, settings.steps, world_size, settings)
+    solo = [solo_pairs_per_second(curve) for curve in curves]
+
+    def plan(divided: Sequence[int] | None, at: Sequence[Curve] = curves) -> ClusterPlan:
+        return plan_cluster(hosts, global_batch_size, shares=divided, curves=at, sync_seconds=sync_seconds)
+
+    plans = {
+        "equal": plan(equal_shares(global_batch_size, world_size)),
+        "proportional": plan(distribute_work(global_batch_size, solo)),
+        "planned": plan(None),
+    }
+    if shares is not None:
+        plans["given"] = plan(shares)
+    played = {name: [plans[name]] * settings.steps for name in plans}
+    played["replanned"] = replan(plans["planned"], plan, curves, weather, settings)
+    ideal = settings.steps / np.sum(1 / (weather.slowdown**-1 @ np.array(solo)))
+    row: dict[str, Any] = {
+        "hosts": world_size,
+        "global_batch_size": global_batch_size,
+        "sync_seconds": round(sync_seconds, 4),
+        "failures": int(weather.fails.sum()),
+        "solo_sum_pairs_per_second": round(sum(solo), 3),
+        "ideal_pairs_per_second": round(float(ideal), 3),
+    }
+    for name in played:
+        speed = play(played[name], weather, settings)
+        row[f"{name}_pairs_per_second"] = round(speed, 3)
+        row[f"{name}_efficiency"] = round(speed / sum(solo), 4)
+    for name, of in plans.items():
+        row[f"{name}_predicted_efficiency"] = round(of.efficiency or 0.0, 4)
+    return row, plans
+
+
+def replan(
+    first: ClusterPlan, plan: Any, curves: Sequence[Curve], weather: Weather, settings: argparse.Namespace
+) -> list[ClusterPlan]:
+    """The plan at each step: made again from the slowdowns at the step before, every few steps."""
+    plans = []
+    current, planned_at = first, weather.state[0]
+    for step in range(settings.steps):
+        if step and step % settings.replan_every == 0 and (weather.state[step - 1] != planned_at).any():
+            planned_at = weather.state[step - 1]
+            seen = [
+                slower(curve, factor) for curve, factor in zip(curves, weather.state[step - 1], strict=True)
+            ]
+            shares = plan(None, seen).shares
+            current = plan(shares)  # the played times are the curves', times the weather
+        plans.append(current)
+    return plans
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Clusters
+
+
+def known_curve(name: str) -> Curve:
+    """The (first) curve of published:NAME or of calibration/NAME.json.
+
+    Raises:
+        UserError: there is none.
+    """
+    source, _, published_name = name.rpartition(":")
+    if source == "published":
+        published = calibration.read_published()
+        if published_name not in published:
+            raise UserError(f"--hosts {name}: not published; there are {', '.join(sorted(published))}")
+        return published[published_name].curves[0]
+    if source:
+        raise UserError(f"--hosts {name}: a host is published:NAME or the NAME of a file in calibration/")
+    curves = calibration.read_calibration(calibration.FOLDER / f"{name}.json").curves
+    if not curves:
+        raise UserError(f"--hosts {name}: its file has no curve; run make calibrate there")
+    return curves[0]
+
+
+def invented_hosts(count: int, shapes: Sequence[Curve], settings: argparse.Namespace) -> list[Curve]:
+    """Hosts of a few models, each of a known curve's shape, up to `skew` times slower than the fastest."""
+    rng = np.random.default_rng([settings.seed, count, 1])
+    kinds = []
+    for _ in range(min(count, settings.models)):
+        shape = shapes[int(rng.integers(len(shapes)))]
+        speed = settings.pairs_per_second / settings.skew ** rng.random()
+        kinds.append(slower(shape, solo_pairs_per_second(shape) / speed))
+    return [kinds[i] if i < len(kinds) else kinds[int(rng.integers(len(kinds)))] for i in range(count)]
+
+
+def ring_seconds(world_size: int, settings: argparse.Namespace) -> float:
+    """A ring all-reduce: 2 (N - 1) messages, and 2 (N - 1) / N of the gradient over each link."""
+    messages = 2 * (world_size - 1)
+    carried = messages / world_size * settings.gradient_bytes
+    seconds: float = messages * settings.latency_seconds + carried / settings.bandwidth_bytes_per_second
+    return seconds
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What a person sees
+
+
+def divisions(row: dict[str, Any]) -> list[str]:
+    """The played ones, in the order of the table."""
+    played = [key for key in row if key.endswith("_efficiency") and "predicted" not in key]
+    return [key.removesuffix("_efficiency") for key in played]
+
+
+def draw(rows: Sequence[dict[str, Any]], plans: dict[str, ClusterPlan], path: Path) -> None:
+    """One step of a small cluster, micro-batch by micro-batch; and every cluster's efficiency."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    shown = min(len(plans["planned"].ranks), 8)
+    ticks, labels = [], []
+    for block, name in enumerate(("given" if "given" in plans else "planned", "equal")):
+        plan = plans[name]
+        for rank in plan.ranks[:shown]:
+            y = block * (shown + 1) + rank.rank
+            total = sum(rank.micro_batch_sizes)
+            start = 0.0
+            for size in rank.micro_batch_sizes:
+                width = (rank.predicted_compute_seconds or 0.0) * size / total
+                left.barh(y, width, left=start, color=f"C{rank.rank}", edgecolor="white", linewidth=0.5)
+                start += width
+            ticks.append(y)
+            labels.append(f"{rank.host}: {rank.share}")
+        end = plan.predicted_step_seconds or 0.0
+        left.plot(
+            [end, end], [block * (shown + 1) - 0.5, block * (shown + 1) + shown - 0.5], "k--", linewidth=1
+        )
+        left.text(
+            end, block * (shown + 1) + shown - 0.45, f"{name}, {plan.efficiency:.2f}", ha="right", va="top"
+        )
+    left.set_yticks(ticks, labels, fontsize=8)
+    left.set_ylim(2 * shown + 1.2, -0.8)
+    left.set_xlabel("seconds of one step; pairs by host")
+    if len(rows) == 1:
+        names = [*divisions(rows[0]), "ideal"]
+        speeds = [rows[0][f"{name}_pairs_per_second"] for name in names]
+        right.bar(names, speeds, color=[f"C{i}" for i in range(len(names))])
+        right.set_ylabel("pairs/s, played")
+    else:
+        counts = [row["hosts"] for row in rows]
+        for name in divisions(rows[0]):
+            right.plot(counts, [row[f"{name}_efficiency"] for row in rows], marker="o", label=name)
+        ideal = [row["ideal_pairs_per_second"] / row["solo_sum_pairs_per_second"] for row in rows]
+        right.plot(counts, ideal, "k--", label="ideal")
+        right.set_xscale("log")
+        right.set_xlabel("hosts")
+        right.set_ylabel("efficiency, played")
+        right.set_ylim(0, 1.02)
+        right.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def show(console: Console, rows: Sequence[dict[str, Any]], plan: ClusterPlan) -> None:
+    """The plan of a named cluster, and the played efficiencies."""
+    if len(rows) == 1:
+        table = Table(title=f"{plan.global_batch_size} pairs a step")
+        for column in plan.rows()[0]:
+            table.add_column(column)
+        for rank in plan.rows()[:32]:
+            table.add_row(*rank.values())
+        console.print(table)
+        console.print(plan.reason)
+        console.print(
+            f"predicted {plan.predicted_step_seconds:.4f} s a step, efficiency {plan.efficiency:.3f}"
+        )
+    table = Table(title="efficiency: predicted / played with noise, drift and failures")
+    for column in ("hosts", "global batch", "sync s", "failures", *divisions(rows[0]), "ideal"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [f"{row[key]:,}" for key in ("hosts", "global_batch_size", "sync_seconds", "failures")]
+        for name in divisions(row):
+            predicted = row.get(f"{name}_predicted_efficiency")
+            played = f"{row[f'{name}_efficiency']:.2f}"
+            cells.append(f"{predicted:.2f} / {played}" if predicted is not None else played)
+        cells.append(f"{row['ideal_pairs_per_second'] / row['solo_sum_pairs_per_second']:.2f}")
+        table.add_row(*cells)
+    console.print(table)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def number(option: str, default: float | None, meaning: str) -> None:
+        parser.add_argument(option, type=float, metavar="X", default=default, help=meaning)
+
+    parser.add_argument("--hosts", help="comma-separated; default: invented ones")
+    parser.add_argument("--shares", help="pairs per host and step, comma-separated, instead of the planner's")
+    parser.add_argument("--global-batch", type=int, help="pairs a step (default: 32 a host)")
+    number("--sync-seconds", None, "of one step (default: a ring all-reduce over the link)")
+    parser.add_argument("--count", default="2,4,8,16,32,64,128,256,512,1000", help="how many invented hosts")
+    number("--pairs-per-second", 4.0, "of the fastest invented host")
+    number("--skew", 4.0, "fastest over slowest invented host")
+    parser.add_argument(
+        "--models", type=int, default=40, metavar="N", help="different invented machines at most"
+    )
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help="played")
+    number("--noise", 0.02, "spread of a step's time")
+    number("--drift", 0.2, "spread of the lasting slowdowns; 0 for none")
+    number("--drift-changes", 1.0, "lasting changes a host and play")
+    parser.add_argument("--replan-every", type=int, default=20, metavar="N", help="steps")
+    number("--failure-probability", 1e-5, "of a host in a step")
+    number("--restart-seconds", 60.0, "after a failure")
+    parser.add_argument("--checkpoint-every", type=int, default=50, metavar="N", help="steps")
+    number("--gradient-bytes", 20e6, "sent a step")
+    number("--latency-seconds", 5e-5, "of one message")
+    number("--bandwidth-bytes-per-second", 1.2e9, "of one link")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "simulate.png", help="the picture")
+    parser.add_argument("--quick", action="store_true", help="fewer clusters and steps")
+    parser.add_argument("--seed", type=int, default=0)
+    settings = parser.parse_args(arguments)
+    if settings.quick:
+        settings.steps = min(settings.steps, 100)
+        settings.count = "2,10,100,1000"
+    return settings
+
+
+def integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} {text}: expected whole numbers separated by commas, e.g. 84,44") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    settings = parse(arguments)
+    if settings.steps < 1 or (settings.global_batch is not None and settings.global_batch < 1):
+        raise UserError("--steps and --global-batch are at least 1")
+    shares = integers("--shares", settings.shares) if settings.shares else None
+    if settings.hosts:
+        names = settings.hosts.split(",")
+        clusters = [(names, [known_curve(name) for name in names])]
+    else:
+        shapes = [machine.curves[0] for machine in calibration.read_published().values()]
+        counts = integers("--count", settings.count)
+        clusters = [([f"host-{i}" for i in range(n)], invented_hosts(n, shapes, settings)) for n in counts]
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    rows: list[dict[str, Any]] = []
+    first: dict[str, ClusterPlan] = {}
+    pictured: dict[str, ClusterPlan] = {}
+    for hosts, curves in clusters:
+        sync = ring_seconds(len(hosts), settings) if settings.sync_seconds is None else settings.sync_seconds
+        pairs = settings.global_batch or (sum(shares) if shares else 32 * len(hosts))
+        row, plans = compare(hosts, curves, pairs, sync, shares, settings)
+        rows.append(row)
+        if not pictured or len(hosts) <= 8:
+            pictured = plans
+        first = first or plans
+    plan = first["given" if shares else "planned"]
+    show(console, rows, plan)
+    draw(rows, pictured, settings.output)
+    console.print(f"picture: {settings.output}", soft_wrap=True)
+    result = {
+        "hosts": clusters[0][0] if settings.hosts else None,
+        "global_batch_size": plan.global_batch_size,
+        "shares": plan.shares,
+        "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks],
+        "step_seconds": plan.predicted_step_seconds,
+        "pairs_per_second": plan.predicted_pairs_per_second,
+        "efficiency": plan.efficiency,
+        "seed": settings.seed,
+        "rows": rows,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
