@@ -141,7 +141,7 @@ def test_near_exhaustive_search_and_never_worse_than_one_host(kind: str) -> None
 
 
 def test_published_machines() -> None:
-    """The seeds' curves: 96/32 reaches 0.91, their 65.5/34.5 only 0.72, and 50/50 0.51."""
+    """The published curves: 96/32 reaches 0.91, the published 65.5/34.5 only 0.72, and 50/50 0.51."""
 
     def plan(shares: Sequence[int] | None = None) -> ClusterPlan:
         return plan_cluster(
