@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import example as hypothesis_example
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -224,7 +225,7 @@ def test_a_sentencepiece_completion_begins_without_a_space_of_its_own(load):
     )[0]
     assert chat.convert_ids_to_tokens(example.prompt_ids.tolist()) == [
         "<s>",
-        "▁[INST]",
+        "[INST]",
         "▁What",
         "▁is",
         "▁[/INST]",
@@ -307,17 +308,18 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
 
 
 def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):
-    """Parquet fills them with null, and templates ask `is defined`."""
-    template = CHATML.replace(
-        "{% for m in messages %}", "{% for m in messages %}{% if m.name is defined %}!{% endif %}"
-    )
-    tokenizer = byte_level(CORPUS, template=template)
+    """Parquet fills them with null; a renderer that asks whether one is there has to hear no."""
+
+    def render(messages: list[dict[str, Any]], **_: Any) -> str:
+        return "".join(f"{sorted(message)}{message['content']}" for message in messages)
+
+    tokenizer = TokenizerWrapper(byte_level(CORPUS), chat_template=render)
     rows = [{"messages": [USER, GOOD]}, {"messages": [USER | {"name": "x"}, GOOD]}]
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     dataset = load_dataset(str(path), Data(train=str(path)), "sft", tokenizer, eos_token_id=1)
     assert dataset.digest == load(rows, "sft", tokenizer).digest
-    assert [texts(dataset, tokenizer, row)[0][0] for row in (0, 1)] == ["<", "!"]
+    assert texts(dataset, tokenizer)[1] == "['content', 'role']The answer is 42.</s>"
 
 
 # -------------------------------------------------------------------------------- dataset, digest, truncation
@@ -330,6 +332,14 @@ def test_rows_are_indices_and_lengths_are_what_the_model_sees(load):
         assert length == len(example.prompt_ids) + max(map(len, example.completions)) - 1
     with pytest.raises(IndexError):
         dataset[2]
+
+
+def test_scored_tokens_are_what_a_batch_scores(load):
+    pair = {"prompt_ids": [5], "chosen_ids": [8, 9], "rejected_ids": [10]}
+    dataset = load([pair, pair | {"prompt_ids": []}], tokenizer=None)
+    assert dataset.scored_tokens.tolist() == [[2, 1], [1, 0]]
+    batch = collate(list(dataset), 1)
+    assert batch.mask.sum(axis=1).reshape(2, 2).tolist() == dataset.scored_tokens.tolist()
 
 
 def test_the_digest_covers_all_that_makes_the_tokens(load):
@@ -352,7 +362,8 @@ def test_the_digest_covers_all_that_makes_the_tokens(load):
 tokens = st.lists(st.integers(1, 50), max_size=40)
 
 
-@given(st.integers(2, 64), tokens, st.lists(tokens.filter(len), min_size=1, max_size=2), st.booleans())
+@given(st.integers(2, 32), tokens, st.lists(tokens.filter(len), min_size=1, max_size=2), st.booleans())
+@hypothesis_example(16, list(range(1, 9)), [list(range(1, 16))], True)
 def test_truncation_keeps_the_prompts_end_and_the_completions_beginning(limit, prompt, completions, bos):
     prompt = ([0] if bos else []) + prompt
     short, cut, is_cut = truncate(prompt, completions, limit, 0)
