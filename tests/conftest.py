@@ -1,0 +1,44 @@
+"""pytest alone, or on every rank of `mpirun -n N pytest`, where only the tests marked `mpi` run, and on all ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lib import runtime
+
+LAUNCH = runtime.launch_environment()
+runtime.prepare()
+
+if LAUNCH.size > 1:
+    import mlx.core as mx
+
+    # MLX first: it would get a world of one if mpi4py, which pytest-mpi imports later, had initialised MPI.
+    assert mx.distributed.init(backend=LAUNCH.backend, strict=True).size() == LAUNCH.size
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if LAUNCH.size > 1:
+        config.option.with_mpi = True  # without it pytest-mpi skips the marked tests, and the run passes
+    if LAUNCH.rank > 0:
+        config.option.verbose = -2  # rank 0 tells the story; the others tell their failures
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    return (report.outcome, "", "") if LAUNCH.rank > 0 and report.outcome != "failed" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if LAUNCH.size > 1:
+        alone = [item for item in items if item.get_closest_marker("mpi") is None]
+        config.hook.pytest_deselected(items=alone)
+        items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path | None:
+    """The folder of real data sets: TANDEM_DATA, or ../shared/data beside the checkout; None where there is none."""
+    folder = Path(os.environ.get("TANDEM_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
+    return folder if folder.is_dir() else None

@@ -1,0 +1,203 @@
+"""The ground under MLX: the BLAS it computes with, the MPI it opens, and what the launcher told this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib import runtime
+from lib.config import UserError
+from lib.runtime import Launch
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_")
+
+# Matrix products, square, thin, ragged and batched, with gradients, from inputs at every alignment; prints the digest.
+PRODUCTS = """
+from lib import runtime
+runtime.prepare()
+import hashlib
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+mx.random.seed(0)
+digest = hashlib.sha256()
+for m, k, n in ((512, 128, 384), (513, 127, 383), (1, 128, 384), (7, 33, 5), (256, 1024, 8)):
+    a, b = mx.random.normal((m * k,)), mx.random.normal((k * n,))
+    seen = set()
+    for offset in range(0, 16, 3):
+        left = mx.concatenate([mx.zeros(offset), a])[offset:].reshape(m, k)
+        right = mx.concatenate([mx.zeros(offset), b])[offset:].reshape(k, n)
+        arrays = [left @ right, *mx.grad(lambda x, y: mx.square(x @ y).sum(), argnums=(0, 1))(left, right)]
+        mx.eval(arrays)
+        seen.add(b"".join(bytes(memoryview(array)) for array in arrays))
+    assert len(seen) == 1, ("the bits depend on the alignment", m, k, n)
+    digest.update(seen.pop())
+print(digest.hexdigest())
+"""
+
+
+def bare_environment() -> dict[str, str]:
+    """The environment as a user's shell has it, without what a launcher or prepare() put in."""
+    return {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "OPENBLAS_"))}
+
+
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=bare_environment() | environment,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch):
+    """Sets the environment that a launcher would leave, and reads it."""
+    for name in set(os.environ) - set(bare_environment()):
+        monkeypatch.delenv(name)
+
+    def launched(**environment: str) -> Launch:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return runtime.launch_environment()
+
+    return launched
+
+
+def test_products_are_right():
+    import mlx.core as mx
+
+    a, b = (np.random.default_rng(seed).standard_normal((300, 300)) for seed in (0, 1))
+    product = mx.matmul(mx.array(a.astype(np.float32)), mx.array(b.astype(np.float32)), stream=mx.cpu)
+    np.testing.assert_allclose(np.array(product), a @ b, rtol=1e-4, atol=1e-4)
+
+
+def test_products_have_the_same_bits_in_every_process_and_at_every_alignment():
+    first, second = python(PRODUCTS), python(PRODUCTS, OMP_NUM_THREADS="2")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout != ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
+def test_mlx_computes_with_openblas_and_numpy_keeps_its_own():
+    library = runtime.load_blas()
+    if library is None:
+        pytest.skip("MLX brings no reference BLAS here")
+    import mlx.core  # noqa: F401
+
+    maps = Path("/proc/self/maps").read_text()
+    assert str(library) in maps
+    assert "mlx_cpu.libs/libblas" not in maps
+    assert "mlx_cpu.libs/liblapack" in maps  # it calls the same BLAS
+    assert np.linalg.solve(np.eye(3) * 2, np.ones(3)).tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.skipif(runtime.load_blas() is None, reason="MLX brings no reference BLAS here")
+def test_a_missing_openblas_is_one_warning(tmp_path):
+    code = f"import sys; sys.prefix = {str(tmp_path)!r}; import lib.runtime as r; r.shutil.which = lambda *a, **k: None; r.prepare()"
+    done = python(code)
+    assert done.returncode == 0
+    assert done.stderr.count("\n") == 1
+    assert "make setup" in done.stderr
+    assert python(code, OMPI_COMM_WORLD_RANK="1").stderr == ""  # the first rank tells it
+    late = python("import mlx.core, lib.runtime as r; r.prepare()")
+    assert "before lib.runtime.prepare()" in late.stderr
+
+
+def test_the_users_thread_count_stays():
+    show = "from lib import runtime; runtime.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
+    assert python(show).stdout == "1\n"
+    assert python(show, OPENBLAS_NUM_THREADS="2").stdout == "2\n"
+
+
+def test_importing_runtime_is_quick_work():
+    loaded = python("import sys, lib.runtime; print(*{'numpy', 'pydantic', 'mlx', 'mpi4py', 'asyncio'} & set(sys.modules))")
+    assert loaded.stdout == "\n"
+
+
+def test_the_mpi_library_and_mpirun_are_this_environments():
+    assert Path(os.environ["MLX_MPI_LIBNAME"]).exists()
+    assert runtime.mpirun_path().exists()
+    late = "from lib import runtime; runtime.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
+    assert python(late).stdout == "False\n"
+    # mlx.launch --backend mpi gives the name alone, which the dynamic linker would not find.
+    show = "from lib import runtime; runtime.prepare(); import os; print(os.environ['MLX_MPI_LIBNAME'])"
+    assert Path(python(show, MLX_MPI_LIBNAME=runtime.MPI_LIBRARY).stdout.strip()).is_absolute()
+    assert python(show, MLX_MPI_LIBNAME="/opt/libmpi.so").stdout == "/opt/libmpi.so\n"
+
+
+def test_nobody_launched_us(launched):
+    assert launched() == Launch(None, 0, 1, 1)
+
+
+def test_mpirun(launched):
+    environment = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert launched(**environment) == Launch("mpi", 2, 3, 2)
+
+
+def test_ring(launched, tmp_path):
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(json.dumps([["10.0.0.1:32323"], ["10.0.0.2:32324", "10.0.1.2:32325"], ["10.0.0.2:32326"]]))
+    assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="1") == Launch("ring", 1, 3, 2)
+    hostfile.write_text("")  # mlx.launch -n 1
+    assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="0") == Launch()
+
+
+def test_nccl(launched):
+    environment = {"NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "12345", "MLX_WORLD_SIZE": "2", "MLX_RANK": "1"}
+    assert launched(**environment) == Launch("nccl", 1, 2, 1)
+
+
+def test_jaccl(launched, tmp_path):
+    devices = tmp_path / "devices.json"
+    devices.write_text(json.dumps([[None, "rdma_en5"], ["rdma_en5", None]]))
+    environment = {"MLX_IBV_DEVICES": str(devices), "MLX_JACCL_COORDINATOR": "10.0.0.1:32323", "MLX_RANK": "1"}
+    assert launched(**environment) == Launch("jaccl", 1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "two", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE.*'two'"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "2"}, "is 2.*2 ranks, 0 to 1"),
+        ({"MLX_HOSTFILE": "/nowhere/hosts.json", "MLX_RANK": "0"}, "MLX_HOSTFILE=/nowhere/hosts.json"),
+        ({"MLX_HOSTFILE": "{broken}", "MLX_RANK": "0"}, "MLX_HOSTFILE"),
+        ({"MLX_HOSTFILE": "{object}", "MLX_RANK": "0"}, "one list for each rank"),
+        ({"MLX_HOSTFILE": "{pair}", "MLX_RANK": "-1"}, "MLX_RANK.*'-1'"),
+        ({"MLX_HOSTFILE": "{pair}"}, "MLX_RANK"),
+        ({"NCCL_HOST_IP": "10.0.0.1", "MLX_RANK": "0"}, "MLX_WORLD_SIZE"),
+        ({"MLX_JACCL_COORDINATOR": "10.0.0.1:1", "MLX_RANK": "0"}, "MLX_IBV_DEVICES"),
+        ({"MLX_RANK": "1"}, "no MLX_HOSTFILE"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2.*mpirun"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4.*mpirun"),
+    ],
+)
+def test_a_malformed_launch_is_an_error_of_one_line(launched, tmp_path, environment, named):
+    files = {"broken": "[[", "object": '{"a": 1}', "pair": '[["a:1"], ["b:1"]]'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    paths = {"{%s}" % name: str(tmp_path / name) for name in files}
+    with pytest.raises(UserError, match=named) as error:
+        launched(**{name: paths.get(value, value) for name, value in environment.items()})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_every_rank_is_in_the_launchers_world():
+    import mlx.core as mx
+    from mpi4py import MPI
+
+    launch, world = runtime.launch_environment(), mx.distributed.init(backend="mpi", strict=True)
+    assert (world.rank(), world.size()) == (launch.rank, launch.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    total = mx.distributed.all_sum(mx.array(2.0**launch.rank), stream=mx.cpu)
+    assert total.item() == 2.0**launch.size - 1
