@@ -57,7 +57,7 @@ class World:
         """
         if self.size == 1:
             return gradients, sums
-        leaves = [("", sums), *tree_flatten(gradients)]
+        leaves = [("", sums), *sorted(tree_flatten(gradients), key=lambda leaf: leaf[0])]
         for bucket in _buckets([array.nbytes for _, array in leaves]):
             flat = mx.concatenate([leaves[i][1].astype(mx.float32).reshape(-1) for i in bucket])
             flat = self.all_sum(flat, "the sum of the gradients")
@@ -70,7 +70,8 @@ class World:
         """Rank 0's arrays, on every rank. Trees have the same names, shapes and dtypes everywhere."""
         if self.size == 1:
             return tree
-        leaves = tree_flatten(tree)
+        # By name: a tree that was read from a file may hold the same arrays in another order.
+        leaves = sorted(tree_flatten(tree), key=lambda leaf: leaf[0])
         for bucket in _buckets([4 * array.nbytes for _, array in leaves]):
             # Bytes, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
             # one value and zeros is that value in any order.

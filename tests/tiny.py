@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from lib.performance import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,22 +82,52 @@ def config_file(folder: Path) -> Path:
 
 
 def train(folder: Path, words: list[str], ranks: int = 1, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs train.py as a user would, on one rank or under mpirun."""
+    """Runs train.py as a user would: here in this process, or on several ranks under mpirun."""
     from lib import runtime
 
-    command = [sys.executable, str(ROOT / "train.py"), *words]
     if not any(word.startswith(("--config", "--resume")) for word in words):
-        command += ["--config", str(config_file(folder))]
-    if ranks > 1:
-        command = [runtime.mpirun_path(), "-n", str(ranks), *command]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX", "PRTE_LAUNCHED"))}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        words = [*words, "--config", str(config_file(folder))]
+    if ranks == 1:
+        result = _train_here(words)
+    else:
+        command = [str(runtime.mpirun_path()), "-n", str(ranks), sys.executable, str(ROOT / "train.py"), *words]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     if check:
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return result
 
 
-def steps_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    from lib.performance import read_records
+def _train_here(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """train.py's main in this process: importing mlx-lm anew would take most of a test's time."""
+    import train as script
 
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = script.main(words)
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
+
+
+def steps_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [record for record in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if record["kind"] == "step"]
+
+
+def weights(run: Path) -> dict[str, np.ndarray]:
+    """The trained parameters that a finished run saved."""
+    return {name: np.array(array) for name, array in mx.load(str(run / "adapters.safetensors")).items()}
+
+
+def difference(a: Path, b: Path) -> float:
+    """The largest relative difference of a parameter between two runs, by norm."""
+    one, other = weights(a), weights(b)
+    assert one.keys() == other.keys()
+    return max(float(np.linalg.norm(one[name] - other[name]) / max(np.linalg.norm(one[name]), 1e-12)) for name in one)
+
+
+def rows_of_epochs(run: Path) -> dict[int, list[int]]:
+    """Every row that any rank trained, by epoch."""
+    epochs: dict[int, list[int]] = {}
+    for log in sorted((run / "logs").glob("rank-*.jsonl")):
+        for record in read_records(log):
+            if record["kind"] == "step":
+                epochs.setdefault(record["epoch"], []).extend(record["rows"])
+    return {epoch: sorted(rows) for epoch, rows in epochs.items()}

@@ -1,0 +1,323 @@
+"""train.py end to end, as a user runs it: equal on any ranks, resumed as if never stopped, clear about mistakes."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from lib.performance import read_records
+from tests import tiny
+from tests.tiny import ROOT, difference, rows_of_epochs, weights
+
+
+def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """As a user launches it; tests/test_world.py has the other worlds, methods and losses."""
+    words = [*tiny.settings(tmp_path), "train.steps=20"]
+    tiny.train(tmp_path, [*words, "run.name=one"])
+    result = tiny.train(tmp_path, [*words, "plan.shares=[6,2]", "plan.micro_batch_sizes=[4,1]", "run.name=two"], ranks=2)
+    assert difference(tmp_path / "runs" / "one", tmp_path / "runs" / "two") <= 1e-5
+    summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
+    assert summary == json.loads(result.stdout.splitlines()[-1])
+    assert summary["world_size"] == 2 and summary["steps"] == 20
+
+
+def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=6", "model.dropout=0.2", "plan.shares=[6,2]"]
+    for name in ("a", "b"):
+        tiny.train(tmp_path, [*words, f"run.name={name}"], ranks=2)
+    assert difference(tmp_path / "runs" / "a", tmp_path / "runs" / "b") == 0.0
+
+
+def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=15", "checkpoint.every=2", "evaluate.every=5", "model.dropout=0.1", f"--config={tiny.config_file(tmp_path)}"]
+    whole = tiny.train(tmp_path, [*words, "run.name=whole"])
+    assert "resuming" not in whole.stdout
+    reference = tiny.steps_of(tmp_path / "runs" / "whole")
+    rng, kills = random.Random(7), 0
+    for attempt in range(4):
+        run = tmp_path / "runs" / f"killed{attempt}"
+        command = [sys.executable, str(ROOT / "train.py"), *words, f"run.name={run.name}"]
+        # Kill when a chosen number of records has been written, somewhere inside what follows.
+        target = rng.randint(1, 22)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        log = run / "logs" / "rank-000.jsonl"
+        while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < target):
+            pass
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+        resumed = tiny.train(tmp_path, ["--resume", str(run)])
+        assert "resuming" in resumed.stdout
+        assert difference(tmp_path / "runs" / "whole", run) == 0.0
+        steps = tiny.steps_of(run)
+        assert [(r["step"], r["loss"], r["rows"]) for r in steps] == [(r["step"], r["loss"], r["rows"]) for r in reference]
+    assert kills, "every run ended before it was killed"
+
+
+def test_resume_on_another_world_trains_every_example_exactly_once(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path, rows=43), "train.epochs=2", "checkpoint.every=2"]
+    tiny.train(tmp_path, [*words, "run.name=whole"])
+    tiny.train(tmp_path, [*words, "run.name=moved", "plan.shares=[5,2,1]"], ranks=3)
+    run = tmp_path / "runs" / "moved"
+    for checkpoint in sorted((run / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(checkpoint)  # go back to the oldest one kept
+    tiny.train(tmp_path, ["--resume", str(run), "plan.shares=[3,5]"], ranks=2)
+    assert rows_of_epochs(run) == {0: list(range(43)), 1: list(range(43))}
+    assert difference(tmp_path / "runs" / "whole", run) <= 1e-5
+
+
+@pytest.mark.parametrize("damage", ["torn", "tampered", "missing"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=9", "checkpoint.every=3", "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    before = weights(run)
+    newest = run / "checkpoints" / "step-00000009" / "adapters.safetensors"
+    content = newest.read_bytes()
+    if damage == "torn":
+        newest.write_bytes(content[: len(content) // 2])
+    elif damage == "tampered":
+        newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        newest.unlink()
+    result = tiny.train(tmp_path, ["--resume", str(run)])
+    assert "warning: checkpoint" in result.stdout and "step-00000009" in result.stdout
+    assert "after step 6" in result.stdout
+    assert all(np.array_equal(before[name], array) for name, array in weights(run).items())
+
+
+def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=12", "checkpoint.every=2", "checkpoint.keep=2", "evaluate.every=3", "train.learning_rate=0.5"]
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation" and r["step"]]
+    best = min(evaluations, key=lambda r: r["loss"])["step"]
+    kept = {int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()}
+    assert kept == {10, 12, best}
+
+
+def test_what_is_saved_loads_in_mlx_lm(tmp_path: Path) -> None:
+    from mlx_lm.utils import load_adapters, load_model
+
+    for method in ("lora", "dora", "full"):
+        words = [*tiny.settings(tmp_path), "train.steps=2", f"model.method={method}", f"run.name={method}", "model.random_init=false"]
+        stored = stored_model(tmp_path)
+        tiny.train(tmp_path, [*words, f"model.path={stored}"])
+        model, _ = load_model(stored)
+        before = model(mx.array([[3, 4, 5]]))
+        model = load_adapters(model, str(tmp_path / "runs" / method))
+        assert not np.array_equal(np.array(before), np.array(model(mx.array([[3, 4, 5]])))), method
+
+
+def stored_model(folder: Path, quantised: bool = False, **shape: Any) -> Path:
+    """A model folder with weights, as mlx-lm saves it."""
+    from mlx_lm.utils import load_model, quantize_model, save_model
+
+    path = tiny.model_folder(folder / "stored", hidden_size=64, intermediate_size=64, **shape)
+    mx.random.seed(11)
+    model, configuration = load_model(path, strict=False)
+    if quantised:
+        model, configuration = quantize_model(model, configuration, 32, 4)
+        (path / "config.json").write_text(json.dumps(configuration))
+    save_model(path, model)
+    return path
+
+
+def test_a_quantised_base_trains_its_adapters(tmp_path: Path) -> None:
+    stored = stored_model(tmp_path, quantised=True)
+    words = [*tiny.settings(tmp_path), "train.steps=12", "model.random_init=false", f"model.path={stored}", "run.name=q", "train.learning_rate=1e-2"]
+    tiny.train(tmp_path, words)
+    steps = tiny.steps_of(tmp_path / "runs" / "q")
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    full = tiny.train(tmp_path, [*words, "model.method=full", "run.name=f"], check=False)
+    assert full.returncode == 2 and "quantised; use model.method=lora" in full.stderr
+
+
+def test_reference_log_probabilities_are_computed_once(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=2"]
+    first = tiny.train(tmp_path, [*words, "run.name=a"])
+    second = tiny.train(tmp_path, [*words, "run.name=b", "train.beta=0.3"], ranks=2)
+    changed = tiny.train(tmp_path, [*words, "run.name=c", "train.seed=9"])  # another random model
+    assert "reference log-probabilities" in first.stdout and "reference log-probabilities" in changed.stdout
+    assert "reference log-probabilities" not in second.stdout
+    assert tiny.steps_of(tmp_path / "runs" / "b")[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_another_reference_model_is_used(tmp_path: Path) -> None:
+    stored = stored_model(tmp_path)
+    words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=a", f"model.reference={stored}"]
+    tiny.train(tmp_path, words)
+    assert abs(tiny.steps_of(tmp_path / "runs" / "a")[0]["reward_margin"]) > 1e-3
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "--dry-run", "plan.shares=[6,2]"], ranks=2)
+    assert "6 + 2 = 8" in result.stdout and "parameters" in result.stdout and "dry run" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=4"]
+    tiny.train(tmp_path, [*words, "run.name=first", "train.loss=sft"])
+    first = tmp_path / "runs" / "first"
+    tiny.train(tmp_path, [*words, "run.name=second", f"model.adapter={first}"])
+    # The reference is the policy as it starts, adapter included: nothing is preferred yet.
+    assert tiny.steps_of(tmp_path / "runs" / "second")[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    wrong = tiny.train(tmp_path, [*words, "run.name=third", f"model.adapter={first}", "model.rank=4"], check=False)
+    assert wrong.returncode == 2 and "model.rank=8" in wrong.stderr
+
+
+def test_non_finite_updates_are_left_out_and_then_stop_the_run(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.optimizer=sgd", "train.learning_rate=1e38", "train.max_grad_norm=null", "train.max_skipped_steps=3", "run.name=run"]
+    result = tiny.train(tmp_path, [*words, "train.epochs=9"], ranks=2, check=False)
+    assert result.returncode == 1 and "3 updates in a row were not finite" in result.stderr
+    run = tmp_path / "runs" / "run"
+    assert [r["skipped"] for r in tiny.steps_of(run)] == [r["skipped"] for r in tiny.steps_of(run, 1)]
+    assert [r["skipped"] for r in tiny.steps_of(run)][-3:] == [True] * 3
+
+
+def test_evaluate_command_agrees_with_the_run(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=5", "run.name=run"])
+    run, out = tmp_path / "runs" / "run", tmp_path / "pairs.jsonl"
+    command = [sys.executable, "-m", "lib.evaluate", "--run", str(run), "--per-pair", str(out)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    printed = json.loads(result.stdout.splitlines()[-1])
+    for key in ("loss", "reward_accuracy", "reward_margin", "kl"):
+        assert printed[key] == pytest.approx(summary[key], rel=1e-5, abs=1e-6)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 7
+    for line in lines:
+        assert line["reward_chosen"] == pytest.approx(0.1 * (line["policy_chosen_logp"] - line["reference_chosen_logp"]), abs=1e-5)
+    assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=1e-5)
+
+
+# ---- What a user gets wrong: one line, status 2, nothing lost ----------------------------------------------------------
+
+
+def broken_data(folder: Path, kind: str) -> list[str]:
+    good = list(map(json.dumps, tiny.pairs(20)))
+    record = json.loads(good[16])
+    changes: dict[str, Any] = {
+        "broken JSON": lambda: good[16][:-5],
+        "missing column": lambda: json.dumps({"prompt_ids": [3], "chosen_ids": [4]}),
+        "equal": lambda: json.dumps(record | {"rejected_ids": record["chosen_ids"]}),
+        "empty completion": lambda: json.dumps(record | {"chosen_ids": []}),
+        "long prompt": lambda: json.dumps(record | {"prompt_ids": [3] * 99}),
+        "unknown token": lambda: json.dumps(record | {"prompt_ids": [4000]}),
+    }
+    good[16] = changes[kind]()
+    return [f"data.train={tiny.write_jsonl(folder / 'broken.jsonl', good)}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("broken JSON", "broken.jsonl:17"),
+        ("missing column", "rejected_ids"),
+        ("equal", "broken.jsonl:17"),
+        ("empty completion", "empty completion"),
+        ("long prompt", "99 tokens, more than data.max_length=64"),
+        ("unknown token", "4000"),
+    ],
+)
+def test_an_unusable_row_is_named_and_refused_or_left_out(tmp_path: Path, kind: str, expected: str) -> None:
+    words = [*tiny.settings(tmp_path), *broken_data(tmp_path, kind), "train.steps=2", "run.name=run"]
+    refused = tiny.train(tmp_path, words, check=False)
+    assert_one_clear_line(refused, expected, "data.skip_invalid=true")
+    assert not (tmp_path / "runs").exists()
+    kept = tiny.train(tmp_path, [*words, "data.skip_invalid=true"])
+    assert "1 unusable rows left out" in kept.stdout and "broken.jsonl:17" in kept.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.bta=1"], ["unknown setting train.bta", "train.beta"]),
+        (["train.steps=abc"], ["train.steps"]),
+        (["data.train=missing.jsonl"], ["missing.jsonl"]),
+        (["data.train={folder}/empty.jsonl"], ["empty.jsonl"]),
+        (["model.path={folder}/nowhere"], ["nowhere"]),
+        (["model.random_init=false"], ["no model*.safetensors", "model.random_init=true"]),
+        (["model.keys=[attention]"], ["model.keys", "self_attn.q_proj"]),
+        (["model.adapter={folder}/nowhere"], ["model.adapter", "adapter_config.json"]),
+        (["plan.shares=[6,3]"], ["sum to 9"]),
+        (["plan.shares=[6,2]"], ["plan.shares", "2", "1"]),
+        (["data.train={folder}/text.jsonl"], ["tokenizer"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--confg", "x"], ["--confg"]),
+        (["--resume", "{folder}/nowhere"], ["no run there"]),
+        (["run.dir=/proc/nowhere"], ["/proc/nowhere"]),
+        (["model.dropout=0.1", "model.gradient_checkpointing=true"], ["wrong gradients"]),
+        (["model.blocks=9"], ["model.blocks=9", "2 blocks"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_mistake_is_one_clear_line(tmp_path: Path, words: list[str], expected: list[str]) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    tiny.write_jsonl(tmp_path / "text.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    words = [word.format(folder=tmp_path) for word in words]
+    command = words if "--resume" in words else [*tiny.settings(tmp_path), *words]
+    assert_one_clear_line(tiny.train(tmp_path, command, check=False), *expected)
+
+
+def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"]
+    tiny.train(tmp_path, words)
+    before = weights(tmp_path / "runs" / "run")
+    assert_one_clear_line(tiny.train(tmp_path, words, check=False), "already holds a run", "--resume")
+    from lib.checkpoint import open_run  # noqa: F401  the lock is the file's: hold it as a running process would
+
+    import fcntl
+
+    with (tmp_path / "runs" / "run" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert_one_clear_line(tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run")], check=False), "in use")
+    assert all(np.array_equal(before[name], array) for name, array in weights(tmp_path / "runs" / "run").items())
+
+
+def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"])
+    tiny.write_jsonl(tmp_path / "train.jsonl", list(tiny.pairs(21, seed=5)))
+    result = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run"), "train.steps=4"], check=False)
+    assert_one_clear_line(result, "no longer what this run was trained on")
+
+
+def test_ranks_with_different_data_stop_together(tmp_path: Path) -> None:
+    words = tiny.settings(tmp_path)
+    tiny.write_jsonl(tmp_path / "other.jsonl", list(tiny.pairs(21, seed=5)))
+    script = tmp_path / "rank.sh"
+    script.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && set -- "$@" data.train={tmp_path}/other.jsonl\nexec {sys.executable} {ROOT}/train.py "$@"\n')
+    script.chmod(0o755)
+    from lib import runtime
+
+    result = subprocess.run([runtime.mpirun_path(), "-n", "2", str(script), "--config", str(tiny.config_file(tmp_path)), *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "rank 1 has another tokenised training data than rank 0" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_clear_line_and_loses_nothing(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=4", "checkpoint.every=2", "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    (run / "logs" / "rank-000.jsonl").rename(tmp_path / "log")
+    (run / "logs" / "rank-000.jsonl").symlink_to("/dev/full")
+    result = tiny.train(tmp_path, ["--resume", str(run), "train.steps=6"], check=False)
+    assert_one_clear_line(result, "No space left on device", "--resume")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == kept
+
+
+def assert_one_clear_line(result: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert result.returncode == 2, (result.returncode, result.stdout[-500:], result.stderr[-2000:])
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for part in expected:
+        assert part in lines[0], (part, lines[0])

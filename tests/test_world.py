@@ -1,0 +1,146 @@
+"""What ranks do together, on real ranks: `mpirun -n 2 python -m pytest` runs these on all of them at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import train as script
+from lib import config, runtime, sync
+from lib.config import UserError
+from lib.sync import AgreedError, World
+from tests import tiny
+from tests.tiny import difference, rows_of_epochs, steps_of, weights
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return sync.start(runtime.launch_environment(), timeout_seconds=60)
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_text(str(tmp_path)))
+
+
+def train(world: World, folder: Path, words: list[str], name: str, resume: bool = False) -> Path:
+    """A run in this process: with a world of one each rank trains by itself."""
+    words = [*words, f"run.name={name}"]
+    settings = config.load(None, words)
+    script.train(settings, world, resume=resume, dry_run=False)
+    return folder / "runs" / name
+
+
+def settings(world: World, folder: Path, *words: str, **changes: Any) -> list[str]:
+    """The same words on every rank; rank 0 writes the files."""
+    if world.rank == 0:
+        tiny.settings(folder, **changes)
+    world.gather_text("written")
+    return [*(tiny.settings(folder, **changes) if world.rank == 0 else _words_only(folder)), *words]
+
+
+def _words_only(folder: Path) -> list[str]:
+    values = {"model.path": folder / "model", "model.random_init": "true", "data.train": folder / "train.jsonl", "data.valid": folder / "valid.jsonl"}
+    values |= {"data.max_length": "64", "data.length_multiple": "8", "train.global_batch_size": "8", "train.learning_rate": "1e-3", "run.dir": folder / "runs"}  # type: ignore[dict-item]
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+SHARES = {2: [[4, 4], [6, 2], [8, 0]], 3: [[5, 2, 1]]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.method=lora", "train.loss=sigmoid"),
+        ("model.method=full", "train.loss=sigmoid", "train.learning_rate=1e-4"),
+        ("model.method=lora", "train.loss=sft"),
+        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4"),
+        ("model.method=dora", "train.loss=orpo"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, words: tuple[str, ...]) -> None:
+    # 21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it.
+    common = [*settings(world, folder), *words, "train.steps=20"]
+    alone = train(World(rank=0), folder, common, f"alone{world.rank}")
+    for shares in SHARES.get(world.size, [[8 - world.size + 1] + [1] * (world.size - 1)]):
+        sizes = [max(1, (share + 1) // 2) for share in shares]
+        run = train(world, folder, [*common, f"plan.shares={shares}", f"plan.micro_batch_sizes={sizes}"], "-".join(map(str, ("together", *shares))))
+        world.gather_text("finished")
+        assert difference(alone, run) <= 1e-5, shares
+        epochs = rows_of_epochs(run)
+        assert all(epochs[epoch] == list(range(21)) for epoch in range(6)), "an example was lost or repeated"
+        assert [r["loss"] for r in steps_of(run)] == pytest.approx([r["loss"] for r in steps_of(alone)], rel=1e-5)
+        for record in steps_of(run, world.rank):
+            assert record["pairs"] == len(record["rows"]) and record["step_seconds"] >= record["compute_seconds"]
+        world.gather_text("checked")  # nobody goes on, or cleans up, while another still reads
+
+
+def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path) -> None:
+    common = [*settings(world, folder, rows=27), "checkpoint.every=2"]
+    alone = train(World(rank=0), folder, [*common, "train.steps=12"], f"alone{world.rank}")
+    run = train(world, folder, [*common, "train.steps=4", "train.schedule=constant"], "moving")
+    if world.rank == 0:
+        train(World(rank=0), folder, [*common, "train.steps=8", "train.schedule=constant"], "moving", resume=True)
+    world.gather_text("moved")
+    train(world, folder, [*common, "train.steps=12", "train.schedule=constant"], "moving", resume=True)
+    world.gather_text("moved back")
+    straight = train(World(rank=0), folder, [*common, "train.steps=12", "train.schedule=constant"], f"straight{world.rank}")
+    assert difference(straight, run) <= 1e-5 < difference(alone, run)
+    assert all(rows == list(range(27)) for rows in list(rows_of_epochs(run).values())[:3])
+    world.gather_text("checked")
+
+
+def test_gradients_and_sums_are_added_whatever_the_order_of_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {name: np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, (name, shape) in enumerate([("b", (3, 5)), ("a", (7,)), ("c", (1, 1, 2))])}
+    names = list(arrays) if world.rank == 0 else list(reversed(arrays))
+    tree = {name: mx.array((world.rank + 1) * arrays[name]) for name in names}
+    total = sum(range(1, world.size + 1))
+    for bucket_bytes in (8, 40, 2**28):  # leaves alone, some together, all together
+        monkeypatch.setattr(sync, "BUCKET_BYTES", bucket_bytes)
+        gradients, sums = world.sum_gradients(tree, mx.array([1.0, float(world.rank)]))
+        assert sums.tolist() == [world.size, sum(range(world.size))]
+        for name, array in arrays.items():
+            np.testing.assert_allclose(np.array(gradients[name]), total * array, rtol=1e-6)
+
+
+def test_broadcast_keeps_every_bit_of_every_type(world: World) -> None:
+    rank0 = {"f": np.array([np.nan, -0.0, np.inf, 1e-45], np.float32), "h": np.array([[1.5], [-2]], np.float16), "i": np.array(2**40, np.int64), "u": np.arange(5, dtype=np.uint8), "t": np.array([True, False])}
+    mine = rank0 if world.rank == 0 else {name: np.zeros_like(array) for name, array in reversed(rank0.items())}
+    received = world.broadcast({name: mx.array(array) for name, array in mine.items()})
+    for name, array in rank0.items():
+        assert np.array(received[name]).tobytes() == array.tobytes(), name
+
+
+def test_text_is_gathered_and_broadcast(world: World) -> None:
+    assert world.gather_text(f"rank {world.rank} ü") == [f"rank {rank} ü" for rank in range(world.size)]
+    long = "x" * 5000 if world.rank == 0 else ""
+    assert world.broadcast_text(long) == "x" * 5000
+
+
+def test_all_ranks_leave_with_the_error_of_one(world: World) -> None:
+    with pytest.raises(AgreedError, match="rank 1: data.jsonl:17 is broken"), world.agreeing("reading"):
+        if world.rank == 1:
+            raise UserError("data.jsonl:17 is broken")
+    with pytest.raises(AgreedError, match="No space left"), world.agreeing("writing"):
+        if world.rank == 0:
+            raise OSError(28, "No space left on device", "checkpoint")
+    with world.agreeing("nothing"):
+        pass
+    with pytest.raises(AgreedError, match="rank 1 has another data than rank 0"):
+        world.require_equal("data", "b" if world.rank == 1 else "a")
+
+
+def test_a_checkpoint_gives_every_rank_the_same_bits(world: World, folder: Path) -> None:
+    run = train(world, folder, [*settings(world, folder), "train.steps=5", "checkpoint.every=2", "model.dropout=0.1"], "run")
+    world.gather_text("finished")
+    losses = [r["loss"] for r in steps_of(run, world.rank)]
+    assert world.gather_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
+    assert weights(run)
+    world.gather_text("checked")
