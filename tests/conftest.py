@@ -1,4 +1,4 @@
-"""pytest alone, or on every rank of `mpirun -n N pytest`, where only the tests marked `mpi` run, and on all ranks."""
+"""pytest by itself, or on every rank of `mpirun -n N pytest`, where the tests marked `mpi` run on all ranks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def data_folder() -> Path | None:
-    """The folder of real data sets: TANDEM_DATA, or ../shared/data beside the checkout; None where there is none."""
+    """The folder of real data: TANDEM_DATA, or shared/data beside the checkout; None where there is none."""
     folder = Path(os.environ.get("TANDEM_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
     return folder if folder.is_dir() else None

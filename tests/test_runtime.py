@@ -1,4 +1,4 @@
-"""The ground under MLX: the BLAS it computes with, the MPI it opens, and what the launcher told this process."""
+"""The ground under MLX: the BLAS it computes with, the MPI it opens, and what the launcher told it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lib.config import UserError
 from lib.runtime import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_")
+SET = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_", "OPENBLAS_")  # by launchers and by prepare()
 
-# Matrix products, square, thin, ragged and batched, with gradients, from inputs at every alignment; prints the digest.
+# Matrix products, wide, thin and ragged, and their gradients, at every alignment; prints the digest.
 PRODUCTS = """
 from lib import runtime
 runtime.prepare()
@@ -43,8 +43,8 @@ print(digest.hexdigest())
 
 
 def bare_environment() -> dict[str, str]:
-    """The environment as a user's shell has it, without what a launcher or prepare() put in."""
-    return {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "OPENBLAS_"))}
+    """The environment as a user's shell has it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(SET)}
 
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -102,7 +102,10 @@ def test_mlx_computes_with_openblas_and_numpy_keeps_its_own():
 
 @pytest.mark.skipif(runtime.load_blas() is None, reason="MLX brings no reference BLAS here")
 def test_a_missing_openblas_is_one_warning(tmp_path):
-    code = f"import sys; sys.prefix = {str(tmp_path)!r}; import lib.runtime as r; r.shutil.which = lambda *a, **k: None; r.prepare()"
+    code = (
+        f"import sys; sys.prefix = {str(tmp_path)!r}; import lib.runtime as r; "
+        "r.shutil.which = lambda *_, **__: None; r.prepare()"
+    )
     done = python(code)
     assert done.returncode == 0
     assert done.stderr.count("\n") == 1
@@ -119,7 +122,8 @@ def test_the_users_thread_count_stays():
 
 
 def test_importing_runtime_is_quick_work():
-    loaded = python("import sys, lib.runtime; print(*{'numpy', 'pydantic', 'mlx', 'mpi4py', 'asyncio'} & set(sys.modules))")
+    heavy = {"numpy", "pydantic", "mlx", "mpi4py", "asyncio"}
+    loaded = python(f"import sys, lib.runtime; print(*{heavy} & set(sys.modules))")
     assert loaded.stdout == "\n"
 
 
@@ -139,13 +143,13 @@ def test_nobody_launched_us(launched):
 
 
 def test_mpirun(launched):
-    environment = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert launched(**environment) == Launch("mpi", 2, 3, 2)
+    launch = launched(OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    assert launch == Launch("mpi", 2, 3, 2)
 
 
 def test_ring(launched, tmp_path):
     hostfile = tmp_path / "hosts.json"
-    hostfile.write_text(json.dumps([["10.0.0.1:32323"], ["10.0.0.2:32324", "10.0.1.2:32325"], ["10.0.0.2:32326"]]))
+    hostfile.write_text(json.dumps([["10.0.0.1:1"], ["10.0.0.2:2", "10.0.1.2:3"], ["10.0.0.2:4"]]))
     assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="1") == Launch("ring", 1, 3, 2)
     hostfile.write_text("")  # mlx.launch -n 1
     assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="0") == Launch()
@@ -159,8 +163,8 @@ def test_nccl(launched):
 def test_jaccl(launched, tmp_path):
     devices = tmp_path / "devices.json"
     devices.write_text(json.dumps([[None, "rdma_en5"], ["rdma_en5", None]]))
-    environment = {"MLX_IBV_DEVICES": str(devices), "MLX_JACCL_COORDINATOR": "10.0.0.1:32323", "MLX_RANK": "1"}
-    assert launched(**environment) == Launch("jaccl", 1, 2, 1)
+    launch = launched(MLX_IBV_DEVICES=str(devices), MLX_JACCL_COORDINATOR="10.0.0.1:32323", MLX_RANK="1")
+    assert launch == Launch("jaccl", 1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +174,10 @@ def test_jaccl(launched, tmp_path):
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "2"}, "is 2.*2 ranks, 0 to 1"),
         ({"MLX_HOSTFILE": "/nowhere/hosts.json", "MLX_RANK": "0"}, "MLX_HOSTFILE=/nowhere/hosts.json"),
-        ({"MLX_HOSTFILE": "{broken}", "MLX_RANK": "0"}, "MLX_HOSTFILE"),
-        ({"MLX_HOSTFILE": "{object}", "MLX_RANK": "0"}, "one list for each rank"),
-        ({"MLX_HOSTFILE": "{pair}", "MLX_RANK": "-1"}, "MLX_RANK.*'-1'"),
-        ({"MLX_HOSTFILE": "{pair}"}, "MLX_RANK"),
+        ({"MLX_HOSTFILE": "FOLDER/broken", "MLX_RANK": "0"}, "MLX_HOSTFILE"),
+        ({"MLX_HOSTFILE": "FOLDER/object", "MLX_RANK": "0"}, "one list for each rank"),
+        ({"MLX_HOSTFILE": "FOLDER/pair", "MLX_RANK": "-1"}, "MLX_RANK.*'-1'"),
+        ({"MLX_HOSTFILE": "FOLDER/pair"}, "MLX_RANK"),
         ({"NCCL_HOST_IP": "10.0.0.1", "MLX_RANK": "0"}, "MLX_WORLD_SIZE"),
         ({"MLX_JACCL_COORDINATOR": "10.0.0.1:1", "MLX_RANK": "0"}, "MLX_IBV_DEVICES"),
         ({"MLX_RANK": "1"}, "no MLX_HOSTFILE"),
@@ -185,9 +189,8 @@ def test_a_malformed_launch_is_an_error_of_one_line(launched, tmp_path, environm
     files = {"broken": "[[", "object": '{"a": 1}', "pair": '[["a:1"], ["b:1"]]'}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    paths = {"{%s}" % name: str(tmp_path / name) for name in files}
     with pytest.raises(UserError, match=named) as error:
-        launched(**{name: paths.get(value, value) for name, value in environment.items()})
+        launched(**{name: value.replace("FOLDER", str(tmp_path)) for name, value in environment.items()})
     assert "\n" not in str(error.value)
 
 
@@ -197,7 +200,8 @@ def test_every_rank_is_in_the_launchers_world():
     from mpi4py import MPI
 
     launch, world = runtime.launch_environment(), mx.distributed.init(backend="mpi", strict=True)
-    assert (world.rank(), world.size()) == (launch.rank, launch.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert (world.rank(), world.size()) == (launch.rank, launch.size)
+    assert (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) == (launch.rank, launch.size)
     assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
     total = mx.distributed.all_sum(mx.array(2.0**launch.rank), stream=mx.cpu)
     assert total.item() == 2.0**launch.size - 1
