@@ -36,8 +36,8 @@ class Launch:
 def prepare() -> None:
     """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay."""
     for name, value in {
-        # One thread for each rank: the bits then do not depend on the number of cores. Two made a training step
-        # 20 % faster on two idle cores, and ten times as slow when another process wanted one of them.
+        # One thread for each rank: the bits then do not depend on the number of cores. A second made a
+        # step 20 % faster on two idle cores, and ten times as slow when another process wanted one of them.
         "OPENBLAS_NUM_THREADS": "1",
         "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
         "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; whoever does it second gets a world of one
@@ -56,7 +56,7 @@ def load_blas() -> Path | None:
     """Puts OpenBLAS in the place of the reference BLAS of MLX's CPU wheel for Linux: 17 times as fast.
 
     Our copy has the SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded
-    first. No other library sees it: numpy keeps its own, which has 64-bit integers under some of the same names.
+    first. No other library sees it: numpy keeps its own, with 64-bit integers under some of the same names.
     Where MLX brings no reference BLAS (macOS, CUDA) there is nothing to do.
 
     Returns:
@@ -153,11 +153,11 @@ def launch_environment() -> Launch:
     for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MLX_WORLD_SIZE"):
         if _number(name, 1, default=1) > 1:
             _user_error(
-                f"{name}={os.environ[name]}: this is one of several processes, not started by Open MPI or mlx.launch, "
-                f"and each would train alone; start them with {sysconfig.get_path('scripts')}/mpirun"
+                f"{name}={os.environ[name]}, but neither Open MPI nor mlx.launch started these processes, "
+                f"so each would train alone; start them with {sysconfig.get_path('scripts')}/mpirun"
             )
     if _number("MLX_RANK", 0, default=0) > 0:
-        _user_error(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; start with mlx.launch, or unset it")
+        _user_error(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; use mlx.launch, or unset it")
     return Launch()
 
 

@@ -1,4 +1,4 @@
-"""pytest by itself, or on every rank of `mpirun -n N pytest`, where the tests marked `mpi` run on all ranks."""
+"""pytest by itself, or on every rank of `mpirun -n N pytest`, where the tests marked `mpi` run on all."""
 
 from __future__ import annotations
 
