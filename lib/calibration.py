@@ -67,9 +67,15 @@ class CurveKey(_Record):
     method: Literal["lora", "dora", "full"]
     dtype: str
     sequence_length: PositiveInt  # tokens that the model sees, prompt and completion
+    gradient_checkpointing: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens"
+        recomputed = ", gradient checkpointing" if self.gradient_checkpointing else ""
+        return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{recomputed}"
+
+    def at_length(self, sequence_length: int) -> CurveKey:
+        """The same, for rows of another length."""
+        return self.model_copy(update={"sequence_length": sequence_length})
 
 
 class Curve(_Record):
@@ -324,8 +330,7 @@ def _nearest(curves: Sequence[Curve], key: CurveKey) -> Curve | None:
     same = [
         (abs(math.log(curve.key.sequence_length / key.sequence_length)), curve.key.sequence_length, curve)
         for curve in curves
-        if curve.key
-        and (curve.key.model, curve.key.method, curve.key.dtype) == (key.model, key.method, key.dtype)
+        if curve.key and curve.key.at_length(key.sequence_length) == key
     ]
     return min(same, key=lambda entry: entry[:2])[2] if same else None
 
@@ -336,12 +341,13 @@ def _common_key(calibrations: Sequence[HostCalibration | None], key: CurveKey) -
         return None
     common = set.intersection(*({curve.key for curve in c.curves if curve.key} for c in calibrations if c))
 
-    def distance(other: CurveKey) -> tuple[bool, bool, bool, float, str]:
+    def distance(other: CurveKey) -> tuple[bool, bool, bool, bool, float, str]:
         lengths = abs(math.log(other.sequence_length / key.sequence_length))
         return (
             other.model != key.model,
             other.method != key.method,
             other.dtype != key.dtype,
+            other.gradient_checkpointing != key.gradient_checkpointing,
             lengths,
             str(other),
         )
