@@ -148,9 +148,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 progress = checkpoint.restore(newest, model, optimizer, data.digest)
         progress = checkpoint.Progress(**json.loads(world.broadcast_text(json.dumps(dataclasses.asdict(progress)))))
         checkpoint.share(world, model, optimizer)
-        if world.rank == 0 or hosts[world.rank] != hosts[0]:  # once on every host that has its own disk
-            for log in sorted((folder / "logs").glob("rank-*.jsonl")):
-                rewind(log, progress.step if progress.step else -1)
+        with world.agreeing("going back in the logs"):
+            if world.rank == 0 or hosts[world.rank] != hosts[0]:  # once on every host that has its own disk
+                for log in sorted((folder / "logs").glob("rank-*.jsonl")):
+                    rewind(log, progress.step if progress.step else -1)
         say.line(f"resuming {folder} after step {progress.step} of {steps}")
 
     # ---- Training ----------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     def save(step: int) -> None:
         """One checkpoint; replicas on unlike machines drift by roundings, so all take rank 0's weights first."""
         checkpoint.share(world, model, optimizer)
-        with world.agreeing(f"the checkpoint of step {step}"):
+        with world.agreeing(f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"):
             if world.rank == 0:
                 path = checkpoint.save(folder / "checkpoints", progress, model, optimizer, config, plan.to_dict())
                 checkpoint.prune(folder / "checkpoints", config.checkpoint.keep, progress.best_step)

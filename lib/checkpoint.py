@@ -125,7 +125,8 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: optim.Op
         _fsync(folder)
     except RuntimeError as error:  # what MLX raises when a write fails
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(None, f"cannot be written ({str(error).splitlines()[0]})", str(final)) from None
+        free = shutil.disk_usage(folder).free
+        raise OSError(None, f"cannot be written, {free:,} bytes are free there ({str(error).splitlines()[0]})", str(final)) from None
     except OSError:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -122,7 +122,7 @@ class World:
         except UserError as error:
             mine = str(error)
         except OSError as error:
-            mine = f"{what}: {error.strerror}: {error.filename or ''}; mend that and start again"
+            mine = f"{what}: {error.filename or 'a file'}: {error.strerror}; mend that and start again"
         errors = self.gather_text(mine, f"the outcome of {what}")
         distinct = list(dict.fromkeys(error for error in errors if error))
         if not distinct:

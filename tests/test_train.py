@@ -1,5 +1,6 @@
 """train.py end to end, as a user runs it: equal on any ranks, resumed as if never stopped, clear about mistakes."""
 
+import fcntl
 import json
 import random
 import shutil
@@ -13,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from lib import checkpoint
 from lib.performance import read_records
 from tests import tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
@@ -66,8 +68,8 @@ def test_resume_on_another_world_trains_every_example_exactly_once(tmp_path: Pat
     tiny.train(tmp_path, [*words, "run.name=whole"])
     tiny.train(tmp_path, [*words, "run.name=moved", "plan.shares=[5,2,1]"], ranks=3)
     run = tmp_path / "runs" / "moved"
-    for checkpoint in sorted((run / "checkpoints").iterdir())[1:]:
-        shutil.rmtree(checkpoint)  # go back to the oldest one kept
+    for path in sorted((run / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(path)  # go back to the oldest one kept
     tiny.train(tmp_path, ["--resume", str(run), "plan.shares=[3,5]"], ranks=2)
     assert rows_of_epochs(run) == {0: list(range(43)), 1: list(range(43))}
     assert difference(tmp_path / "runs" / "whole", run) <= 1e-5
@@ -273,10 +275,6 @@ def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> 
     tiny.train(tmp_path, words)
     before = weights(tmp_path / "runs" / "run")
     assert_one_clear_line(tiny.train(tmp_path, words, check=False), "already holds a run", "--resume")
-    from lib.checkpoint import open_run  # noqa: F401  the lock is the file's: hold it as a running process would
-
-    import fcntl
-
     with (tmp_path / "runs" / "run" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert_one_clear_line(tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run")], check=False), "in use")
@@ -304,20 +302,35 @@ def test_ranks_with_different_data_stop_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_one_clear_line_and_loses_nothing(tmp_path: Path) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=4", "checkpoint.every=2", "run.name=run"])
-    run = tmp_path / "runs" / "run"
-    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-    (run / "logs" / "rank-000.jsonl").rename(tmp_path / "log")
-    (run / "logs" / "rank-000.jsonl").symlink_to("/dev/full")
-    result = tiny.train(tmp_path, ["--resume", str(run), "train.steps=6"], check=False)
+def test_a_log_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    logs = tmp_path / "runs" / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-000.jsonl").symlink_to("/dev/full")
+    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "run.name=run"], check=False)
     assert_one_clear_line(result, "No space left on device", "--resume")
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == kept
+
+
+def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        words = [*tiny.settings(tmp_path), f"run.dir={disk}", "run.name=run", "checkpoint.every=1", "checkpoint.keep=99", "train.steps=50"]
+        result = tiny.train(tmp_path, words, check=False)
+        assert_one_clear_line(result, "checkpoint of step", "earlier ones are whole")
+        assert "bytes are free" in result.stderr or "No space left" in result.stderr
+        newest, damaged = checkpoint.newest(disk / "run" / "checkpoints")
+        assert newest is not None and not damaged
+        shutil.rmtree(disk / "run" / "checkpoints" / "step-00000001")
+        tiny.train(tmp_path, ["--resume", str(disk / "run"), "train.steps=9", "checkpoint.keep=1"])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def assert_one_clear_line(result: subprocess.CompletedProcess[str], *expected: str) -> None:
     assert result.returncode == 2, (result.returncode, result.stdout[-500:], result.stderr[-2000:])
-    lines = result.stderr.strip().splitlines()
+    lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("warning: ")]
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     for part in expected:
         assert part in lines[0], (part, lines[0])
