@@ -43,6 +43,12 @@ def prepare() -> None:
         "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; whoever does it second gets a world of one
         "MPI4PY_RC_FINALIZE": "0",
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
+        # For an mpirun that this process starts: as root (a container, CI), and more ranks than cores.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }.items():
         os.environ.setdefault(name, value)
     mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
