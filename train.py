@@ -67,8 +67,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib import checkpoint, evaluate, losses, report, scoring, sync
     from lib import model as models
-    from lib.data import collate, load_dataset, prefetch
-    from lib.order import Position, advance, cut, epoch_order, global_batch, split
+    from lib.data import collate, load_dataset, padded_lengths, prefetch
+    from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.performance import PerformanceTracker, rewind
     from lib.plan import make_plan
     from lib.step import make_optimizer, make_step
@@ -94,7 +94,6 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     hosts = world.gather_text(sync.host_name())
     with world.agreeing("planning"):
         plan = make_plan(config, hosts)
-    mine = plan.ranks[world.rank]
     shares = plan.shares
     report.show_run(say, config, plan, data, valid, steps)
 
@@ -162,18 +161,18 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     def batches() -> Iterator[tuple[int, Position, int, list[int], list[Any]]]:
         """Every step that is left: its epoch, the position after it, its pairs, and this rank's part of them."""
-        position = Position(progress.epoch, progress.cursor)
+        position, padded = Position(progress.epoch, progress.cursor), padded_lengths(data.lengths, config.data.length_multiple)
         order, epoch = None, -1
         for _ in range(progress.step, steps):
             if position.epoch != epoch:
                 epoch = position.epoch
                 order = epoch_order(data.lengths, config.train.seed, epoch, batch_size, config.data.length_window)
             rows = global_batch(order, position, batch_size)
-            own = split(rows, data.lengths, shares)[world.rank]
+            own = deal(rows, padded, [rank.micro_batch_sizes for rank in plan.ranks])[world.rank]
             position = advance(position, len(rows), len(data))
-            yield epoch, position, len(rows), own.tolist(), [
+            yield epoch, position, len(rows), [int(row) for part in own for row in part], [
                 (collate([data[row] for row in part.tolist()], config.data.length_multiple), None if reference is None else reference[part])
-                for part in cut(own, mine.micro_batch_sizes)
+                for part in own
             ]
 
     def evaluate_now(step: int) -> dict[str, float | None]:

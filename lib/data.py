@@ -452,7 +452,7 @@ def collate(examples: Sequence[Example], length_multiple: int) -> Batch:
         (example.prompt_ids, completion) for example in examples for completion in example.completions
     ]
     seen = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
-    length = pad_length(max(seen), length_multiple, 16)
+    length = pad_length(max(seen), length_multiple)
     width = pad_length(max(len(completion) for _, completion in sequences), length_multiple, 8)
     tokens = np.zeros((len(sequences), length), np.int32)
     positions = np.zeros((len(sequences), width), np.int32)
@@ -470,7 +470,14 @@ def collate(examples: Sequence[Example], length_multiple: int) -> Batch:
     return Batch(rows, tokens, positions, targets, mask, int(mask.sum()), tokens.size, sum(seen))
 
 
-def pad_length(length: int, multiple: int, steps: int) -> int:
+def padded_lengths(lengths: np.ndarray, length_multiple: int) -> np.ndarray:
+    """What `collate` pads rows of these lengths to: int64, shaped alike."""
+    distinct, places = np.unique(lengths, return_inverse=True)
+    padded: np.ndarray = np.array([pad_length(n, length_multiple) for n in distinct.tolist()])[places]
+    return padded
+
+
+def pad_length(length: int, multiple: int, steps: int = 16) -> int:
     """The least rung >= length of a ladder: `steps` multiples of `multiple`, then steps / 2 an octave."""
     step = multiple
     while length > steps * step:

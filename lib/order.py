@@ -60,6 +60,16 @@ def advance(position: Position, count: int, dataset_size: int) -> Position:
     return Position(position.epoch + 1, 0) if cursor == dataset_size else Position(position.epoch, cursor)
 
 
+def divide(count: int, shares: Sequence[int]) -> np.ndarray:
+    """`count` rows in proportion to the shares, by largest remainder: int64 [ranks]."""
+    total = sum(shares)
+    assert total > 0 and min(shares) >= 0, shares
+    counts = np.array([count * share // total for share in shares])
+    remainders = np.array([count * share % total for share in shares])
+    counts[np.argsort(-remainders, kind="stable")[: count - counts.sum()]] += 1
+    return counts
+
+
 def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
     """This step's rows of every rank: disjoint, together all of `rows`, each ascending in length.
 
@@ -68,11 +78,7 @@ def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[
     the sorted lengths: each gets short and long rows alike, and the planned shares stay right for the batch
     at hand.
     """
-    total, count = sum(shares), len(rows)
-    assert total > 0 and min(shares) >= 0, shares
-    counts = np.array([count * share // total for share in shares])
-    remainders = np.array([count * share % total for share in shares])
-    counts[np.argsort(-remainders, kind="stable")[: count - counts.sum()]] += 1
+    counts = divide(len(rows), shares)
     # The j-th of a rank's n rows belongs at the quantile (j + 1/2) / n of the lengths.
     quantiles = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
     owners = np.repeat(np.arange(len(shares)), counts)[np.argsort(quantiles, kind="stable")]
@@ -85,8 +91,49 @@ def micro_batches(rows: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
     return [rows[start : start + micro_batch_size] for start in range(0, len(rows), micro_batch_size)]
 
 
-def cut(rows: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Neighbours in `rows`, by the plan's micro-batch sizes; a ragged batch has fewer rows and ends early."""
-    ends = np.minimum(np.cumsum(sizes), len(rows)).tolist()
-    assert len(rows) <= sum(sizes), (len(rows), sizes)
-    return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False) if start < end]
+def deal(
+    rows: np.ndarray, lengths: np.ndarray, micro_batch_sizes: Sequence[Sequence[int]]
+) -> list[list[np.ndarray]]:
+    """This step's micro-batches of every rank: disjoint, together all of `rows`.
+
+    rows: int64 [n]. lengths: int [dataset], as padded, indexed by row. micro_batch_sizes: of a full batch, one
+    sequence a rank; a ragged batch is divided as `split` does it, and the last micro-batches end early.
+
+    A micro-batch holds neighbours in length, so that little is padded, and costs its rows times its longest
+    length. Ranks are interleaved along the lengths in proportion to their shares; then micro-batches of one
+    size are exchanged while that brings the rank with the most tokens for its share below what it has.
+    """
+    assert len(rows), "a step has rows"
+    shares = [sum(sizes) for sizes in micro_batch_sizes]
+    slots = []  # (the quantile of its middle, rank, rows)
+    for rank, count in enumerate(divide(len(rows), shares).tolist()):
+        done = 0
+        for size in micro_batch_sizes[rank]:
+            size = min(size, count - done)
+            if size > 0:
+                slots.append(((done + size / 2) / count, rank, size))
+                done += size
+        assert done == count, (count, micro_batch_sizes[rank])
+    slots.sort()
+    owners, sizes = np.array([slot[1:] for slot in slots]).T
+    ascending = rows[np.argsort(lengths[rows], kind="stable")]
+    ends = np.cumsum(sizes)
+    costs = sizes * lengths[ascending[ends - 1]]
+    weights = np.maximum(shares, 1)
+    for _ in range(len(slots)):
+        loads = np.bincount(owners, costs, len(shares)) / weights
+        heaviest = int(np.argmax(loads))
+        mine, theirs = np.flatnonzero(owners == heaviest), np.flatnonzero(owners != heaviest)
+        saved = costs[mine][:, None] - costs[theirs]
+        others = loads[owners[theirs]] + saved / weights[owners[theirs]]
+        after = np.maximum(loads[heaviest] - saved / weights[heaviest], others)
+        after[sizes[mine][:, None] != sizes[theirs]] = np.inf
+        if not after.size or after.min() >= loads[heaviest] * (1 - 1e-9):
+            break
+        i, j = np.unravel_index(np.argmin(after), after.shape)
+        owners[mine[i]], owners[theirs[j]] = owners[theirs[j]], heaviest
+    batches = np.split(ascending, ends[:-1])
+    return [
+        [batch for batch, owner in zip(batches, owners, strict=True) if owner == rank]
+        for rank in range(len(shares))
+    ]
