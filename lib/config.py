@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
-RESUMABLE = ("plan.", "sync.", "checkpoint.", "evaluate.", "run.log_every", "strategy", "train.steps", "train.epochs")
+RESUMABLE = ("plan.", "cost.", "sync.", "checkpoint.", "evaluate.", "run.log_every", "strategy", "train.steps", "train.epochs")
 RESUMABLE += ("train.compile", "train.max_skipped_steps", "model.gradient_checkpointing", "run.dir", "run.name")
 
 
@@ -82,8 +82,8 @@ class Model(_Section):
     """Train only the last n blocks; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; by default as stored."""
-    gradient_checkpointing: bool = False
-    """Recompute each block in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration shows that one pair does not fit without."""
     random_init: bool = False
     """Take only config.json from model.path and draw the weights from train.seed."""
     revision: str | None = None
@@ -174,9 +174,30 @@ class Plan(_Section):
     """How a step's work is divided among the ranks."""
 
     shares: tuple[Natural, ...] | None = None
-    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: equal."""
+    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else equal."""
     micro_batch_sizes: tuple[Positive, ...] | None = None
-    """Pairs per forward pass, one number a rank."""
+    """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
+    calibration_dir: str = "calibration"
+    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, HOST-1.json, ... where several ranks share a host."""
+    require_calibration: bool = False
+    """Refuse to start without a calibration of this model on every host, made with these versions."""
+    replan: bool = True
+    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who rounds what: for the same bits run by run, set plan.shares or turn this off."""
+    replan_threshold: PositiveFloat = 0.05
+    """Plan again when a step takes this fraction longer than the measured speeds would allow."""
+    replan_steps: Positive = 4
+    """For so many steps in a row."""
+
+
+class Cost(_Section):
+    """What training costs, in any one currency."""
+
+    watts: NonNegative | dict[str, NonNegative] = 0.0
+    """Power that a host draws while training: one number for all, or by host, e.g. {m4-max: 120, m3-ultra: 240}."""
+    price_per_kwh: NonNegative = 0.0
+    """Electricity."""
+    rent_per_hour: NonNegative | dict[str, NonNegative] = 0.0
+    """Rent of a host: one number for all, or by host."""
 
 
 class Sync(_Section):
@@ -222,8 +243,9 @@ class Config(_Section):
     data: Data
     train: Train = Train()
     strategy: Literal["auto", "synchronous"] = "auto"
-    """How the machines work together; `auto` is synchronous."""
+    """How the machines work together: `synchronous` sums the gradients of every step; `auto` is that, too."""
     plan: Plan = Plan()
+    cost: Cost = Cost()
     sync: Sync = Sync()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
@@ -271,7 +293,11 @@ def load(path: Path | str | None, overrides: list[str] = (), base: dict[str, Any
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError("; ".join(_explain(e, origins, path) for e in error.errors())) from None
+        # Of a setting that may be one of several types, each type complains: the one that came furthest is meant.
+        furthest: dict[tuple[Any, ...], Any] = {}
+        for fault in sorted(error.errors(), key=lambda fault: -len(fault["loc"])):
+            furthest.setdefault(fault["loc"][:2], fault)
+        raise UserError("; ".join(_explain(fault, origins, path) for fault in furthest.values())) from None
 
 
 def resume(path: Path, overrides: list[str]) -> Config:
@@ -289,7 +315,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
 
 def learning_digest(config: Config) -> str:
     """A digest of what all ranks must agree on: everything but the places of files, which may differ from host to host."""
-    places = {"run": ..., "model": {"path", "reference", "adapter"}, "data": {"train", "valid"}, "evaluate": {"answers"}}
+    places = {"run": ..., "model": {"path", "reference", "adapter"}, "data": {"train", "valid"}, "plan": {"calibration_dir"}, "evaluate": {"answers"}}
     return hashlib.sha256(config.model_dump_json(exclude=places).encode()).hexdigest()
 
 

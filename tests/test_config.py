@@ -46,6 +46,8 @@ def test_numbers_that_yaml_reads_as_strings_work() -> None:
         ("plan.shares=[17,-1]", "plan.shares"),
         ("train.beta", "not of the form key=value"),
         ("run.name=../escape", "run.name"),
+        ("cost.watts=-1", "cost.watts=-1: cost.watts: input should be greater than or equal to 0, not -1"),
+        ("cost.watts={a: -3}", "cost.watts: input should be greater than or equal to 0, not -3"),
     ],
 )
 def test_a_wrong_word_is_one_clear_line(word: str, expected: str) -> None:
