@@ -7,19 +7,25 @@ published: they name no model, so they compare machines and predict no times; an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lib.config import UserError
+from lib.config import Config, UserError
+from lib.machine import Machine
 
-FOLDER = Path(__file__).resolve().parent.parent / "calibration"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = (
     0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
 )
@@ -66,12 +72,16 @@ class CurveKey(_Record):
     model: str  # as the configuration names it
     method: Literal["lora", "dora", "full"]
     dtype: str
-    sequence_length: PositiveInt  # tokens that the model sees, prompt and completion
+    sequence_length: PositiveInt  # tokens that the model sees, prompt and completion, as padded
     gradient_checkpointing: bool = False
+    records: Literal["preference", "sft"] = (
+        "preference"  # a pair is two rows of the model's, an SFT example one
+    )
 
     def __str__(self) -> str:
+        sft = ", SFT" if self.records == "sft" else ""
         recomputed = ", gradient checkpointing" if self.gradient_checkpointing else ""
-        return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{recomputed}"
+        return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{sft}{recomputed}"
 
     def at_length(self, sequence_length: int) -> CurveKey:
         """The same, for rows of another length."""
@@ -84,6 +94,14 @@ class Curve(_Record):
     points: tuple[BatchPoint, ...]
     memory_limit_bytes: PositiveInt | None = None  # what a process may use there
     key: CurveKey | None = None  # None: published without saying for which model
+    step_overhead_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        0.0  # once a step: the update, ...
+    )
+    gradient_bytes: PositiveInt | None = None  # what a step's collective carries
+    reference_pairs_per_second: PositiveFloat | None = None
+    generation_tokens_per_second: PositiveFloat | None = None
+    slowdown_together: PositiveFloat | None = None  # time while all ranks work, over the time alone
+    quick: bool = False
     source: str = "measured"
     measured_at: str | None = None  # ISO 8601
     versions: dict[str, str] = {}  # of mlx, mlx-lm, ...
@@ -167,25 +185,32 @@ class Curve(_Record):
         )
 
 
-class Machine(_Record):
-    """Who was measured."""
+class Transfer(_Record):
+    """One message size on a link."""
 
-    host: str
-    device_name: str  # the chip, e.g. "Apple M4 Max"
-    device: Literal["metal", "cuda", "cpu"]
-    gpu_cores: PositiveInt | None = None
-    cpu_cores: PositiveInt | None = None
-    memory_bytes: PositiveInt | None = None
-    os: str | None = None
+    bytes: PositiveInt
+    seconds_median: PositiveFloat
 
 
 class Link(_Record):
-    """A collective's cost over one backend: latency + bytes / bandwidth."""
+    """A message's cost over one backend, fitted: latency + bytes / bandwidth."""
 
     backend: Literal["ring", "mpi", "jaccl", "nccl"]
-    peers: tuple[str, ...] = ()
+    operation: Literal["all_sum", "ping_pong"] = "all_sum"  # ping_pong: one way
+    peers: tuple[str, ...] = ()  # hosts of all ranks, in their order
     latency_seconds: PositiveFloat
     bandwidth_bytes_per_second: PositiveFloat
+    transfers: tuple[Transfer, ...] = ()
+    measured_at: str | None = None
+
+    def seconds(self, size_bytes: float) -> float:
+        """One message of that size: linear between measured sizes, beyond them by latency and bandwidth."""
+        sizes = [transfer.bytes for transfer in self.transfers]
+        if sizes and sizes[0] <= size_bytes <= sizes[-1]:
+            return float(
+                np.interp(size_bytes, sizes, [transfer.seconds_median for transfer in self.transfers])
+            )
+        return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
 class HostCalibration(_Record):
@@ -196,6 +221,8 @@ class HostCalibration(_Record):
     gflops: PositiveFloat | None = None  # matrix multiplication
     memory_bytes_per_second: PositiveFloat | None = None
     links: tuple[Link, ...] = ()
+    measured_at: str | None = None  # the machine's own rates
+    versions: dict[str, str] = {}
     source: str = "measured"
     note: str = ""
 
@@ -229,6 +256,22 @@ def read_calibration(path: Path) -> HostCalibration:
         value = first["input"]
         shown = f", not {value!r}" if isinstance(value, int | float | str) else ""
         raise UserError(f"{path}: {key}: {message[0].lower()}{message[1:]}{shown}; {remedy}") from None
+
+
+def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibration | None:
+    """What is on file for this rank of a world: its host's HOST.json, or None where there is none.
+
+    Of several ranks on one host, the n-th may have HOST-n.json, made with all of them at work.
+
+    Raises:
+        UserError: as read_calibration.
+    """
+    host = hosts[rank]
+    names = [f"{host}.json"]
+    if hosts.count(host) > 1:
+        names.insert(0, f"{host}-{hosts[:rank].count(host)}.json")
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    return read_calibration(path) if path else None
 
 
 def write_calibration(path: Path, calibration: HostCalibration) -> None:
@@ -374,3 +417,101 @@ def _other_versions(
 
 def _once(words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(words))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What to measure
+
+
+def typical_length(lengths: np.ndarray, length_multiple: int) -> int:
+    """The rows' mean length as padded: a step's time goes with it. lengths: int [n], as Dataset.lengths."""
+    return round(float(np.mean(-(-lengths // length_multiple) * length_multiple)))
+
+
+def curve_key(config: Config, model_folder: Path, sequence_length: int) -> CurveKey:
+    """The key of the curve that a run with this configuration needs.
+
+    The model goes by its folder's name and a digest of what its speed depends on: its architecture and which
+    layers are trained. So two hosts may keep it in different places, and two models may both be called "model".
+
+    Raises:
+        UserError: the folder's config.json cannot be read.
+    """
+    try:
+        text = (model_folder / "config.json").read_text(encoding="utf-8")
+        stored = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path {config.model.path}: config.json cannot be read: {error}") from None
+    trained = config.model.model_dump(
+        include={"rank", "keys", "blocks"} if config.model.method != "full" else {"blocks"}
+    )
+    digest = hashlib.sha256(f"{text} {sorted(trained.items())}".encode()).hexdigest()[:8]
+    if quantization := stored.get("quantization"):
+        dtype = f"{quantization.get('bits', 4)}-bit"
+    else:
+        as_stored = (
+            "float32" if config.model.random_init else stored.get("torch_dtype") or stored.get("dtype")
+        )
+        dtype = config.model.dtype or str(as_stored or "float32")
+    return CurveKey(
+        model=f"{Path(config.model.path).name} {digest}",
+        method=config.model.method,
+        dtype=dtype,
+        sequence_length=sequence_length,
+        gradient_checkpointing=bool(config.model.gradient_checkpointing),
+        records=config.record_kind,
+    )
+
+
+def is_fresh(
+    measured_at: str | None, made_with: Mapping[str, str], versions: Mapping[str, str], max_age_days: float
+) -> bool:
+    """Whether a measurement was made with these versions, at most so long ago."""
+    if measured_at is None or dict(made_with) != dict(versions):
+        return False
+    try:
+        age = datetime.now(UTC) - datetime.fromisoformat(measured_at)
+    except (ValueError, TypeError):  # not a time, or one without its zone
+        return False
+    return -1 < age.total_seconds() < max_age_days * 86_400
+
+
+class HardwareCalibrator:
+    """Measures this machine, and says what to do with it.
+
+    hardware = HardwareCalibrator().calibrate()
+    hardware["device_name"], hardware["optimal_batch_size"], hardware["gflops"]
+    """
+
+    def __init__(
+        self,
+        config: Path | str = ROOT / "configs" / "quickstart.yaml",
+        overrides: Sequence[str] = (),
+        quick: bool = True,
+    ) -> None:
+        self.arguments = ["--config", str(config), *(["--quick"] if quick else []), *overrides]
+
+    def calibrate(self) -> dict[str, Any]:
+        """Runs benchmarks/calibrate.py, which measures what is stale and keeps it in calibration/HOST.json.
+
+        Returns:
+            Its last line: device_name, device ("metal", "cuda" or "cpu"), optimal_batch_size (pairs a micro-batch),
+            gflops, pairs_per_second, gpu_cores, memory_bytes, file, and more.
+
+        Raises:
+            UserError: the configuration or model cannot be used, or too few measurements succeeded.
+        """
+        script = ROOT / "benchmarks" / "calibrate.py"
+        done = subprocess.run(
+            [sys.executable, str(script), *self.arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [
+                f"benchmarks/calibrate.py ended with status {done.returncode}"
+            ]
+            raise UserError(lines[-1].removeprefix("error: "))
+        hardware: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return hardware

@@ -1,0 +1,140 @@
+"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU. Each way to find out is one function."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Device = Literal["metal", "cuda", "cpu"]
+
+
+class Machine(BaseModel):
+    """Who was measured."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    host: str
+    device_name: str  # the chip, e.g. "Apple M4 Max"
+    device: Device
+    gpu_cores: PositiveInt | None = None
+    cpu_cores: PositiveInt | None = None
+    memory_bytes: PositiveInt | None = None  # of the machine; a discrete GPU's own
+    os: str | None = None
+
+
+def identify(host: str) -> Machine:
+    """This machine under the name `host`, as MLX and its operating system know it."""
+    device, facts = mlx_device()
+    name = facts.get("device_name") if device != "cpu" else None
+    return Machine(
+        host=host,
+        device_name=str(name or processor_name()),
+        device=device,
+        gpu_cores=apple_gpu_cores() if device == "metal" else None,
+        cpu_cores=usable_cpus(),
+        memory_bytes=facts.get("total_memory") if device == "cuda" else host_memory_bytes(),
+        os=operating_system(),
+    )
+
+
+def memory_limit_bytes() -> int | None:
+    """What MLX may hold here: the GPU's working set, or the memory that the system or a container grants."""
+    device, facts = mlx_device()
+    if device == "metal":  # a working set beyond this is swapped, and the run crawls
+        return facts.get("max_recommended_working_set_size")
+    if device == "cuda":
+        return facts.get("total_memory")
+    limits = [limit for limit in (host_memory_bytes(), container_memory_bytes()) if limit]
+    return min(limits, default=None)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages whose change makes a measurement stale."""
+    return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}
+
+
+def mlx_device() -> tuple[Device, dict[str, Any]]:
+    """What MLX computes on, and what it says of it."""
+    import mlx.core as mx  # here, because lib.runtime.prepare() has to come before it
+
+    facts = dict(mx.device_info())
+    if mx.default_device() == mx.cpu:
+        return "cpu", facts
+    return "metal" if mx.metal.is_available() else "cuda", facts
+
+
+def processor_name() -> str:
+    """E.g. "AMD EPYC 9354"."""
+    if platform.system() == "Darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    named = (
+        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    )
+    return named[1].strip() if named else platform.machine()
+
+
+def apple_gpu_cores() -> int | None:
+    """From the I/O registry; neither Metal nor MLX tells it."""
+    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', _output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"]))
+    return int(found[1]) if found else None
+
+
+def usable_cpus() -> int | None:
+    """Those that this process may run on, where the system says so, else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def host_memory_bytes() -> int | None:
+    """The machine's main memory."""
+    if platform.system() == "Darwin":
+        size = _sysctl("hw.memsize")
+        return int(size) if size else None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def container_memory_bytes() -> int | None:
+    """The limit of this process's control group (Linux); None where there is none."""
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":  # version 2
+            file = Path(f"/sys/fs/cgroup{path}/memory.max")
+        elif "memory" in controllers.split(","):
+            file = Path(f"/sys/fs/cgroup/memory{path}/memory.limit_in_bytes")
+        else:
+            continue
+        try:
+            limit = file.read_text().strip()
+        except OSError:  # inside a container the path is the host's
+            continue
+        if limit.isdecimal() and int(limit) < 2**60:  # version 1 writes a huge number for "no limit"
+            return int(limit)
+    return None
+
+
+def operating_system() -> str:
+    """E.g. "macOS 26.1 arm64" or "Linux 6.8.0 x86_64"."""
+    if platform.system() == "Darwin":
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _sysctl(name: str) -> str:
+    return _output(["sysctl", "-n", name]).strip()
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; nothing if it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
