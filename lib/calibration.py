@@ -432,7 +432,7 @@ def curve_key(config: Config, model_folder: Path, sequence_length: int) -> Curve
     """The key of the curve that a run with this configuration needs.
 
     The model goes by its folder's name and a digest of what its speed depends on: its architecture and which
-    layers are trained. So two hosts may keep it in different places, and two models may both be called "model".
+    layers are trained. So two hosts may keep it in different places, and two models may both be "model".
 
     Raises:
         UserError: the folder's config.json cannot be read.
@@ -495,18 +495,15 @@ class HardwareCalibrator:
         """Runs benchmarks/calibrate.py, which measures what is stale and keeps it in calibration/HOST.json.
 
         Returns:
-            Its last line: device_name, device ("metal", "cuda" or "cpu"), optimal_batch_size (pairs a micro-batch),
-            gflops, pairs_per_second, gpu_cores, memory_bytes, file, and more.
+            Its last line: device_name, device ("metal", "cuda" or "cpu"), optimal_batch_size (pairs a
+            micro-batch), gflops, pairs_per_second, gpu_cores, memory_bytes, file, and more.
 
         Raises:
             UserError: the configuration or model cannot be used, or too few measurements succeeded.
         """
         script = ROOT / "benchmarks" / "calibrate.py"
         done = subprocess.run(
-            [sys.executable, str(script), *self.arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, str(script), *self.arguments], capture_output=True, text=True, check=False
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [

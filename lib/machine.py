@@ -1,4 +1,4 @@
-"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU. Each way to find out is one function."""
+"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU; one function a question."""
 
 from __future__ import annotations
 
