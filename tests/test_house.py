@@ -1,0 +1,58 @@
+"""The house's own rules: imports only go down, --help answers at once, and nothing names a machine."""
+
+import ast
+import re
+import subprocess
+import sys
+import time
+
+from tests.tiny import ROOT
+
+FLOORS = [
+    {"config", "records", "calibration", "performance", "runtime", "hostfile"},
+    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora"},
+    {"step", "scoring", "checkpoint"},
+    {"evaluate", "report", "dashboard", "server"},
+]
+
+
+def imports_of(path: str) -> set[str]:
+    """The modules of lib/ that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "lib":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lib."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("lib.")}
+    return found
+
+
+def test_imports_only_go_down() -> None:
+    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    for path in sorted((ROOT / "lib").glob("*.py")):
+        if path.stem == "__init__":
+            continue
+        for imported in imports_of(f"lib/{path.name}") - {path.stem}:
+            same_floor_allowed = floor_of[path.stem] in (0, 3) or (path.stem, imported) in {("scoring", "step")}
+            assert floor_of[imported] < floor_of[path.stem] or (same_floor_allowed and floor_of[imported] == floor_of[path.stem]), f"lib/{path.name} imports lib/{imported}.py"
+
+
+def test_the_lowest_floor_loads_without_mlx() -> None:
+    for name in sorted(FLOORS[0]):
+        if (ROOT / "lib" / f"{name}.py").exists():
+            code = f"import sys, lib.{name}; sys.exit('mlx.core' in sys.modules)"
+            assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, name
+
+
+def test_help_needs_neither_mlx_nor_a_model() -> None:
+    started = time.perf_counter()
+    result = subprocess.run([sys.executable, "-X", "importtime", "train.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    print(f"--help took {time.perf_counter() - started:.2f} s")
+    assert result.returncode == 0 and "train.learning_rate=5e-05" in result.stdout
+    assert not re.search(r"\b(mlx|transformers|numpy)\b", result.stderr), "--help imports what takes seconds"
+
+
+def test_train_reads_as_a_story() -> None:
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 320
