@@ -16,7 +16,7 @@ import pytest
 
 from lib import checkpoint
 from lib.performance import read_records
-from tests import tiny
+from tests import float64, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
 
 
@@ -117,12 +117,12 @@ def test_what_is_saved_loads_in_mlx_lm(tmp_path: Path) -> None:
         assert not np.array_equal(np.array(before), np.array(model(mx.array([[3, 4, 5]])))), method
 
 
-def stored_model(folder: Path, quantised: bool = False, **shape: Any) -> Path:
+def stored_model(folder: Path, quantised: bool = False, seed: int = 11, **shape: Any) -> Path:
     """A model folder with weights, as mlx-lm saves it."""
     from mlx_lm.utils import load_model, quantize_model, save_model
 
     path = tiny.model_folder(folder / "stored", hidden_size=64, intermediate_size=64, **shape)
-    mx.random.seed(11)
+    mx.random.seed(seed)
     model, configuration = load_model(path, strict=False)
     if quantised:
         model, configuration = quantize_model(model, configuration, 32, 4)
@@ -199,6 +199,31 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path) -> None:
     for line in lines:
         assert line["reward_chosen"] == pytest.approx(0.1 * (line["policy_chosen_logp"] - line["reference_chosen_logp"]), abs=1e-5)
     assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=1e-5)
+
+
+def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
+    policy = stored_model(tmp_path / "policy")
+    reference = stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)
+    records = list(tiny.pairs(9, seed=3))
+    data, out = tiny.write_jsonl(tmp_path / "data.jsonl", records), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "lib.evaluate", "--model", str(policy), "--reference", str(reference), "--data", str(data), "--per-pair", str(out)]
+    result = subprocess.run([*command, "evaluate.batch_size=4", "train.beta=0.3"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    expected = []
+    for record in records:
+        row = {}
+        for name, path in (("policy", policy), ("reference", reference)):
+            weights = {key: np.array(array, np.float64) for key, array in mx.load(str(path / "model.safetensors")).items()}
+            for side in ("chosen", "rejected"):
+                row[f"{name}_{side}_logp"] = float64.completion_logp(weights, record["prompt_ids"], record[f"{side}_ids"], 4, 2)
+        row["reward_chosen"] = 0.3 * (row["policy_chosen_logp"] - row["reference_chosen_logp"])
+        row["reward_rejected"] = 0.3 * (row["policy_rejected_logp"] - row["reference_rejected_logp"])
+        row["loss"] = float(np.log1p(np.exp(-(row["reward_chosen"] - row["reward_rejected"]))))
+        expected.append(row)
+    assert len(lines) == len(expected)
+    for line, row in zip(lines, expected, strict=True):
+        assert line == pytest.approx(row, rel=1e-5, abs=1e-5)
 
 
 # ---- What a user gets wrong: one line, status 2, nothing lost ----------------------------------------------------------
