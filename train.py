@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
-    from lib import checkpoint, evaluate, losses, report, scoring, sync
+    from lib import checkpoint, evaluate, forward, losses, report, scoring, sync
     from lib import model as models
     from lib.data import collate, load_dataset, padded_lengths, prefetch
     from lib.order import Position, advance, deal, epoch_order, global_batch
@@ -104,6 +104,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         models.make_trainable(model, config.model, config.train.seed)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
+    multiple = forward.length_multiple(config.data)
+    alone = forward.cannot_share_prompts(model) if config.data.shared_prompts and not dry_run else None
+    if alone:
+        say.line(f"prompts run once for each completion: {alone}")
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return
@@ -130,7 +134,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             with world.agreeing("loading the reference"):
                 judge = model if config.model.reference == "initial" else models.load_reference(config.model, config.train.seed)
             with say.counting(f"reference log-probabilities of the {name} pairs", len(dataset)) as done:
-                logps = scoring.dataset_logps(judge, dataset, world, shares, config.evaluate.batch_size, config.data.length_multiple, done)
+                logps = scoring.dataset_logps(judge, dataset, world, shares, config.evaluate.batch_size, config.data, done)
             with world.agreeing("keeping the reference's log-probabilities"):
                 scoring.keep_logps(cache, key, logps, world)
         return logps
@@ -161,7 +165,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     def batches() -> Iterator[tuple[int, Position, int, list[int], list[Any]]]:
         """Every step that is left: its epoch, the position after it, its pairs, and this rank's part of them."""
-        position, padded = Position(progress.epoch, progress.cursor), padded_lengths(data.lengths, config.data.length_multiple)
+        position, padded = Position(progress.epoch, progress.cursor), padded_lengths(data.lengths, multiple)
         order, epoch = None, -1
         for _ in range(progress.step, steps):
             if position.epoch != epoch:
@@ -171,7 +175,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             own = deal(rows, padded, [rank.micro_batch_sizes for rank in plan.ranks])[world.rank]
             position = advance(position, len(rows), len(data))
             yield epoch, position, len(rows), [int(row) for part in own for row in part], [
-                (collate([data[row] for row in part.tolist()], config.data.length_multiple), None if reference is None else reference[part])
+                (collate([data[row] for row in part.tolist()], multiple, config.data.shared_prompts and not alone), None if reference is None else reference[part])
                 for part in own
             ]
 

@@ -417,57 +417,154 @@ class Encoder:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Whole rows, padded: prompt and completion of every sequence together; b examples of K completions."""
+    """b examples of K completions as one stream of N tokens, each computed once.
+
+    The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows is either
+    dense, the other T tokens of each of the b * K sequences (a prompt's end once for each completion), or ragged:
+    what is left of a prompt, then its completions, without padding between them; `slots` then tells where each
+    sequence's tokens are. Without shared prompts P is 0 and the stream is dense: whole rows of T tokens, one after
+    the other. Sequences come without their last token, which nothing is predicted from.
+    """
 
     rows: np.ndarray
     """int64 [b]: the examples' rows in the data set."""
+    prefix_length: int
+    """P."""
     tokens: np.ndarray
-    """int32 [b * K, L]: inputs, without each sequence's last token; reshape(b, K, L) gives the pairs."""
-    positions: np.ndarray
-    """int32 [b * K, C]: the position in L whose next token is the c-th completion token; 0 where masked."""
+    """int32 [N]."""
+    offsets: np.ndarray
+    """int32 [N]: each token's position in its sequence; 0 for padding."""
+    slots: np.ndarray | None
+    """int32 [b, K, T]: where in the stream, counted behind the prefixes, a sequence's tokens from P on are; -1 past its end."""
+    sources: np.ndarray | None
+    """int32 [N - b * P, 1 or K]: the inverse, where in b * K * T a token of the stream is used; -1 for nowhere."""
+    scored: np.ndarray
+    """int32 [M]: where in the stream the scored tokens are predicted; 0 for padding."""
     targets: np.ndarray
-    """int32 [b * K, C]: the completion tokens; 0 where masked."""
+    """int32 [M]: the tokens that are scored; 0 for padding."""
+    places: np.ndarray
+    """int32 [b, K, C]: where in M a completion's scored tokens are; 0 where masked."""
     mask: np.ndarray
-    """bool [b * K, C]: true at the completion tokens that are scored."""
+    """bool [b, K, C]: true where `places` means a token."""
     completion_tokens: int
     """Tokens scored."""
     computed_tokens: int
-    """Positions that the model runs over, b * K * L."""
+    """Positions that the model runs over, N."""
     real_tokens: int
-    """Of these, positions that are no padding."""
+    """The fewest that would do: every prompt once, every completion without its last token."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the model needs of it; absent entries left out."""
+        names = ("prefix_length", "tokens", "offsets", "slots", "sources", "scored", "targets", "places", "mask")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Equal for batches that a compiled step needs no new trace for."""
+        return (self.prefix_length, *(value.shape for value in self.inputs.values() if isinstance(value, np.ndarray)), len(self.inputs))
 
 
-def collate(examples: Sequence[Example], length_multiple: int) -> Batch:
-    """One micro-batch of whole rows.
+# A ragged stream is gathered into rectangles for attention and back again, which costs about as much as this
+# fraction of tokens more; below it, padding is cheaper.
+RAGGED_COST = 0.03
 
-    L is what the model sees after the shift by one, padded: to a multiple of length_multiple up to 16 of
-    them, then to 8 lengths an octave. C likewise: multiples up to 8 of them, then 4 an octave. So the number
-    of distinct shapes, each of which mx.compile traces once, grows with the logarithm of the longest row.
-    Padding stands on the right, where a causal model's real positions do not see it.
+
+def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: bool) -> Batch:
+    """One micro-batch, in the layout that computes the fewest tokens (whole rows, unless shared_prompts).
+
+    P is a multiple of length_multiple that no prompt is shorter than. T, N, M and C are padded to rungs of a ladder
+    (see pad_length), so that attention meets aligned lengths and the number of shapes stays small. Padding stands on
+    the right, where a causal model's real positions do not see it.
 
     The first completion token of an empty prompt has no position before it: it is not scored.
     """
     assert examples, "a rank without rows has no batch"
-    sequences = [
-        (example.prompt_ids, completion) for example in examples for completion in example.completions
-    ]
-    seen = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
-    length = pad_length(max(seen), length_multiple)
-    width = pad_length(max(len(completion) for _, completion in sequences), length_multiple, 8)
-    tokens = np.zeros((len(sequences), length), np.int32)
-    positions = np.zeros((len(sequences), width), np.int32)
-    targets = np.zeros((len(sequences), width), np.int32)
-    mask = np.zeros((len(sequences), width), np.bool_)
+    sequences = [(e.prompt_ids, completion) for e in examples for completion in e.completions]
+    rows, count = len(examples), len(examples[0].completions)
+    seen = np.array([len(prompt) + len(completion) - 1 for prompt, completion in sequences])
+    prompts = np.array([len(e.prompt_ids) for e in examples])
+    real = int(prompts.sum() + sum(len(completion) - 1 for _, completion in sequences))
+    shortest = int(prompts.min()) // length_multiple * length_multiple
+    # (tokens, P, whether dense): whole rows, shared prefixes, or nothing twice
+    layouts = [(len(sequences) * pad_length(int(seen.max()), length_multiple), 0, True)]
+    if shared_prompts:
+        dense = rows * shortest + len(sequences) * pad_length(int(seen.max()) - shortest, length_multiple)
+        ragged = rows * shortest + pad_length(real - rows * shortest, length_multiple, 64)
+        layouts += [(dense, shortest, True), (round(ragged * (1 + RAGGED_COST)), shortest, False)]
+    _, prefix, is_dense = min(layouts, key=lambda layout: layout[0])
+    length = pad_length(int(seen.max()) - prefix, length_multiple)
+
+    tails = np.maximum(seen - prefix, 0)
+    inside = np.arange(length) < tails[:, None]
+    shared_tails = np.repeat(prompts - prefix, count)  # tokens behind the prefix that the completions share
+    if is_dense:
+        slots = np.arange(len(sequences) * length).reshape(-1, length)
+        behind = slots.size
+    else:
+        first = np.arange(len(sequences)) % count == 0
+        own = tails - shared_tails  # tokens of a completion alone
+        starts = np.cumsum(own + first * shared_tails) - own  # of these, in the stream
+        ends_of_prompts = np.repeat(starts[::count], count)
+        at = np.arange(length)
+        slots = np.where(at < shared_tails[:, None], ends_of_prompts[:, None] - shared_tails[:, None], starts[:, None] - shared_tails[:, None]) + at
+        behind = pad_length(real - rows * prefix, length_multiple, 64)
+    tokens = np.zeros(rows * prefix + behind, np.int32)
+    offsets = np.zeros_like(tokens)
+    head = tokens[: rows * prefix].reshape(rows, prefix)
+    for row, e in enumerate(examples):
+        head[row] = e.prompt_ids[:prefix]
+    offsets[: rows * prefix] = np.tile(np.arange(prefix), rows)
     for index, (prompt, completion) in enumerate(sequences):
-        start, count = len(prompt), len(completion)
-        first = 0 if start else 1
-        tokens[index, :start] = prompt
-        tokens[index, start : start + count - 1] = completion[:-1]
-        positions[index, first:count] = np.arange(start + first - 1, start + count - 1)
-        targets[index, first:count] = completion[first:]
-        mask[index, first:count] = True
-    rows = np.array([example.row for example in examples], np.int64)
-    return Batch(rows, tokens, positions, targets, mask, int(mask.sum()), tokens.size, sum(seen))
+        where = rows * prefix + slots[index, : tails[index]]
+        tokens[where] = np.concatenate([prompt[prefix:], completion[:-1]])
+        offsets[where] = np.arange(prefix, seen[index])
+
+    counts = np.array([len(completion) - (not len(prompt)) for prompt, completion in sequences])  # scored
+    scored_count, width = pad_length(int(counts.sum()), length_multiple, 64), pad_length(int(counts.max()), length_multiple, 8)
+    scored, targets = np.zeros((2, scored_count), np.int32)
+    mask = np.arange(width) < counts[:, None]
+    places = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(width), 0)
+    for index, (prompt, completion) in enumerate(sequences):
+        positions = np.arange(seen[index] - counts[index], seen[index])
+        behind_prefix = rows * prefix + slots[index, np.maximum(positions - prefix, 0)]
+        where = places[index, : counts[index]]
+        scored[where] = np.where(positions < prefix, index // count * prefix + positions, behind_prefix)
+        targets[where] = completion[len(completion) - counts[index] :]
+
+    sources = None
+    if not is_dense:
+        slots = np.where(inside, slots, -1)
+        sources = _invert(slots.reshape(rows, count, length), behind, count if shared_tails.any() else 1)
+    shape = (rows, count, -1)
+    return Batch(
+        rows=np.array([e.row for e in examples], np.int64),
+        prefix_length=prefix,
+        tokens=tokens,
+        offsets=offsets,
+        slots=None if is_dense else slots.reshape(shape).astype(np.int32),
+        sources=sources,
+        scored=scored,
+        targets=targets,
+        places=places.reshape(shape).astype(np.int32),
+        mask=mask.reshape(shape),
+        completion_tokens=int(counts.sum()),
+        computed_tokens=len(tokens),
+        real_tokens=real,
+    )
+
+
+def _invert(slots: np.ndarray, size: int, uses: int) -> np.ndarray:
+    """For each of `size` tokens the places in `slots` [b, K, T] that use it, the first completion's first: int32 [size, uses]."""
+    sources = np.full((size, uses), -1, np.int32)
+    flat = np.arange(slots.size).reshape(slots.shape)
+    for k in reversed(range(slots.shape[1])):
+        inside = slots[:, k] >= 0
+        used = slots[:, k][inside]
+        if uses > 1:
+            sources[used, 1:] = sources[used, :-1]
+        sources[used, 0] = flat[:, k][inside]
+    return sources
 
 
 def padded_lengths(lengths: np.ndarray, length_multiple: int) -> np.ndarray:

@@ -52,7 +52,7 @@ class Question:
 
 def policy_logps(model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]) -> np.ndarray:
     """log pi of every completion, float32 [N, K], as `scoring.dataset_logps` gives them at the evaluation batch size."""
-    return scoring.dataset_logps(model, dataset, world, shares, settings.evaluate.batch_size, settings.data.length_multiple)
+    return scoring.dataset_logps(model, dataset, world, shares, settings.evaluate.batch_size, settings.data)
 
 
 def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config) -> Metrics:
@@ -195,7 +195,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         with world.agreeing("loading the reference"):
             judge = models.load_reference(settings.model, settings.train.seed)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
-            reference = scoring.dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data.length_multiple, progress)
+            reference = scoring.dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress)
         del judge  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
         model = models.load(settings.model, settings.train.seed)

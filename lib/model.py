@@ -10,7 +10,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +169,7 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
     if settings.adapter is not None:
         _load_adapter(model, settings)
     if settings.gradient_checkpointing:
-        for kind in {type(layer): layer for layer in model.layers}.values():
-            _checkpoint_while_training(kind)
+        checkpoint_blocks(model)
 
 
 def trainable(model: nn.Module) -> dict[str, mx.array]:
@@ -213,63 +211,6 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
     model.update(tree_unflatten([(name, array.astype(wanted[name].dtype)) for name, array in loaded.items()]))
 
 
-def completion_logps(model: nn.Module, tokens: mx.array, positions: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
-    """Log-probability of each row's completion, summed over its tokens.
-
-    Args:
-        tokens: int32 [R, L] inputs.
-        positions: int32 [R, C], where in L the c-th completion token is predicted.
-        targets: int32 [R, C], that token.
-        mask: [R, C], 1 where it is real.
-
-    Returns:
-        float32 [R], in nats.
-    """
-    logits = logits_at(model, tokens, positions).astype(mx.float32)
-    logps = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1) - mx.logsumexp(logits, axis=-1)
-    return (logps * mask).sum(axis=-1)
-
-
-def logits_at(model: nn.Module, tokens: mx.array, positions: mx.array) -> mx.array:
-    """Logits [R, C, V] at some positions of each row; the head, the widest layer of all, runs at those alone."""
-
-    def select(hidden: mx.array) -> mx.array:
-        return mx.take_along_axis(hidden, positions[..., None], axis=1)
-
-    place = _backbone(model)
-    if place is None:
-        return select(model(tokens))
-    holder, name = place
-    backbone = holder[name]
-    try:
-        dict.__setitem__(holder, name, _Selecting(backbone, select))  # for this call: parameters keep their names
-        return model(tokens)
-    finally:
-        dict.__setitem__(holder, name, backbone)
-
-
-class _Selecting:
-    """A backbone whose output is narrowed before the model's own head sees it."""
-
-    def __init__(self, backbone: nn.Module, select: Callable[[mx.array], mx.array]):
-        self.backbone, self.select = backbone, select
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        return self.select(self.backbone(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backbone, name)
-
-
-def _backbone(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module that holds the backbone (the part that owns the blocks), and its name there; None if there is no such part."""
-    for holder in model.modules():
-        for name, part in holder.children().items():
-            if isinstance(part, nn.Module) and part is not model and part.get("layers") is model.layers:
-                return holder, name
-    return None
-
-
 def _adapter_config(model: nn.Module, settings: config.Model) -> dict[str, Any]:
     parameters = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
     if settings.keys is not None:
@@ -295,6 +236,12 @@ def _load_adapter(model: nn.Module, settings: config.Model) -> None:
     if different:
         raise UserError(f"model.adapter {folder} was made with other settings; add {' '.join(different)}")
     load_trained(model, folder, "model.adapter")
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Lets every block recompute its inside in the backward pass."""
+    for layer in {type(layer): layer for layer in model.layers}.values():
+        _checkpoint_while_training(layer)
 
 
 def _checkpoint_while_training(layer: nn.Module) -> None:

@@ -10,8 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from lib.config import Data
 from lib.data import Dataset, collate
-from lib.model import completion_logps
+from lib.forward import arrays_of, cannot_share_prompts, completion_logps, length_multiple
 from lib.order import micro_batches, split
 from lib.sync import World
 
@@ -24,7 +25,7 @@ def dataset_logps(
     world: World,
     shares: Sequence[int],
     batch_size: int,
-    length_multiple: int,
+    settings: Data,
     progress: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:
     """log pi(completion | prompt) of every completion, summed over its tokens.
@@ -32,12 +33,15 @@ def dataset_logps(
     Args:
         shares: relative amounts of work of the ranks.
         batch_size: examples per forward pass.
+        settings: how lengths are padded, and whether prompts may run once for all their completions.
         progress: called with the number of examples done.
 
     Returns:
         float32 [N, K] in the dataset's order, the same on every rank.
     """
     model.eval()
+    multiple = length_multiple(settings)
+    share = settings.shared_prompts and cannot_share_prompts(model) is None
     order = np.argsort(dataset.lengths, kind="stable")
     logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
     block_size = batch_size * world.size * BLOCK_BATCHES
@@ -46,10 +50,8 @@ def dataset_logps(
         mine = np.zeros_like(logps[block])
         place = {row: i for i, row in enumerate(block.tolist())}
         for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
-            batch = collate([dataset[row] for row in rows], length_multiple)
-            arrays = [mx.array(a) for a in (batch.tokens, batch.positions, batch.targets, batch.mask)]
-            scored = completion_logps(model, *arrays).reshape(len(rows), -1)
-            mine[[place[row] for row in rows.tolist()]] = np.array(scored)
+            batch = collate([dataset[row] for row in rows], multiple, share)
+            mine[[place[row] for row in rows.tolist()]] = np.array(completion_logps(model, arrays_of(batch.inputs)))
         logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
         progress(min(start + block_size, len(order)))
     return logps

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 from lib import losses
 from lib.config import Train, UserError
 from lib.data import Batch
-from lib.model import completion_logps
+from lib.forward import arrays_of, completion_logps
 from lib.sync import World
 
 # What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs for preference
@@ -141,10 +141,9 @@ def make_optimizer(train: Train) -> optim.Optimizer:
 def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world: World, dropout: bool) -> Callable[..., StepResult]:
     """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None)."""
 
-    def forward(tokens: mx.array, positions: mx.array, targets: mx.array, mask: mx.array, reference: mx.array | None) -> tuple[mx.array, mx.array]:
-        completions = 1 if train.loss == "sft" else 2
-        logps = completion_logps(model, tokens, positions, targets, mask).reshape(-1, completions)
-        counts = mask.sum(axis=-1).reshape(-1, completions)
+    def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
+        logps = completion_logps(model, inputs)
+        counts = inputs["mask"].sum(axis=-1)
         _, sums = objective(train, logps, counts, reference)
         return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
 
@@ -154,7 +153,7 @@ def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world:
         state = [model.state, mx.random.state]
         gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
     zeros = tree_map(lambda p: mx.zeros(p.shape, mx.float32), model.trainable_parameters())
-    shapes: set[tuple[int, ...]] = set()
+    shapes: set[Any] = set()
 
     def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
         started = time.perf_counter()
@@ -167,9 +166,8 @@ def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world:
         for batch, reference in batches:
             rank_tokens += batch.real_tokens
             padded_tokens += batch.computed_tokens
-            shapes.add((*batch.tokens.shape, batch.positions.shape[1]))
-            arrays = [mx.array(a) for a in (batch.tokens, batch.positions, batch.targets, batch.mask)]
-            (_, micro_sums), micro = gradients_of(*arrays, None if reference is None else mx.array(reference))
+            shapes.add(batch.shapes)
+            (_, micro_sums), micro = gradients_of(arrays_of(batch.inputs), None if reference is None else mx.array(reference))
             gradients = tree_map(lambda total, g: total + g.astype(mx.float32), gradients, micro)
             sums = sums + micro_sums
             mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared

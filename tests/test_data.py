@@ -338,8 +338,8 @@ def test_scored_tokens_are_what_a_batch_scores(load):
     pair = {"prompt_ids": [5], "chosen_ids": [8, 9], "rejected_ids": [10]}
     dataset = load([pair, pair | {"prompt_ids": []}], tokenizer=None)
     assert dataset.scored_tokens.tolist() == [[2, 1], [1, 0]]
-    batch = collate(list(dataset), 1)
-    assert batch.mask.sum(axis=1).reshape(2, 2).tolist() == dataset.scored_tokens.tolist()
+    batch = collate(list(dataset), 1, False)
+    assert batch.mask.sum(axis=2).tolist() == dataset.scored_tokens.tolist()
 
 
 def test_the_digest_covers_all_that_makes_the_tokens(load):
@@ -564,33 +564,32 @@ prompts = st.lists(st.integers(1, 99), max_size=30)
 
 
 @given(st.lists(st.tuples(prompts, ids, ids), min_size=1, max_size=5), st.sampled_from([1, 8, 64]))
-def test_a_batch_scores_every_completion_token_at_the_position_before_it(rows, multiple):
+def test_whole_rows_score_every_completion_token_at_the_position_before_it(rows, multiple):
     examples = [example(7 + row, *parts) for row, parts in enumerate(rows)]
-    batch = collate(examples, multiple)
-    sequences = [(prompt, completion) for prompt, *completions in rows for completion in completions]
+    batch = collate(examples, multiple, shared_prompts=False)
+    tokens = batch.tokens.reshape(2 * len(rows), -1)
     assert batch.rows.tolist() == [7 + row for row in range(len(rows))]
-    assert batch.tokens.shape[0] == 2 * len(rows) and batch.tokens.shape[1] % multiple == 0
-    assert batch.targets.shape == batch.positions.shape == batch.mask.shape
-    assert batch.targets.shape[1] % multiple == 0
-    assert {batch.tokens.dtype, batch.targets.dtype, batch.positions.dtype} == {np.dtype(np.int32)}
+    assert batch.prefix_length == 0 and batch.slots is None and tokens.shape[1] % multiple == 0
+    assert batch.places.shape == batch.mask.shape and batch.mask.shape[2] % multiple == 0
+    sequences = [(prompt, completion) for prompt, *completions in rows for completion in completions]
+    mask, places = (a.reshape(len(sequences), -1) for a in (batch.mask, batch.places))
     for index, (prompt, completion) in enumerate(sequences):
         whole = prompt + completion
-        assert batch.tokens[index].tolist()[: len(whole) - 1] == whole[:-1]
-        assert not batch.tokens[index, len(whole) - 1 :].any()
+        assert tokens[index].tolist()[: len(whole) - 1] == whole[:-1]
+        assert not tokens[index, len(whole) - 1 :].any()
         scored = [(len(prompt) + c - 1, token) for c, token in enumerate(completion) if len(prompt) + c > 0]
-        mask = batch.mask[index]
-        pairs = zip(batch.positions[index, mask].tolist(), batch.targets[index, mask].tolist(), strict=True)
-        assert list(pairs) == scored
-        assert not batch.positions[index, ~mask].any() and not batch.targets[index, ~mask].any()
+        where = places[index, mask[index]]
+        positions = batch.scored[where] - index * tokens.shape[1]
+        assert list(zip(positions.tolist(), batch.targets[where].tolist(), strict=True)) == scored
+        assert not places[index, ~mask[index]].any()
     assert batch.completion_tokens == batch.mask.sum() and batch.computed_tokens == batch.tokens.size
-    assert batch.real_tokens == sum(len(prompt) + len(completion) - 1 for prompt, completion in sequences)
 
 
 def test_an_empty_prompt_leaves_the_first_token_unscored():
-    batch = collate([example(0, [], [5, 6, 7])], 4)
-    assert batch.tokens.tolist() == [[5, 6, 0, 0]]
-    assert batch.mask.tolist() == [[False, True, True, False]]
-    assert batch.positions.tolist() == [[0, 0, 1, 0]] and batch.targets.tolist() == [[0, 6, 7, 0]]
+    batch = collate([example(0, [], [5, 6, 7])], 4, shared_prompts=False)
+    assert batch.tokens.tolist() == [5, 6, 0, 0]
+    assert batch.mask.tolist() == [[[True, True, False, False]]]
+    assert batch.scored.tolist() == [0, 1, 0, 0] and batch.targets.tolist() == [6, 7, 0, 0]
 
 
 @given(st.integers(0, 100_000), st.sampled_from([1, 16, 64]), st.sampled_from([8, 16]))
@@ -657,11 +656,11 @@ def real_tokenizer():
     return byte_level([value for line in lines for value in json.loads(line).values()], size=4096)
 
 
-# Padding waste over all computed tokens. Of a pair's, most is the shorter completion beside the longer one.
+# Computed tokens that need not have been, prompts counted once: padding alone is left.
 REAL = [
-    ("gsm8k/train.jsonl", "sft", {"prompt": "question", "completion": "answer"}, 7473, 0.07),
-    ("gsm8k/prefs.jsonl", "preference", {}, 1163, 0.16),
-    ("pandalm/prefs.jsonl", "preference", {}, 836, 0.24),
+    ("gsm8k/train.jsonl", "sft", {"prompt": "question", "completion": "answer"}, 7473, 0.03),
+    ("gsm8k/prefs.jsonl", "preference", {}, 1163, 0.03),
+    ("pandalm/prefs.jsonl", "preference", {}, 836, 0.03),
 ]
 
 
@@ -683,7 +682,7 @@ def test_real_data_is_read_whole_and_padded_little(real_tokenizer, name, kind, c
         rows = global_batch(order, position, 32)
         for part in split(rows, dataset.lengths, [24, 8]):
             for micro_batch in micro_batches(part, 8):
-                batch = collate([dataset[row] for row in micro_batch], 16)
+                batch = collate([dataset[row] for row in micro_batch], 16, True)
                 computed += batch.computed_tokens
                 real += batch.real_tokens
                 trained += batch.rows.tolist()

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib import config
+from lib import config, forward
 from lib import model as models
 from lib.data import Example, collate
 from lib.losses import PREFERENCE_LOSSES
-from lib.model import completion_logps
 from lib.step import learning_rate, make_optimizer, make_step
 from lib.sync import World
 from tests import float64
@@ -34,6 +33,7 @@ def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, config.
     moved = [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()]
     model.update(tree_unflatten(moved))
     mx.eval(model.parameters())
+    assert forward.cannot_share_prompts(model) is None
     return model, settings
 
 
@@ -81,13 +81,13 @@ class Spy(optim.SGD):
         self.seen = {name: np.array(g, np.float64) for name, g in tree_flatten(gradients)}
 
 
-def step_gradients(model: nn.Module, settings: config.Config, batch: list[Example], reference: np.ndarray, sizes: list[int]) -> tuple[Any, dict[str, np.ndarray]]:
+def step_gradients(model: nn.Module, settings: config.Config, batch: list[Example], reference: np.ndarray, sizes: list[int], shared: bool = True) -> tuple[Any, dict[str, np.ndarray]]:
     spy, batches, start = Spy(learning_rate=0.0), [], 0
     for size in sizes:
         part = batch[start : start + size]
         if settings.train.loss == "sft":
             part = [dataclasses.replace(example, completions=example.completions[:1]) for example in part]
-        batches.append((collate(part, 8), reference[start : start + size]))
+        batches.append((collate(part, 4, shared), reference[start : start + size]))
         start += size
     step = make_step(model, spy, settings.train, World(), dropout=False)
     return step(0, 10, batches), spy.seen
@@ -135,32 +135,12 @@ def test_dora_gradients_equal_float64_with_the_norm_held(tmp_path: Path) -> None
         assert np.linalg.norm(gradient - expected) <= 1e-5 * np.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt2"])
-def test_the_head_at_completion_positions_alone_changes_nothing(tmp_path: Path, family: str) -> None:
-    shapes = {
-        "llama": {},
-        "qwen3": {"head_dim": 4, "rope_theta": 10000, "max_position_embeddings": 64},
-        "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
-        "qwen3_moe": {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 8, "norm_topk_prob": True, "rope_theta": 10000, "max_position_embeddings": 64},
-        "gpt2": {"n_ctx": 64, "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, "layer_norm_epsilon": 1e-5},
-    }[family]
-    path = model_folder(tmp_path / "model", model_type=family, **shapes)
-    model = models.load(config.Model(path=str(path), random_init=True), 0)
-    batch = collate(examples(), 8)
-    tokens, positions, targets, mask = (mx.array(a) for a in (batch.tokens, batch.positions, batch.targets, batch.mask))
-    logits = mx.take_along_axis(model(tokens), positions[..., None], axis=1)
-    expected = (np.array(mx.take_along_axis(nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1).squeeze(-1)) * batch.mask).sum(-1)
-    names = [name for name, _ in tree_flatten(model.parameters())]
-    np.testing.assert_allclose(np.array(completion_logps(model, tokens, positions, targets, mask)), expected, rtol=1e-5)
-    assert [name for name, _ in tree_flatten(model.parameters())] == names
-
-
 def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path: Path) -> None:
     model, settings = build(tmp_path, "train.max_grad_norm=null")
     batch, reference = examples(6), reference_logps(6)
     whole, expected = step_gradients(model, settings, batch, reference, [6])
     for sizes in ([1] * 6, [4, 2], [1, 5], [3, 2, 1]):
-        result, gradients = step_gradients(model, settings, batch, reference, sizes)
+        result, gradients = step_gradients(model, settings, batch, reference, sizes, shared=len(sizes) % 2 == 0)
         assert result.means["loss"] == pytest.approx(whole.means["loss"], rel=1e-6)
         for name, gradient in gradients.items():
             assert np.linalg.norm(gradient - expected[name]) <= 2e-6 * np.linalg.norm(expected[name]), (sizes, name)
@@ -182,10 +162,10 @@ def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -
     optimizer.init(model.trainable_parameters())
     before, state = models.digest(models.trainable(model)), models.digest(dict(tree_flatten(optimizer.state)))
     step = make_step(model, optimizer, settings.train, World(), dropout=False)
-    result = step(0, 10, [(collate(examples(), 8), np.full((3, 2), np.nan, np.float32))])
+    result = step(0, 10, [(collate(examples(), 8, True), np.full((3, 2), np.nan, np.float32))])
     assert result.skipped
     assert models.digest(models.trainable(model)) == before and models.digest(dict(tree_flatten(optimizer.state))) == state
-    assert not step(0, 10, [(collate(examples(), 8), reference_logps(3))]).skipped
+    assert not step(0, 10, [(collate(examples(), 8, True), reference_logps(3))]).skipped
     assert models.digest(models.trainable(model)) != before
 
 
@@ -211,7 +191,7 @@ def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
 def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
     model, settings = build(tmp_path, f"train.optimizer={name}")
     before = models.digest(models.trainable(model))
-    result = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)(0, 10, [(collate(examples(), 8), reference_logps(3))])
+    result = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)(0, 10, [(collate(examples(), 8, True), reference_logps(3))])
     assert not result.skipped and models.digest(models.trainable(model)) != before
 
 

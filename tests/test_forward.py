@@ -1,0 +1,208 @@
+"""A stream of tokens, the head in pieces and its gradient made ahead: each equal to the plain formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lib import config, forward
+from lib import model as models
+from lib.data import Batch, Example, collate
+from tests.tiny import model_folder
+
+VOCABULARY = 48
+LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 8, "norm_topk_prob": True}
+# A window shorter than the sequences, beside a block that sees everything.
+WINDOW = {"sliding_window": 5, "sliding_window_pattern": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 4, **LIMITS},
+    "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 4, **WINDOW},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64},
+    "qwen3_moe": {"head_dim": 4, **MOE, **LIMITS},
+    "gpt2": {"n_ctx": 64, "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, "layer_norm_epsilon": 1e-5},
+    "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
+}
+STREAMS = [family for family in FAMILIES if family != "gemma2"]
+
+
+def load(folder: Path, family: str, **changes: Any) -> nn.Module:
+    """A tiny model of the family whose trained parameters are not at a symmetric point."""
+    path = model_folder(folder / f"{family}-{len(changes)}", model_type=family, **FAMILIES[family])
+    model_settings = config.Model(path=str(path), random_init=True, **changes)
+    model = models.load(model_settings, 0)
+    models.make_trainable(model, model_settings, 0)
+    mx.random.seed(1)
+    model.update(tree_unflatten([(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()]))
+    return model.train()
+
+
+def draw(seed: int, count: int, completions: int = 2, shortest_prompt: int = 0) -> list[Example]:
+    random = np.random.default_rng(seed)
+
+    def ids(low: int, high: int) -> np.ndarray:
+        return random.integers(2, VOCABULARY, random.integers(low, high)).astype(np.int32)
+
+    # Two tokens at least: the only token of a text without a prompt cannot be scored.
+    return [Example(i, ids(shortest_prompt, 20), tuple(ids(2, 12) for _ in range(completions))) for i in range(count)]
+
+
+def plain_logps(model: nn.Module, examples: list[Example]) -> mx.array:
+    """One sequence at a time, through the model's own call: [b, K]."""
+    rows = []
+    for example in examples:
+        for completion in example.completions:
+            tokens = mx.array(np.concatenate([example.prompt_ids, completion]))
+            logps = nn.log_softmax(model(tokens[None, :-1])[0].astype(mx.float32), axis=-1)
+            scored = mx.take_along_axis(logps, tokens[1:, None], axis=-1)[:, 0]
+            rows.append(scored[max(len(example.prompt_ids) - 1, 0) :].sum())
+    return mx.stack(rows).reshape(len(examples), -1)
+
+
+def weighted(logps: mx.array) -> mx.array:
+    """A loss that gives every completion another weight and slope."""
+    return (mx.arange(1.0, 1.0 + logps.size).reshape(logps.shape) * mx.square(logps / 10)).mean()
+
+
+def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compiled: bool = False) -> None:
+    inputs = forward.arrays_of(batch.inputs)
+    expected, wanted = nn.value_and_grad(model, lambda: (weighted(plain_logps(model, examples))))()
+    take = nn.value_and_grad(model, lambda inputs: weighted(forward.completion_logps(model, inputs)))
+    if compiled:
+        take = mx.compile(take, inputs=[model.state], outputs=[model.state])
+    loss, gradients = take(inputs)
+    np.testing.assert_allclose(np.array(forward.completion_logps(model, inputs)), np.array(plain_logps(model, examples)), rtol=1e-5, atol=1e-5)
+    assert abs(loss.item() - expected.item()) <= 1e-5 * max(abs(expected.item()), 10)
+    theirs = dict(tree_flatten(wanted))
+    largest = max(mx.linalg.norm(gradient).item() for gradient in theirs.values())
+    for name, gradient in tree_flatten(gradients):
+        assert mx.linalg.norm(gradient - theirs[name]).item() <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("family", STREAMS)
+def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
+    model = load(tmp_path, family)
+    assert forward.cannot_share_prompts(model) is None
+    layouts = set()
+    for seed, (count, multiple, shortest) in enumerate([(5, 4, 0), (4, 1, 6), (3, 8, 9), (1, 4, 3)]):
+        examples = draw(seed, count, shortest_prompt=shortest)
+        batch = collate(examples, multiple, shared_prompts=True)
+        assert_equal(model, examples, batch)
+        layouts.add((batch.prefix_length > 0, batch.slots is None))
+    assert layouts >= {(False, False), (True, False)}
+
+
+def test_prompts_of_one_length_make_a_dense_stream(tmp_path: Path) -> None:
+    model = load(tmp_path, "llama")
+    assert forward.cannot_share_prompts(model) is None
+    ids = np.arange(2, 40, dtype=np.int32)
+    examples = [Example(i, ids[i : i + 16], (ids[5 : 14 - (i > 1)], ids[i : i + 9])) for i in range(3)]
+    batch = collate(examples, 8, shared_prompts=True)
+    assert batch.prefix_length == 16 and batch.slots is None and batch.computed_tokens == 3 * (16 + 2 * 8)
+    assert_equal(model, examples, batch)
+    assert_equal(model, examples, batch, compiled=True)
+
+
+@pytest.mark.parametrize("completions", [1, 3])
+def test_any_number_of_completions(tmp_path: Path, completions: int) -> None:
+    model = load(tmp_path, "qwen3")
+    assert forward.cannot_share_prompts(model) is None
+    examples = draw(7, 4, completions, shortest_prompt=5)
+    batch = collate(examples, 4, shared_prompts=True)
+    assert batch.places.shape[:2] == (4, completions)
+    assert_equal(model, examples, batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_rows_for_the_families_that_cannot_share(tmp_path: Path, family: str) -> None:
+    model = load(tmp_path, family)
+    examples = draw(11, 3)
+    assert_equal(model, examples, collate(examples, 4, shared_prompts=False))
+
+
+def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
+    assert "would change its outputs" in str(forward.cannot_share_prompts(load(tmp_path, "gemma2")))
+    mamba = model_folder(tmp_path / "mamba", model_type="mamba", state_size=4, conv_kernel=2, use_bias=False, use_conv_bias=True, time_step_rank=2)
+    model = models.load(config.Model(path=str(mamba), random_init=True), 0)
+    assert forward.cannot_share_prompts(model) is not None
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, checkpointing: bool, compiled: bool
+) -> None:
+    model = load(tmp_path, "llama", method=method)
+    kind = type(model.layers[0])
+    monkeypatch.setattr(kind, "__call__", kind.__call__)  # checkpointing belongs to the class: undone after the test
+    if checkpointing:
+        models.checkpoint_blocks(model)
+    monkeypatch.setattr(forward, "LOGITS_BYTES", 7 * VOCABULARY * 4)
+    assert forward.cannot_share_prompts(model) is None
+    examples = draw(3, 4, shortest_prompt=4)
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    for shared in (False, True):
+        assert_equal(model, examples, collate(examples, 4, shared), compiled)
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> None:
+    gemma = load(tmp_path, "gemma2")  # softcapped and tied
+    examples = draw(5, 2)
+    assert_equal(gemma, examples, collate(examples, 4, False))
+    path = model_folder(tmp_path / "wide", hidden_size=64, intermediate_size=64)
+    model = models.load(config.Model(path=str(path), random_init=True), 0)
+    nn.quantize(model, group_size=32, bits=8)
+    models.make_trainable(model, config.Model(path=str(path)), 0)
+    assert forward.cannot_share_prompts(model.train()) is None
+    assert_equal(model, examples, collate(examples, 4, True))
+
+
+def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = load(tmp_path, "llama"), []
+    plain = forward._logps
+    monkeypatch.setattr(forward, "LOGITS_BYTES", 10 * VOCABULARY * 4)
+    monkeypatch.setattr(forward, "_logps", lambda logits, targets: made.append(logits.shape) or plain(logits, targets))
+    batch = collate(draw(0, 5), 4, False)
+    mx.eval(forward.completion_logps(model, forward.arrays_of(batch.inputs)))
+    assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans())
+def test_every_token_of_a_stream_is_there_once_and_found_again(seed: int, count: int, completions: int, multiple: int, shared: bool) -> None:
+    examples = draw(seed, count, completions)
+    batch = collate(examples, multiple, shared)
+    prefix, cut = batch.prefix_length, count * batch.prefix_length
+    real = sum(len(e.prompt_ids) + sum(len(c) - 1 for c in e.completions) for e in examples)
+    assert batch.real_tokens == real <= batch.computed_tokens == len(batch.tokens)
+    slots = batch.slots if batch.slots is not None else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
+    for r, e in enumerate(examples):
+        for k, completion in enumerate(e.completions):
+            sequence = np.concatenate([e.prompt_ids, completion])
+            own = slots[r, k][: len(sequence) - 1 - prefix]
+            if batch.slots is not None:
+                assert (own >= 0).all() and (slots[r, k][len(own) :] == -1).all()
+            where = np.concatenate([np.arange(r * prefix, (r + 1) * prefix), cut + own])
+            assert batch.tokens[where].tolist() == sequence[:-1].tolist()
+            assert batch.offsets[where].tolist() == list(range(len(sequence) - 1))
+            scored = batch.places[r, k][batch.mask[r, k]]
+            first = max(len(e.prompt_ids), 1)
+            assert batch.targets[scored].tolist() == sequence[first:].tolist()
+            assert batch.scored[scored].tolist() == where[first - 1 :].tolist()
+    if batch.sources is not None:
+        assert len(batch.sources) == len(batch.tokens) - cut
+        uses = {(token, use) for token, row in enumerate(batch.sources.tolist()) for use in row if use >= 0}
+        assert uses == {(token, use) for use, token in enumerate(slots.reshape(-1).tolist()) if token >= 0}
+        in_stream = [token for token in range(len(batch.tokens) - cut) if (batch.sources[token] >= 0).any()]
+        assert len(in_stream) == real - cut  # nothing twice
