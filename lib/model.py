@@ -240,20 +240,24 @@ def _load_adapter(model: nn.Module, settings: config.Model) -> None:
 
 def checkpoint_blocks(model: nn.Module) -> None:
     """Lets every block recompute its inside in the backward pass."""
-    for layer in {type(layer): layer for layer in model.layers}.values():
+    for layer in model.layers:
         _checkpoint_while_training(layer)
 
 
 def _checkpoint_while_training(layer: nn.Module) -> None:
-    """mlx-lm's gradient checkpointing for the layer's class, in training mode only: generation passes a cache through."""
+    """mlx-lm's gradient checkpointing, which changes the layer's class, for this layer alone and while it trains.
+
+    Other models of the class, in this process, go on as they were; generation passes a cache through.
+    """
+    layer.is_checkpointed = True
     plain = type(layer).__call__
-    if getattr(plain, "only_while_training", False):
+    if getattr(plain, "only_where_asked", False):
         return
     grad_checkpoint(layer)
     checkpointed = type(layer).__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (checkpointed if self.training else plain)(self, *args, **kwargs)
+        return (checkpointed if self.training and getattr(self, "is_checkpointed", False) else plain)(self, *args, **kwargs)
 
-    call.only_while_training = True  # type: ignore[attr-defined]
+    call.only_where_asked = True  # type: ignore[attr-defined]
     type(layer).__call__ = call

@@ -38,17 +38,9 @@ def train(world: World, folder: Path, words: list[str], name: str, resume: bool 
 
 
 def settings(world: World, folder: Path, *words: str, **changes: Any) -> list[str]:
-    """The same words on every rank; rank 0 writes the files."""
-    if world.rank == 0:
-        tiny.settings(folder, **changes)
-    world.gather_text("written")
-    return [*(tiny.settings(folder, **changes) if world.rank == 0 else _words_only(folder)), *words]
-
-
-def _words_only(folder: Path) -> list[str]:
-    values = {"model.path": folder / "model", "model.random_init": "true", "data.train": folder / "train.jsonl", "data.valid": folder / "valid.jsonl"}
-    values |= {"data.max_length": "64", "data.length_multiple": "8", "train.global_batch_size": "8", "train.learning_rate": "1e-3", "run.dir": folder / "runs"}  # type: ignore[dict-item]
-    return [f"{key}={value}" for key, value in values.items()]
+    """The same words on every rank; rank 0 writes the files, before anyone reads them."""
+    mine = tiny.settings(folder, **changes) if world.rank == 0 else []
+    return [*json.loads(world.broadcast_text(json.dumps(mine))), *words]
 
 
 SHARES = {2: [[4, 4], [6, 2], [8, 0]], 3: [[5, 2, 1]]}
