@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer
@@ -161,6 +162,7 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
             options["keys"] = set(settings.keys)
         try:
             linear_to_lora_layers(model, blocks, options, use_dora=settings.method == "dora")
+            _take_low_rank_linear(model)
         except ValueError as error:
             raise UserError(f"model.method={settings.method} does not fit {settings.path}: {error}") from None
     if not tree_flatten(model.trainable_parameters()):
@@ -170,6 +172,42 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
         _load_adapter(model, settings)
     if settings.gradient_checkpointing:
         checkpoint_blocks(model)
+
+
+class LowRankLinear(LoRALinear):
+    """LoRA at nearly the price of the linear layer, in mlx-lm's parameters: `lora_a` [in, r] and `lora_b` [r, out].
+
+    y = W x + scale B A x (LoRA, arXiv:2106.09685, equation 3), computed in the type of x from float32 A and B.
+
+    The gradient is written out: the low-rank terms are added where the large products are made, x A is kept rather than
+    made again, and no gradient of the frozen W is ever asked for.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        linear = self.linear
+
+        @mx.custom_function
+        def adapted(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+            low = x @ a
+            return mx.addmm(linear(x), low, b), low
+
+        @adapted.vjp
+        def adapted_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+            (x, a, b), dy, low = primals, cotangents[0], outputs[1]
+            d_low = dy @ b.T
+            _, (dx,) = mx.vjp(linear, [x], [dy])
+            return mx.addmm(dx, d_low, a.T), x.T @ d_low, low.T @ dy
+
+        flat = x.reshape(-1, x.shape[-1])
+        y, _ = adapted(flat, self.lora_a.astype(x.dtype), (self.scale * self.lora_b).astype(x.dtype))
+        return y.reshape(*x.shape[:-1], -1)
+
+
+def _take_low_rank_linear(model: nn.Module) -> None:
+    """Puts LowRankLinear in the place of mlx-lm's LoRALinear, except where dropout stands between x and A."""
+    for module in model.modules():
+        if type(module) is LoRALinear and module.dropout._p_1 == 1:
+            module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them
 
 
 def trainable(model: nn.Module) -> dict[str, mx.array]:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.lora import LoRALinear
 
 from lib import config, forward
 from lib import model as models
@@ -206,3 +207,38 @@ def test_every_token_of_a_stream_is_there_once_and_found_again(seed: int, count:
         assert uses == {(token, use) for use, token in enumerate(slots.reshape(-1).tolist()) if token >= 0}
         in_stream = [token for token in range(len(batch.tokens) - cut) if (batch.sources[token] >= 0).any()]
         assert len(in_stream) == real - cut  # nothing twice
+
+
+@pytest.mark.parametrize("kind", ["plain", "biased", "quantised"])
+def test_low_rank_linear_equals_mlx_lms_layer(kind: str) -> None:
+    mx.random.seed(0)
+    linear = nn.Linear(64, 32, bias=kind == "biased")
+    base = nn.QuantizedLinear.from_linear(linear, group_size=32) if kind == "quantised" else linear
+    layer = LoRALinear.from_base(base, r=4, scale=3.0)
+    layer.linear.freeze()
+    layer.lora_b = mx.random.normal(layer.lora_b.shape)
+    x, weight = mx.random.normal((5, 3, 64)), mx.random.normal((5, 3, 32))
+
+    def run() -> tuple[mx.array, list[mx.array]]:
+        take = nn.value_and_grad(layer, lambda x: (layer(x) * weight).sum())
+        inputs = mx.grad(lambda x: (layer(x) * weight).sum())(x)
+        return layer(x), [inputs, *(a for _, a in tree_flatten(take(x)[1]))]
+
+    (plain, expected) = run()
+    layer.__class__ = models.LowRankLinear
+    fast, gradients = run()
+    assert len(gradients) == len(expected) == 3
+    for ours, theirs in zip([fast, *gradients], [plain, *expected], strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == mx.float32
+        assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
+
+
+def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp_path: Path) -> None:
+    model = load(tmp_path, "llama", dtype="bfloat16")
+    layer = model.layers[0].mlp.up_proj
+    assert type(layer) is models.LowRankLinear and layer.lora_a.dtype == mx.float32
+    x = mx.random.normal((7, 16)).astype(mx.bfloat16)
+    value, gradients = nn.value_and_grad(layer, lambda x: layer(x).astype(mx.float32).sum())(x)
+    assert layer(x).dtype == mx.bfloat16 and all(a.dtype == mx.float32 for _, a in tree_flatten(gradients))
+    wanted = x.astype(mx.float32) @ (layer.linear.weight.astype(mx.float32).T + layer.scale * layer.lora_a @ layer.lora_b)
+    assert mx.linalg.norm(layer(x) - wanted).item() <= 0.01 * mx.linalg.norm(wanted).item()
