@@ -40,7 +40,12 @@ def main() -> int:
     settings = config.load(
         None,
         [
-            *("data.train=-", "model.random_init=true", f"model.rank={options.rank}", f"model.method={options.method}"),
+            *(
+                "data.train=-",
+                "model.random_init=true",
+                f"model.rank={options.rank}",
+                f"model.method={options.method}",
+            ),
             f"model.path={model_folder(options)}",
             f"model.dtype={options.dtype}",
             f"model.gradient_checkpointing={options.checkpoint}",
@@ -53,8 +58,12 @@ def main() -> int:
     multiple = options.multiple or forward.length_multiple(settings.data)
     layouts = {"whole": False} if forward.cannot_share_prompts(model) else {"whole": False, "shared": True}
     layouts = {name: shared for name, shared in layouts.items() if name in options.layouts}
-    print(f"{report.device_name()}, {options.dtype}, {options.method} of rank {options.rank}, lengths in multiples of {multiple}")
-    print(f"{'prompt+completion':>18} {'batch':>6} {'layout':>7} {'tokens':>8} {'padding':>8} {'s/step':>8} {'spread':>7} {'pairs/s':>8} {'tokens/s':>9} {'GiB':>6}")
+    print(
+        f"{report.device_name()}, {options.dtype}, {options.method} of rank {options.rank}, lengths in multiples of {multiple}"
+    )
+    print(
+        f"{'prompt+completion':>18} {'batch':>6} {'layout':>7} {'tokens':>8} {'padding':>8} {'s/step':>8} {'spread':>7} {'pairs/s':>8} {'tokens/s':>9} {'GiB':>6}"
+    )
     rows = []
     for lengths in options.lengths:
         prompt, completion = (int(n) for n in lengths.split("+"))
@@ -71,7 +80,11 @@ def main() -> int:
                     else f"{lengths:>18} {batch_size:>6} {row['layout']:>7} {row['error']}",
                     flush=True,
                 )
-    print(json.dumps({"benchmark": "step", "device": report.device_name(), "settings": vars(options), "rows": rows}))
+    print(
+        json.dumps(
+            {"benchmark": "step", "device": report.device_name(), "settings": vars(options), "rows": rows}
+        )
+    )
     return 0
 
 
@@ -97,13 +110,24 @@ def measure(step: Any, batches: dict[str, Batch], options: argparse.Namespace) -
             peaks[name] = max(peaks[name], result.peak_memory_bytes)
     rows = []
     for name, batch in batches.items():
-        row: dict[str, Any] = {"layout": name, "computed_tokens": batch.computed_tokens, "padding": 1 - batch.real_tokens / batch.computed_tokens}
+        row: dict[str, Any] = {
+            "layout": name,
+            "computed_tokens": batch.computed_tokens,
+            "padding": 1 - batch.real_tokens / batch.computed_tokens,
+        }
         if name in errors:
             rows.append(row | {"error": errors[name]})
             continue
         median = float(np.median(seconds[name]))
-        row |= {"seconds_median": median, "seconds_spread": float(np.ptp(seconds[name])) / median, "peak_memory_bytes": peaks[name]}
-        rows.append(row | {"pairs_per_second": len(batch.rows) / median, "tokens_per_second": batch.real_tokens / median})
+        row |= {
+            "seconds_median": median,
+            "seconds_spread": float(np.ptp(seconds[name])) / median,
+            "peak_memory_bytes": peaks[name],
+        }
+        rows.append(
+            row
+            | {"pairs_per_second": len(batch.rows) / median, "tokens_per_second": batch.real_tokens / median}
+        )
     return rows
 
 
@@ -137,7 +161,9 @@ def model_folder(options: argparse.Namespace) -> Path:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
@@ -154,7 +180,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--multiple", type=int, help="pad lengths to this; by default as in training")
     parser.add_argument("--compile", default="null", choices=["null", "true", "false"])
-    parser.add_argument("--checkpoint", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="recompute activations in the backward pass"
+    )
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument("--quick", action="store_true")

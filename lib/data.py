@@ -419,11 +419,11 @@ class Encoder:
 class Batch:
     """b examples of K completions as one stream of N tokens, each computed once.
 
-    The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows is either
-    dense, the other T tokens of each of the b * K sequences (a prompt's end once for each completion), or ragged:
-    what is left of a prompt, then its completions, without padding between them; `slots` then tells where each
-    sequence's tokens are. Without shared prompts P is 0 and the stream is dense: whole rows of T tokens, one after
-    the other. Sequences come without their last token, which nothing is predicted from.
+    The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows is
+    either dense, the other T tokens of each of the b * K sequences (a prompt's end once for each completion),
+    or ragged: what is left of a prompt, then its completions, without padding between them; `slots` then tells
+    where each sequence's tokens are. Without shared prompts P is 0 and the stream is dense: whole rows of T
+    tokens, one after the other. Sequences come without their last token, which nothing is predicted from.
     """
 
     rows: np.ndarray
@@ -435,9 +435,9 @@ class Batch:
     offsets: np.ndarray
     """int32 [N]: each token's position in its sequence; 0 for padding."""
     slots: np.ndarray | None
-    """int32 [b, K, T]: where in the stream, counted behind the prefixes, a sequence's tokens from P on are; -1 past its end."""
+    """int32 [b, K, T]: where a sequence's tokens from P on are, counted behind the prefixes; -1 past its end."""
     sources: np.ndarray | None
-    """int32 [N - b * P, 1 or K]: the inverse, where in b * K * T a token of the stream is used; -1 for nowhere."""
+    """int32 [N - b * P, 1 or K]: the inverse, where in b * K * T a token is used; -1 for nowhere."""
     scored: np.ndarray
     """int32 [M]: where in the stream the scored tokens are predicted; 0 for padding."""
     targets: np.ndarray
@@ -456,13 +456,27 @@ class Batch:
     @property
     def inputs(self) -> dict[str, Any]:
         """What the model needs of it; absent entries left out."""
-        names = ("prefix_length", "tokens", "offsets", "slots", "sources", "scored", "targets", "places", "mask")
+        names = (
+            "prefix_length",
+            "tokens",
+            "offsets",
+            "slots",
+            "sources",
+            "scored",
+            "targets",
+            "places",
+            "mask",
+        )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def shapes(self) -> tuple[Any, ...]:
         """Equal for batches that a compiled step needs no new trace for."""
-        return (self.prefix_length, *(value.shape for value in self.inputs.values() if isinstance(value, np.ndarray)), len(self.inputs))
+        return (
+            self.prefix_length,
+            *(value.shape for value in self.inputs.values() if isinstance(value, np.ndarray)),
+            len(self.inputs),
+        )
 
 
 # A ragged stream is gathered into rectangles for attention and back again, which costs about as much as this
@@ -473,9 +487,9 @@ RAGGED_COST = 0.03
 def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: bool) -> Batch:
     """One micro-batch, in the layout that computes the fewest tokens (whole rows, unless shared_prompts).
 
-    P is a multiple of length_multiple that no prompt is shorter than. T, N, M and C are padded to rungs of a ladder
-    (see pad_length), so that attention meets aligned lengths and the number of shapes stays small. Padding stands on
-    the right, where a causal model's real positions do not see it.
+    P is a multiple of length_multiple that no prompt is shorter than. T, N, M and C are padded to rungs of a
+    ladder (see pad_length), so that attention meets aligned lengths and the number of shapes stays small.
+    Padding stands on the right, where a causal model's real positions do not see it.
 
     The first completion token of an empty prompt has no position before it: it is not scored.
     """
@@ -507,7 +521,14 @@ def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: b
         starts = np.cumsum(own + first * shared_tails) - own  # of these, in the stream
         ends_of_prompts = np.repeat(starts[::count], count)
         at = np.arange(length)
-        slots = np.where(at < shared_tails[:, None], ends_of_prompts[:, None] - shared_tails[:, None], starts[:, None] - shared_tails[:, None]) + at
+        slots = (
+            np.where(
+                at < shared_tails[:, None],
+                ends_of_prompts[:, None] - shared_tails[:, None],
+                starts[:, None] - shared_tails[:, None],
+            )
+            + at
+        )
         behind = pad_length(real - rows * prefix, length_multiple, 64)
     tokens = np.zeros(rows * prefix + behind, np.int32)
     offsets = np.zeros_like(tokens)
@@ -521,7 +542,10 @@ def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: b
         offsets[where] = np.arange(prefix, seen[index])
 
     counts = np.array([len(completion) - (not len(prompt)) for prompt, completion in sequences])  # scored
-    scored_count, width = pad_length(int(counts.sum()), length_multiple, 64), pad_length(int(counts.max()), length_multiple, 8)
+    scored_count, width = (
+        pad_length(int(counts.sum()), length_multiple, 64),
+        pad_length(int(counts.max()), length_multiple, 8),
+    )
     scored, targets = np.zeros((2, scored_count), np.int32)
     mask = np.arange(width) < counts[:, None]
     places = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(width), 0)
@@ -555,7 +579,7 @@ def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: b
 
 
 def _invert(slots: np.ndarray, size: int, uses: int) -> np.ndarray:
-    """For each of `size` tokens the places in `slots` [b, K, T] that use it, the first completion's first: int32 [size, uses]."""
+    """For each of `size` tokens the places in `slots` [b, K, T] that use it, in order: int32 [size, uses]."""
     sources = np.full((size, uses), -1, np.int32)
     flat = np.arange(slots.size).reshape(slots.shape)
     for k in reversed(range(slots.shape[1])):

@@ -1,8 +1,9 @@
-"""A batch goes through the model once, each token of it: shared prompts, the head where it is needed, no large logits.
+"""A batch through the model, each token once: shared prompts, the head where it is needed, no large logits.
 
-The blocks see the stream of lib/data.py as N sequences of one token: every layer but attention treats tokens alone, and
-the rotary embedding takes an offset for each. Attention is told by the object that it is given as its cache: there
-the stream is laid out as rectangles, all of them causal, so that no mask is needed. No model file knows of it.
+The blocks see the stream of lib/data.py as N sequences of one token: every layer but attention treats tokens
+alone, and the rotary embedding takes an offset for each. Attention is told by the object that it is given as
+its cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. No model
+file knows of it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ LOGITS_BYTES = 2**29
 
 
 def length_multiple(settings: Data) -> int:
-    """What lengths are padded to: as set, else 64 on a GPU (a pass over 1,023 positions took twice as long there as over 1,024)."""
+    """What lengths are padded to: as set, else 64 on a GPU, where 1,023 positions took twice as long as 1,024."""
     return settings.length_multiple or (64 if mx.default_device() == mx.gpu else 16)
 
 
 def arrays_of(inputs: dict[str, Any]) -> dict[str, Any]:
     """A batch's `inputs` on the device."""
-    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
+    return {
+        name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()
+    }
 
 
 def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
@@ -46,16 +49,23 @@ def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
     return mx.where(inputs["mask"], mx.take(logps, inputs["places"]), 0.0).sum(axis=-1)
 
 
-# ---- The blocks --------------------------------------------------------------------------------------------------------
+# ---- The blocks --------------------------------------------------------------------------------------------
 
 
 def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
-    """What the head would see (logits, of a model without a backbone apart from it): [N, D], one row for each token of the stream."""
+    """What the head would see of every token of the stream: [N, D] (logits, of a model without a backbone)."""
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
     if inputs["prefix_length"] == 0 and "slots" not in inputs:
         hidden = _run_backbone(model, tokens.reshape(rows * completions, -1))
     else:
-        stream = Stream(inputs["offsets"], rows, completions, inputs["prefix_length"], inputs.get("slots"), inputs.get("sources"))
+        stream = Stream(
+            inputs["offsets"],
+            rows,
+            completions,
+            inputs["prefix_length"],
+            inputs.get("slots"),
+            inputs.get("sources"),
+        )
         hidden = _run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
     return hidden.reshape(len(tokens), -1)
 
@@ -68,16 +78,24 @@ class Stream:
         prefix: P; slots, sources: of a ragged stream (see Batch).
     """
 
-    def __init__(self, offset: mx.array, rows: int, completions: int, prefix: int, slots: mx.array | None, sources: mx.array | None):
+    def __init__(
+        self,
+        offset: mx.array,
+        rows: int,
+        completions: int,
+        prefix: int,
+        slots: mx.array | None,
+        sources: mx.array | None,
+    ):
         self.offset, self.rows, self.completions, self.prefix = offset, rows, completions, prefix
         self.slots, self.sources = slots, sources
         self.behind = offset.size - rows * prefix
         self.length = self.behind // (rows * completions) if slots is None else slots.shape[-1]
-        if slots is not None:
-            self.slots = slots.reshape(-1)
+        if slots is not None and sources is not None:
             # A token that several sequences share takes its output from the first of them.
-            first = mx.take(sources[:, 0], mx.maximum(self.slots, 0)) == mx.arange(self.slots.size)
-            self.owned = mx.where(first, self.slots, -1)
+            flat = slots.reshape(-1)
+            first = mx.take(sources[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
+            self.slots, self.owned = flat, mx.where(first, flat, -1)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:  # noqa: N803
         return None if window_size is None else Window(window_size)
@@ -85,12 +103,22 @@ class Stream:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Window | None, **options: Any) -> mx.array:
-        """Attention of the stream's tokens, [N, heads, 1, head_dim] each: every token sees its own sequence up to itself."""
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Window | None,
+        **options: Any,
+    ) -> mx.array:
+        """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
 
-        def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
+        def attention(
+            q: mx.array, k: mx.array, v: mx.array
+        ) -> mx.array:  # [sequences, heads, length, head_dim]
             causal = "causal" if mask is None else mask.over(q.shape[2], k.shape[2])
             out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=causal, **options)
             return out.swapaxes(1, 2).flatten(0, 1)
@@ -103,17 +131,19 @@ class Stream:
         tails = [self._spread(x[cut:]).reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for x in whole]
         if self.prefix:
             for i in (1, 2):
-                tails[i] = mx.concatenate([mx.repeat(prefixes[i], self.completions, axis=0), tails[i]], axis=2)
+                tails[i] = mx.concatenate(
+                    [mx.repeat(prefixes[i], self.completions, axis=0), tails[i]], axis=2
+                )
         outputs.append(self._gather(attention(*tails)))
         return mx.concatenate(outputs)[:, :, None]
 
     def _spread(self, x: mx.array) -> mx.array:
         """[N - b * P, ...] ➜ [b * K * T, ...]; what stands at a sequence's padding is looked at by nobody."""
-        return x if self.slots is None else _move(x, self.slots, self.sources)
+        return x if self.slots is None or self.sources is None else _move(x, self.slots, self.sources)
 
     def _gather(self, x: mx.array) -> mx.array:
         """The way back."""
-        return x if self.slots is None else _move(x, self.sources[:, 0], self.owned[:, None])
+        return x if self.sources is None else _move(x, self.sources[:, 0], self.owned[:, None])
 
 
 class Window:
@@ -146,7 +176,9 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
         total = None
         for i in range(inverse.shape[1]):
             source = inverse[:, i]
-            part = mx.where((source >= 0).reshape(shape), mx.take(cotangent, mx.maximum(source, 0), axis=0), 0)
+            part = mx.where(
+                (source >= 0).reshape(shape), mx.take(cotangent, mx.maximum(source, 0), axis=0), 0
+            )
             total = part if total is None else total + part
         return total
 
@@ -154,7 +186,9 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
 
 
 def _attention_of(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def scaled_dot_product_attention(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any) -> mx.array:
+    def scaled_dot_product_attention(
+        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any
+    ) -> mx.array:
         if isinstance(cache, Stream):
             return cache.attend(queries, keys, values, **options)
         return original(queries, keys, values, cache=cache, **options)
@@ -172,10 +206,12 @@ def _hear_streams(model: nn.Module) -> None:
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows; else why not, in words.
 
-    It is tried, on random tokens: recurrent layers, absolute positions or an attention of the family's own show there.
+    It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there.
     """
     _hear_streams(model)
-    prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
+    prompt, long, short = (
+        np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1))
+    )
     mask = mx.ones((1, 2, 1))
     rows = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
     stream = {
@@ -190,16 +226,22 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
     model.eval()
     try:
         wanted = hidden_states(model, rows)[mx.array([*range(8), 13])].astype(mx.float32)
-        error = (mx.linalg.norm(hidden_states(model, stream).astype(mx.float32) - wanted) / mx.linalg.norm(wanted)).item()
+        error = (
+            mx.linalg.norm(hidden_states(model, stream).astype(mx.float32) - wanted) / mx.linalg.norm(wanted)
+        ).item()
     except Exception as reason:  # a family's own code, handed what it does not expect, may raise anything
         return f"its blocks do not take a stream of tokens ({type(reason).__name__}: {str(reason).splitlines()[0][:80]})"
     finally:
         model.train(was_training)
     is_exact = all(a.dtype in (mx.float32, mx.uint32) for _, a in tree_flatten(model.parameters()))
-    return None if error <= (1e-4 if is_exact else 0.03) else f"a stream of tokens would change its outputs by {error:.2g} of their norm"
+    return (
+        None
+        if error <= (1e-4 if is_exact else 0.03)
+        else f"a stream of tokens would change its outputs by {error:.2g} of their norm"
+    )
 
 
-# ---- The head and the loss -----------------------------------------------------------------------------------------------
+# ---- The head and the loss ---------------------------------------------------------------------------------
 
 
 def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:
@@ -209,8 +251,9 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
         hidden: [M, D].
         targets: int32 [M].
 
-    A frozen head's gradient is made in the forward pass, where the logits are, as in Liger Kernel (arXiv:2410.10989,
-    section 3.2): d logp / d hidden does not depend on what comes after. A head that is trained recomputes its logits.
+    A frozen head's gradient is made in the forward pass, where the logits are, as in Liger Kernel
+    (arXiv:2410.10989, section 3.2): d logp / d hidden does not depend on what comes after. A head that is
+    trained makes its logits a second time.
     """
     head = _head(model)
     vocabulary = head(hidden[:1]).shape[-1]
@@ -229,7 +272,9 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
 def _logps(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the targets and the logarithm of the partition function, float32 [M] each."""
     partition = mx.logsumexp(logits.astype(mx.float32), axis=-1)
-    return mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1).astype(mx.float32) - partition, partition
+    return mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1).astype(
+        mx.float32
+    ) - partition, partition
 
 
 @mx.compile
@@ -312,7 +357,7 @@ def _run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.arra
 
 
 class _Replaced:
-    """For the time of a `with`, a function in the place of a module's part; the part still answers for its attributes."""
+    """Within a `with`, a function in the place of a module's part, which still answers for its attributes."""
 
     def __init__(self, holder: nn.Module, name: str, function: Callable[..., mx.array]):
         self.holder, self.name, self.part, self.function = holder, name, holder[name], function
@@ -331,7 +376,7 @@ class _Replaced:
 
 
 def _backbone(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module that holds the backbone (the part that owns the blocks), and its name there; None if there is no such part."""
+    """The module that holds the backbone (the part that owns the blocks), and its name there; None without one."""
     for holder in model.modules():
         for name, part in holder.children().items():
             if isinstance(part, nn.Module) and part is not model and part.get("layers") is model.layers:

@@ -21,7 +21,14 @@ from tests.tiny import model_folder
 
 VOCABULARY = 48
 LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 8, "norm_topk_prob": True}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
 # A window shorter than the sequences, beside a block that sees everything.
 WINDOW = {"sliding_window": 5, "sliding_window_pattern": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -30,7 +37,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 4, **WINDOW},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64},
     "qwen3_moe": {"head_dim": 4, **MOE, **LIMITS},
-    "gpt2": {"n_ctx": 64, "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, "layer_norm_epsilon": 1e-5},
+    "gpt2": {
+        "n_ctx": 64,
+        "n_embd": 16,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 64,
+        "layer_norm_epsilon": 1e-5,
+    },
     "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
 }
 STREAMS = [family for family in FAMILIES if family != "gemma2"]
@@ -43,7 +57,11 @@ def load(folder: Path, family: str, **changes: Any) -> nn.Module:
     model = models.load(model_settings, 0)
     models.make_trainable(model, model_settings, 0)
     mx.random.seed(1)
-    model.update(tree_unflatten([(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()]))
+    model.update(
+        tree_unflatten(
+            [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()]
+        )
+    )
     return model.train()
 
 
@@ -54,7 +72,10 @@ def draw(seed: int, count: int, completions: int = 2, shortest_prompt: int = 0) 
         return random.integers(2, VOCABULARY, random.integers(low, high)).astype(np.int32)
 
     # Two tokens at least: the only token of a text without a prompt cannot be scored.
-    return [Example(i, ids(shortest_prompt, 20), tuple(ids(2, 12) for _ in range(completions))) for i in range(count)]
+    return [
+        Example(i, ids(shortest_prompt, 20), tuple(ids(2, 12) for _ in range(completions)))
+        for i in range(count)
+    ]
 
 
 def plain_logps(model: nn.Module, examples: list[Example]) -> mx.array:
@@ -76,12 +97,17 @@ def weighted(logps: mx.array) -> mx.array:
 
 def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compiled: bool = False) -> None:
     inputs = forward.arrays_of(batch.inputs)
-    expected, wanted = nn.value_and_grad(model, lambda: (weighted(plain_logps(model, examples))))()
+    expected, wanted = nn.value_and_grad(model, lambda: weighted(plain_logps(model, examples)))()
     take = nn.value_and_grad(model, lambda inputs: weighted(forward.completion_logps(model, inputs)))
     if compiled:
         take = mx.compile(take, inputs=[model.state], outputs=[model.state])
     loss, gradients = take(inputs)
-    np.testing.assert_allclose(np.array(forward.completion_logps(model, inputs)), np.array(plain_logps(model, examples)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(forward.completion_logps(model, inputs)),
+        np.array(plain_logps(model, examples)),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     assert abs(loss.item() - expected.item()) <= 1e-5 * max(abs(expected.item()), 10)
     theirs = dict(tree_flatten(wanted))
     largest = max(mx.linalg.norm(gradient).item() for gradient in theirs.values())
@@ -90,7 +116,9 @@ def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compil
 
 
 @pytest.mark.parametrize("family", STREAMS)
-def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
+def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(
+    tmp_path: Path, family: str
+) -> None:
     model = load(tmp_path, family)
     assert forward.cannot_share_prompts(model) is None
     layouts = set()
@@ -132,7 +160,15 @@ def test_whole_rows_for_the_families_that_cannot_share(tmp_path: Path, family: s
 
 def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
     assert "would change its outputs" in str(forward.cannot_share_prompts(load(tmp_path, "gemma2")))
-    mamba = model_folder(tmp_path / "mamba", model_type="mamba", state_size=4, conv_kernel=2, use_bias=False, use_conv_bias=True, time_step_rank=2)
+    mamba = model_folder(
+        tmp_path / "mamba",
+        model_type="mamba",
+        state_size=4,
+        conv_kernel=2,
+        use_bias=False,
+        use_conv_bias=True,
+        time_step_rank=2,
+    )
     model = models.load(config.Model(path=str(mamba), random_init=True), 0)
     assert forward.cannot_share_prompts(model) is not None
 
@@ -145,7 +181,9 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
 ) -> None:
     model = load(tmp_path, "llama", method=method)
     kind = type(model.layers[0])
-    monkeypatch.setattr(kind, "__call__", kind.__call__)  # checkpointing belongs to the class: undone after the test
+    monkeypatch.setattr(
+        kind, "__call__", kind.__call__
+    )  # checkpointing belongs to the class: undone after the test
     if checkpointing:
         models.checkpoint_blocks(model)
     monkeypatch.setattr(forward, "LOGITS_BYTES", 7 * VOCABULARY * 4)
@@ -169,25 +207,37 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
     assert_equal(model, examples, collate(examples, 4, True))
 
 
-def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, made = load(tmp_path, "llama"), []
     plain = forward._logps
     monkeypatch.setattr(forward, "LOGITS_BYTES", 10 * VOCABULARY * 4)
-    monkeypatch.setattr(forward, "_logps", lambda logits, targets: made.append(logits.shape) or plain(logits, targets))
+    monkeypatch.setattr(
+        forward, "_logps", lambda logits, targets: made.append(logits.shape) or plain(logits, targets)
+    )
     batch = collate(draw(0, 5), 4, False)
     mx.eval(forward.completion_logps(model, forward.arrays_of(batch.inputs)))
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans())
-def test_every_token_of_a_stream_is_there_once_and_found_again(seed: int, count: int, completions: int, multiple: int, shared: bool) -> None:
+@given(
+    st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans()
+)
+def test_every_token_of_a_stream_is_there_once_and_found_again(
+    seed: int, count: int, completions: int, multiple: int, shared: bool
+) -> None:
     examples = draw(seed, count, completions)
     batch = collate(examples, multiple, shared)
     prefix, cut = batch.prefix_length, count * batch.prefix_length
     real = sum(len(e.prompt_ids) + sum(len(c) - 1 for c in e.completions) for e in examples)
     assert batch.real_tokens == real <= batch.computed_tokens == len(batch.tokens)
-    slots = batch.slots if batch.slots is not None else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
+    slots = (
+        batch.slots
+        if batch.slots is not None
+        else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
+    )
     for r, e in enumerate(examples):
         for k, completion in enumerate(e.completions):
             sequence = np.concatenate([e.prompt_ids, completion])
@@ -240,5 +290,7 @@ def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp
     x = mx.random.normal((7, 16)).astype(mx.bfloat16)
     value, gradients = nn.value_and_grad(layer, lambda x: layer(x).astype(mx.float32).sum())(x)
     assert layer(x).dtype == mx.bfloat16 and all(a.dtype == mx.float32 for _, a in tree_flatten(gradients))
-    wanted = x.astype(mx.float32) @ (layer.linear.weight.astype(mx.float32).T + layer.scale * layer.lora_a @ layer.lora_b)
+    wanted = x.astype(mx.float32) @ (
+        layer.linear.weight.astype(mx.float32).T + layer.scale * layer.lora_a @ layer.lora_b
+    )
     assert mx.linalg.norm(layer(x) - wanted).item() <= 0.01 * mx.linalg.norm(wanted).item()
