@@ -16,10 +16,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test bench lint clean
+.PHONY: help setup train test calibrate bench lint clean
 
 help:
-	@echo "make setup | train | test | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | calibrate | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -44,6 +44,10 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 	$(BIN)/mpirun -n 2 $(MPI_PYTEST)
 	$(BIN)/mpirun -n 3 $(MPI_PYTEST)
+
+# HOSTS=hostfile (Open MPI's form) measures all hosts: each alone, then together.
+calibrate: setup
+	$(if $(HOSTS),$(BIN)/mpirun --hostfile $(HOSTS)) $(BIN)/python benchmarks/calibrate.py $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/quickstart.py $(ARGS)

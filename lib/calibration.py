@@ -148,6 +148,12 @@ class Curve(_Record):
         return seconds
 
     @property
+    def best_point(self) -> BatchPoint:
+        """The fastest of the measured sizes that fit; where none does, the smallest."""
+        fitting = [point for point in self.points if point.batch_size <= self.max_batch_size]
+        return max(fitting or self.points[:1], key=lambda point: point.pairs_per_second)
+
+    @property
     def max_batch_size(self) -> int:
         """The largest micro-batch that was measured and fits; 0 when not even the smallest fits.
 
@@ -463,6 +469,11 @@ def curve_key(config: Config, model_folder: Path, sequence_length: int) -> Curve
     )
 
 
+def time_now() -> str:
+    """For `measured_at`: ISO 8601 with its zone."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def is_fresh(
     measured_at: str | None, made_with: Mapping[str, str], versions: Mapping[str, str], max_age_days: float
 ) -> bool:
@@ -484,12 +495,12 @@ class HardwareCalibrator:
     """
 
     def __init__(
-        self,
-        config: Path | str = ROOT / "configs" / "quickstart.yaml",
-        overrides: Sequence[str] = (),
-        quick: bool = True,
+        self, config: Path | str | None = None, overrides: Sequence[str] = (), quick: bool = True
     ) -> None:
-        self.arguments = ["--config", str(config), *(["--quick"] if quick else []), *overrides]
+        """config: whose model and data; by default the quickstart's."""
+        self.folder = ROOT if config is None else Path.cwd()  # where the configuration's paths start
+        self.arguments = [*(["--config", str(config)] if config else []), *(["--quick"] if quick else [])]
+        self.arguments += overrides
 
     def calibrate(self) -> dict[str, Any]:
         """Runs benchmarks/calibrate.py, which measures what is stale and keeps it in calibration/HOST.json.
@@ -503,7 +514,11 @@ class HardwareCalibrator:
         """
         script = ROOT / "benchmarks" / "calibrate.py"
         done = subprocess.run(
-            [sys.executable, str(script), *self.arguments], capture_output=True, text=True, check=False
+            [sys.executable, str(script), *self.arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [

@@ -1,4 +1,4 @@
-"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU; one function a question."""
+"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU; a function a question."""
 
 from __future__ import annotations
 

@@ -1,0 +1,649 @@
+"""Measures this host for a configuration's model, and keeps what it finds in calibration/HOST.json.
+
+    python benchmarks/calibrate.py --quick                         the quickstart's model, within a minute
+    python benchmarks/calibrate.py --config FILE [key=value ...]   another one, thoroughly
+    mpirun -n 2 python benchmarks/calibrate.py --config FILE       every rank alone, all together, their links
+
+The batch curve is the time and peak memory of a micro-batch of 1, 2, 4, ... pairs, denser round the fastest,
+on rows as long as the data's. Each point is measured in a process of its own, on the step that training
+runs: one that runs out of memory is a point lost, and no more. A step takes the time of its micro-batches and, once,
+`step_overhead_seconds` (clipping, the update). What is younger than --max-age-days and was made with the same
+versions is not measured again.
+
+Beside the file: curves.png and curves.html, with every host that the folder knows. --verify compares what the
+curves predict with steps that no probe has run. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lib import calibration as calibrations  # noqa: E402
+from lib import config as settings  # noqa: E402
+from lib import machine, runtime  # noqa: E402
+from lib.calibration import MEMORY_HEADROOM, BatchPoint, Curve, CurveKey, HostCalibration  # noqa: E402
+from lib.config import Config, UserError  # noqa: E402
+
+if TYPE_CHECKING:
+    from lib.sync import World
+
+PROBE = ROOT / "benchmarks" / "probe.py"
+QUICK_SECONDS = 44.0  # of measuring a host; the rest of the minute is for starting, the links and the picture
+START_SECONDS = 120.0  # a probe's limit beyond its measuring: imports, loading the model, compiling
+PAST_THE_KNEE = 0.97  # of the best rate: two sizes in a row below it end the climb
+GIVE_UP = 2  # points lost in a row
+LAUNCHERS = (
+    "OMPI_",
+    "PMIX_",
+    "PRTE_",
+    "MLX_RANK",
+    "MLX_HOSTFILE",
+    "MLX_WORLD",
+    "MLX_IBV",
+    "MLX_JACCL",
+    "NCCL_",
+)
+
+
+# ---- Probes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A row's token counts; `sequence_length` is what stands for them in a curve's key."""
+
+    sequence_length: int
+    prompt_tokens: int
+    completion_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prober:
+    """Starts probes, and ends those that take too long."""
+
+    config: Config
+    seconds: float  # of measuring, a point
+    deadline: float = math.inf  # time.monotonic()
+
+    def ask(self, kind: str, seconds: float | None = None, **request: Any) -> dict[str, Any] | str:
+        """A probe's answer, or in a few words why there is none.
+
+        Raises:
+            UserError: the configuration or the model cannot be used.
+        """
+        left = self.deadline - time.monotonic()
+        seconds = min(seconds or self.seconds, max(0.5, left / 2))
+        limit = min(4 * seconds + START_SECONDS, max(5.0, left + 5.0))
+        request |= {"kind": kind, "seconds": seconds, "config": self.config.model_dump(mode="json")}
+        # To itself a probe is no rank of the world that this process belongs to.
+        own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        command = [sys.executable, str(PROBE), json.dumps(request)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit, env=own, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"not done within {limit:.0f} s"
+        if done.returncode < 0:
+            return f"killed by signal {-done.returncode}"
+        errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        if done.returncode == 2:
+            raise UserError(errors[-1].removeprefix("error: "))
+        if done.returncode:
+            return errors[-1][:200]
+        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return answer
+
+
+@dataclass
+class Measured:
+    """What the probes of one curve brought home, by batch size; answers are benchmarks/probe.py's."""
+
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+
+    def rate(self, size: int) -> float:
+        """Pairs/s of steps with one micro-batch."""
+        return size / float(np.median(self.answers[size]["seconds"]["1"]))
+
+    @property
+    def best(self) -> int:
+        return max(self.answers, key=self.rate)
+
+    @property
+    def overhead_seconds(self) -> float:
+        """What a step costs once: its time with 1 micro-batch, less what each of k - 1 more of them adds.
+
+        From the smallest batch that was run with both numbers: noise is least there, in seconds.
+        """
+        for _, answer in sorted(self.answers.items()):
+            medians = {int(count): float(np.median(times)) for count, times in answer["seconds"].items()}
+            if len(medians) > 1:
+                most = max(medians)
+                once = (most * medians[1] - medians[most]) / (most - 1)
+                return min(max(once, 0.0), 0.9 * medians[1])
+        return 0.0
+
+    def points(self) -> list[BatchPoint]:
+        """tau(b): from all steps of a size, without what they cost once."""
+        points = []
+        for size, answer in sorted(self.answers.items()):
+            medians = {int(count): float(np.median(times)) for count, times in answer["seconds"].items()}
+            seconds = sum(median - self.overhead_seconds for median in medians.values()) / sum(medians)
+            low, high = np.percentile(answer["seconds"]["1"], [25, 75])
+            points.append(
+                BatchPoint(
+                    batch_size=size,
+                    seconds_median=max(seconds, 0.1 * medians[1]),
+                    seconds_spread=float(high - low),
+                    pairs_per_second=1.0,  # follows from the time
+                    peak_memory_bytes=max(1, answer["peak_memory_bytes"]),
+                )
+            )
+        return points
+
+
+def ladder(largest: int, growth: int) -> list[int]:
+    """1, growth, growth^2, ... and `largest`."""
+    sizes = [1]
+    while sizes[-1] * growth < largest:
+        sizes.append(sizes[-1] * growth)
+    return [*sizes, largest]
+
+
+def climb(
+    probe: Callable[[int, list[int]], dict[str, Any] | str],
+    sizes: Sequence[int],
+    rounds: int,
+    seconds: float,
+    memory_limit_bytes: int | None,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> Measured:
+    """Measures rising sizes, to memory's limit or past the knee, then `rounds` times beside the fastest.
+
+    Args:
+        probe: (batch size, numbers of micro-batches) ➜ the probe's answer, or why there is none.
+        seconds: of measuring, a point; a step that takes a good part of it is run with 1 micro-batch only.
+        out_of_time: asked before each point, from the third on.
+    """
+    found = Measured()
+
+    def attempt(size: int) -> None:
+        slow = any(10 * size / found.rate(known) > seconds for known in found.answers)
+        answer = probe(size, [1, 4] if not found.answers else [1] if slow else [1, 2])
+        if isinstance(answer, str):
+            found.lost[size] = answer
+        else:
+            found.answers[size] = answer
+
+    def fits(size: int) -> bool:
+        """By the straight line through the two largest sizes known."""
+        if memory_limit_bytes is None or not found.answers:
+            return True
+        known = sorted(found.answers)[-2:]
+        peaks = [found.answers[one]["peak_memory_bytes"] for one in known]
+        slope = (peaks[-1] - peaks[0]) / (known[-1] - known[0]) if len(known) > 1 else 0.0
+        return bool(peaks[-1] + slope * (size - known[-1]) <= (1 - MEMORY_HEADROOM) * memory_limit_bytes)
+
+    lost_in_a_row = slower_in_a_row = 0
+    for size in sizes:
+        if len(found.answers) > 1 and out_of_time():
+            break
+        if not fits(size):
+            found.lost[size] = "would not fit"
+            break
+        attempt(size)
+        lost_in_a_row = lost_in_a_row + 1 if size in found.lost else 0
+        is_slower = size in found.answers and found.rate(size) < PAST_THE_KNEE * found.rate(found.best)
+        slower_in_a_row = slower_in_a_row + 1 if is_slower else 0
+        if GIVE_UP in (lost_in_a_row, slower_in_a_row):
+            break
+    for _ in range(rounds if found.answers else 0):
+        tried = sorted({*found.answers, *found.lost})
+        best = tried.index(found.best)
+        for beside in (tried[max(0, best - 1)], tried[min(best + 1, len(tried) - 1)]):
+            size = round(math.sqrt(beside * tried[best]))
+            if size not in tried and fits(size) and not (len(found.answers) > 1 and out_of_time()):
+                attempt(size)
+    return found
+
+
+# ---- One host ----------------------------------------------------------------------------------------------
+
+
+def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
+    """Rows to measure with: the data's mean row and, if there is time, its longest; or as --length says.
+
+    Raises:
+        UserError: the data cannot be read.
+    """
+    from lib import model as models
+    from lib.data import load_dataset
+    from lib.forward import length_multiple
+
+    if options.lengths:
+        completions = 2 if config.record_kind == "preference" else 1
+        return [Shape(n, n + 1 - n // 2, (n // 2,) * completions) for n in options.lengths]
+    tokenizer, words = models.load_tokenizer_of(config.model), models.vocabulary(config.model)
+    data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **words)
+    pieces = np.diff(data.bounds).reshape(len(data), -1)  # tokens of a prompt and its completions
+
+    def shape(lengths: np.ndarray, tokens: np.ndarray) -> Shape:
+        length = calibrations.typical_length(lengths, length_multiple(config.data))
+        prompt, *completions = np.maximum(np.rint(tokens), [0, *[1] * (len(tokens) - 1)]).astype(int).tolist()
+        return Shape(length, prompt, tuple(completions))
+
+    typical = shape(data.lengths, pieces.mean(axis=0))
+    longest = shape(data.lengths.max(keepdims=True), pieces[data.lengths.argmax()])
+    is_much_longer = longest.sequence_length > typical.sequence_length
+    return [typical, longest] if is_much_longer and not options.quick else [typical]
+
+
+def measure_host(
+    config: Config,
+    host: str,
+    shapes: Sequence[Shape],
+    key: CurveKey,
+    options: argparse.Namespace,
+    say: Voice,
+    sharing: int = 1,
+) -> tuple[HostCalibration, dict[str, Any]]:
+    """Measures what is stale, and writes the host's file.
+
+    Args:
+        sharing: ranks that this host's time and memory are for.
+
+    Returns:
+        The file's content; `measured` (how many probes), `lost` ({batch size: why}) and `seconds`.
+
+    Raises:
+        UserError: the file is damaged, or too few batch sizes could be measured.
+    """
+    began = time.monotonic()
+    deadline = began + QUICK_SECONDS / sharing if options.quick else math.inf
+    prober = Prober(config, options.seconds, deadline)
+    path = options.folder / f"{host}.json"
+    versions = machine.versions()
+    identity = machine.identify(host)
+    limit = machine.memory_limit_bytes()
+    if limit and identity.device != "cuda":  # there each rank has a GPU of its own
+        limit //= sharing
+    known = calibrations.read_calibration(path) if path.exists() else None
+    if known is not None and known.machine.device_name != identity.device_name:
+        say.line(f"{path.name} is of another machine, {known.machine.device_name}: measured anew")
+        known = None
+
+    def is_fresh(one: Curve | HostCalibration | None) -> bool:
+        return not options.refresh and one is not None and _is_fresh(one, versions, options.max_age_days)
+
+    curves = {curve.key: curve for curve in known.curves} if known else {}
+    wanted = {key.at_length(shape.sequence_length): shape for shape in shapes}
+    stale = {
+        one: shape
+        for one, shape in wanted.items()
+        if not is_fresh(curves.get(one)) or (curves[one].quick and not options.quick)
+    }
+    rates = {}
+    if known and known.gflops and is_fresh(known):
+        rates = known.model_dump(include={"gflops", "memory_bytes_per_second", "measured_at", "versions"})
+
+    sizes = ladder(options.largest or max(32, config.train.global_batch_size), 4 if options.quick else 2)
+    lost: dict[int, str] = {}
+    measured = 0
+    expected = (not rates) + len(stale) * (len(sizes) + 2 * options.rounds + 1)
+    with say.progress(f"calibrating {host}", expected) as advance:
+
+        def ask(what: str, kind: str, **request: Any) -> dict[str, Any] | str:
+            nonlocal measured
+            advance(what)
+            answer = prober.ask(kind, **request)
+            measured += isinstance(answer, dict)
+            return answer
+
+        for one, shape in stale.items():
+            row = asdict(shape)
+
+            def probe(size: int, counts: list[int], row: dict[str, Any] = row) -> dict[str, Any] | str:
+                what = f"{row['sequence_length']} tokens, micro-batch of {size}"
+                seconds = 2 * prober.seconds if 4 in counts else None  # a small difference of two small times
+                return ask(what, "step", seconds=seconds, batch_size=size, micro_batches=counts, **row)
+
+            # A part of the time is for what comes after the curve.
+            out_of_time = lambda: deadline - time.monotonic() < QUICK_SECONDS / sharing / 5  # noqa: E731
+            found = climb(probe, sizes, options.rounds, prober.seconds, limit, out_of_time)
+            lost |= found.lost
+            if len(found.answers) < 2:
+                why = "; ".join(f"micro-batch of {size}: {reason}" for size, reason in found.lost.items())
+                raise UserError(
+                    f"{host}: a curve needs 2 batch sizes, and {len(found.answers)} could be measured "
+                    f"({why}); try model.gradient_checkpointing=true or a smaller data.max_length"
+                )
+            speeds = ask("reference, generation", "passes", seconds=1.0, batch_size=found.best, **row)
+            if isinstance(speeds, str):
+                say.line(f"warning: the reference pass and generation could not be measured: {speeds}")
+            curves[one] = Curve(
+                points=tuple(found.points()),
+                key=one,
+                memory_limit_bytes=limit,
+                step_overhead_seconds=found.overhead_seconds,
+                gradient_bytes=next(iter(found.answers.values()))["gradient_bytes"],
+                quick=options.quick,
+                measured_at=calibrations.time_now(),
+                versions=versions,
+                note="; ".join(f"micro-batch of {size}: {reason}" for size, reason in found.lost.items()),
+                **(speeds if isinstance(speeds, dict) else {}),
+            )
+        if not rates:
+            answer = ask("matrix multiplication, memory", "machine", seconds=1.0)
+            if isinstance(answer, str):
+                say.line(f"warning: the machine's rates could not be measured: {answer}")
+            else:
+                rates = {**answer, "measured_at": calibrations.time_now(), "versions": versions}
+    links = known.links if known else ()
+    found_here = HostCalibration(machine=identity, curves=tuple(curves.values()), links=links, **rates)
+    calibrations.write_calibration(path, found_here)
+    return found_here, {"measured": measured, "lost": lost, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _is_fresh(one: Curve | HostCalibration, versions: Mapping[str, str], max_age_days: float) -> bool:
+    return calibrations.is_fresh(one.measured_at, one.versions, versions, max_age_days)
+
+
+@contextlib.contextmanager
+def alone_on_this_machine(folder: Path) -> Iterator[None]:
+    """Ranks that share a machine measure one after the other; who waits sleeps, and takes no core."""
+    from lib.sync import host_name
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{host_name()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# ---- All hosts ---------------------------------------------------------------------------------------------
+
+
+def measure_together(
+    config: Config,
+    found: HostCalibration,
+    key: CurveKey,
+    shape: Shape,
+    world: World,
+    hosts: Sequence[str],
+    backend: str,
+    options: argparse.Namespace,
+) -> HostCalibration:
+    """Adds the links, and how much longer this rank takes while all others work as well."""
+    import mlx.core as mx
+
+    from benchmarks.links import measure_links
+
+    links = measure_links(world, hosts, backend, options.quick)
+    again = {(link.backend, link.operation, link.peers) for link in links}
+    kept = [link for link in found.links if (link.backend, link.operation, link.peers) not in again]
+    curve = next(curve for curve in found.curves if curve.key == key)
+    best = curve.best_point
+    world.all_sum(mx.array(0.0), "all ranks, to start together")
+    prober = Prober(config, min(options.seconds, 3.0))
+    answer = prober.ask("step", batch_size=best.batch_size, micro_batches=[1], **asdict(shape))
+    if isinstance(answer, dict):
+        alone = best.seconds_median + curve.step_overhead_seconds
+        slowdown = float(np.median(answer["seconds"]["1"])) / alone
+        curve = curve.model_copy(update={"slowdown_together": slowdown})
+    curves = tuple(curve if one.key == key else one for one in found.curves)
+    return found.model_copy(update={"curves": curves, "links": (*kept, *links)})
+
+
+def verify(
+    config: Config,
+    every: Sequence[HostCalibration],
+    key: CurveKey,
+    shape: Shape,
+    world: World,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Runs steps of splits that no probe has run, and compares their time with the curves' prediction."""
+    import mlx.core as mx
+
+    from benchmarks.probe import batch_of, trainable_model
+    from lib.step import make_optimizer, make_step
+
+    curves = [next(curve for curve in one.curves if curve.key == key) for one in every]
+    peers = tuple(one.machine.host for one in every)
+    links = [link for one in every for link in one.links if link.peers == peers]
+    sync_seconds = max(k.seconds(curves[0].gradient_bytes or 0) for k in links if k.operation == "all_sum")
+    model = trainable_model(config)
+    optimizer = make_optimizer(config.train)
+    step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
+    rng = np.random.default_rng(options.seed)
+    measured = {point.batch_size for curve in curves for point in curve.points}
+    rows = []
+    for _ in range(6 if options.quick else 12):
+        splits = []
+        for curve in curves:  # 1 to 4 micro-batches, of sizes between the measured ones where there are any
+            most = min(curve.max_batch_size, max(2, config.train.global_batch_size // 2))
+            between = sorted({*range(1, most + 1)} - measured) or list(range(1, most + 1))
+            splits.append([int(size) for size in rng.choice(between, rng.integers(1, 5))])
+        computes = [float(c.seconds(np.array(sizes)).sum()) for c, sizes in zip(curves, splits, strict=True)]
+        predicted = max(computes) + max(c.step_overhead_seconds for c in curves) + sync_seconds
+        batches = [batch_of(size, asdict(shape), config, model) for size in splits[world.rank]]
+        step(0, 1, batches)
+        seconds = []
+        for _ in range(max(5, min(30, int(1.5 / predicted)))):
+            began = time.perf_counter()
+            step(0, 1, batches)
+            seconds.append(time.perf_counter() - began)
+        taken = np.zeros(world.size, np.float32)
+        taken[world.rank] = np.median(seconds)
+        actual = float(np.array(world.all_sum(mx.array(taken), "every rank's time of a step")).max())
+        rows.append(
+            {
+                "micro_batch_sizes": splits,
+                "predicted_seconds": predicted,
+                "measured_seconds": actual,
+                "error": predicted / actual - 1,
+            }
+        )
+    return rows
+
+
+# ---- What a person sees ------------------------------------------------------------------------------------
+
+
+class Voice:
+    """Rank 0 speaks; the others are silent."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        # mpirun gives its ranks a terminal even where its own output goes to a file.
+        terminal = False if world_size > 1 else None
+        self.console = Console(quiet=rank != 0, force_terminal=terminal, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
+        """Yields `advance(what comes next)`; a bar on a terminal, nothing elsewhere."""
+        shown = (TextColumn(title), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        hidden = not self.console.is_terminal
+        columns = (*shown, TextColumn("{task.description}"))
+        with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
+            task = bar.add_task("", total=total, completed=-1)
+            yield lambda what: bar.update(task, advance=1, description=what)
+
+    def host(self, one: HostCalibration, curve: Curve) -> None:
+        """The machine, and a row a batch size."""
+        rates = f"{one.gflops:,.0f} GFLOP/s, " if one.gflops else ""
+        room = f"{(curve.memory_limit_bytes or 0) / 1e9:.1f} GB for MLX"
+        chip = f"{one.machine.device_name} ({one.machine.device})"
+        self.line(f"{one.machine.host}: {chip}, {rates}{room}, {one.machine.os}")
+        table = Table(title=str(curve.key), title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for column in ("micro-batch", "seconds", "spread", "pairs/s", "peak memory", ""):
+            table.add_column(column, justify="right" if column else "left")
+        for point in curve.points:
+            remark = "does not fit" if point.batch_size > curve.max_batch_size else ""
+            table.add_row(
+                str(point.batch_size),
+                f"{point.seconds_median:.4f}",
+                f"{point.seconds_spread:.4f}",
+                f"{point.pairs_per_second:.1f}",
+                f"{(point.peak_memory_bytes or 0) / 1e9:.2f} GB",
+                "fastest" if point == curve.best_point else remark,
+            )
+        self.console.print(table)
+        parts = [f"each step {curve.step_overhead_seconds * 1e3:.1f} ms more"]
+        if curve.reference_pairs_per_second and curve.generation_tokens_per_second:
+            parts.append(f"reference pass {curve.reference_pairs_per_second:.1f} pairs/s")
+            parts.append(f"generation {curve.generation_tokens_per_second:.0f} tokens/s")
+        if curve.slowdown_together:
+            parts.append(f"{curve.slowdown_together:.2f} times as long while all ranks work")
+        self.line(", ".join(parts) + (f"; lost: {curve.note}" if curve.note else ""))
+
+
+def in_short(one: HostCalibration, curve: Curve, folder: Path) -> dict[str, Any]:
+    """What a program wants to know of a host."""
+    return {
+        **one.machine.model_dump(),
+        **one.model_dump(include={"gflops", "memory_bytes_per_second"}),
+        "optimal_batch_size": curve.best_point.batch_size,
+        "max_batch_size": curve.max_batch_size,
+        "pairs_per_second": curve.best_point.pairs_per_second,
+        **curve.model_dump(exclude={"source", "note"}),
+        "links": [link.model_dump(exclude={"transfers"}) for link in one.links],
+        "file": str(folder / f"{one.machine.host}.json"),
+    }
+
+
+# ---- The command line --------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's words.
+
+    Raises:
+        UserError: an option that does not exist, or a number that cannot be.
+    """
+    parser = settings.Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    quickstart = str(ROOT / "configs" / "quickstart.yaml")
+    add("--config", metavar="FILE", default=quickstart, help="whose model and data (default: the quickstart)")
+    add("overrides", nargs="*", metavar="key=value", help="settings that overrule the file")
+    add("--quick", action="store_true", help="fewer and shorter measurements: a minute a host at most")
+    add("--seconds", type=float, metavar="X", help="of measuring, a point (default: 10, quick 1)")
+    add("--rounds", type=int, metavar="N", help="of points beside the fastest (default: 3, quick 1)")
+    add("--largest", type=int, metavar="N", help="micro-batch (default: the global batch, at least 32)")
+    add("--length", metavar="N[,N]", help="tokens of a row, half of them prompt, instead of the data's")
+    add("--max-age-days", type=float, metavar="X", default=30.0, help="what is older is measured again")
+    add("--refresh", action="store_true", help="measure everything again")
+    add("--folder", type=Path, default=calibrations.FOLDER, help="of the hosts' files")
+    add("--verify", action="store_true", help="on several ranks: predictions against steps of other splits")
+    add("--seed", type=int, default=0, help="of the model's and the rows' random numbers")
+    options = parser.parse_intermixed_args(arguments)
+    options.seconds = (1.0 if options.quick else 10.0) if options.seconds is None else options.seconds
+    options.rounds = (1 if options.quick else 3) if options.rounds is None else options.rounds
+    try:
+        options.lengths = [int(word) for word in options.length.split(",")] if options.length else []
+    except ValueError:
+        raise UserError(f"--length {options.length}: expected whole numbers, e.g. 512,1024") from None
+    if not options.seconds > 0 or options.rounds < 0 or min(2, *options.lengths, options.largest or 2) < 2:
+        raise UserError("--seconds is above 0, --rounds at least 0, --length and --largest at least 2")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
+    launch = None
+    try:
+        options = parse(arguments)
+        launch = runtime.launch_environment()
+        runtime.prepare()
+        result = calibrate(options, launch)
+        if launch.rank == 0:
+            print(json.dumps(result))
+    except UserError as error:
+        if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, Any]:
+    """Measures each rank alone, then all together; shows and draws what is known of all hosts."""
+    from benchmarks import curves as pictures
+    from lib import model as models
+    from lib import sync
+
+    say = Voice(launch.rank, launch.size)
+    config = settings.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
+    shapes = shapes_of(config, options)
+    folder = models.resolve(config.model.path, config.model.revision)
+    key = calibrations.curve_key(config, folder, shapes[0].sequence_length)
+    host = sync.host_name() if launch.local_size == 1 else f"{sync.host_name()}-{launch.rank}"
+    with alone_on_this_machine(options.folder):
+        found, account = measure_host(config, host, shapes, key, options, say, launch.local_size)
+    every, checked = [found], []
+    if launch.size > 1:
+        world = sync.start(launch)
+        hosts = world.gather_text(host)
+        found = measure_together(config, found, key, shapes[0], world, hosts, str(launch.backend), options)
+        with world.agreeing("writing the calibration"):
+            calibrations.write_calibration(options.folder / f"{host}.json", found)
+        texts = world.gather_long_text(found.model_dump_json())
+        every = [HostCalibration.model_validate_json(text) for text in texts]
+        checked = verify(config, every, key, shapes[0], world, options) if options.verify else []
+    if launch.rank > 0:
+        return {}
+
+    own = [next(curve for curve in one.curves if curve.key == key) for one in every]
+    for one, curve in zip(every, own, strict=True):
+        say.host(one, curve)
+    for link in every[0].links:
+        rate = f"{link.latency_seconds * 1e6:.0f} us + {link.bandwidth_bytes_per_second / 1e9:.2f} GB/s"
+        say.line(f"{link.backend} {link.operation} of {', '.join(link.peers)}: {rate}")
+    for row in checked:
+        times = f"predicted {row['predicted_seconds']:.4f} s, took {row['measured_seconds']:.4f} s"
+        say.line(f"micro-batches {row['micro_batch_sizes']}: {times} ({row['error']:+.1%})")
+    files = sorted(options.folder.glob("*.json"))
+    elsewhere = [calibrations.read_calibration(path) for path in files if path.stem not in _names(every)]
+    published = list(calibrations.read_published().values())
+    drawn = pictures.draw([*every, *elsewhere], published, key, options.folder)
+    say.line(f"{options.folder / host}.json, {', '.join(map(str, drawn))}")
+    if not account["measured"]:
+        say.line("all of it was fresh: nothing was measured (--refresh does)")
+    result = {**in_short(found, own[0], options.folder), **account, "pictures": [str(path) for path in drawn]}
+    if len(every) > 1:
+        result["hosts"] = [in_short(*pair, options.folder) for pair in zip(every, own, strict=True)]
+    if checked:
+        result["splits"] = checked
+        result["median_error"] = float(np.median([abs(row["error"]) for row in checked]))
+    return result
+
+
+def _names(every: Sequence[HostCalibration]) -> set[str]:
+    return {one.machine.host for one in every}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What a message between ranks takes: `all_sum` as training calls it, and mpi4py's ping-pong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from lib.calibration import Link, Transfer, time_now
+from lib.sync import World
+
+SIZES = [2**exponent for exponent in range(10, 27, 2)]  # 1 kB to 64 MB
+QUICK_SIZES = [size for size in SIZES if size <= 2**22]
+
+
+def measure_links(world: World, hosts: Sequence[str], backend: str, quick: bool) -> list[Link]:
+    """The links that this rank is part of. hosts: one name a rank."""
+    links = [all_sum(world, hosts, backend, quick)]
+    if backend == "mpi":
+        links += ping_pong(world, hosts, quick)
+    return links
+
+
+def all_sum(world: World, hosts: Sequence[str], backend: str, quick: bool) -> Link:
+    """All ranks' `World.all_sum` of each size."""
+    transfers = []
+    for size in QUICK_SIZES if quick else SIZES:
+        array = mx.ones((size // 4,))
+        mx.eval(array)
+
+        def send(array: mx.array = array) -> None:
+            world.all_sum(array, "a message")
+
+        send()
+        # The mean over ranks, so that all repeat it equally often.
+        once = world.all_sum(mx.array(_seconds(send, 1)[0]), "the time of a message").item() / world.size
+        seconds = _seconds(send, max(3, min(50, int(0.2 / once))))
+        transfers.append(Transfer(bytes=size, seconds_median=float(np.median(seconds))))
+    return fit(transfers, backend=backend, peers=tuple(hosts))
+
+
+def ping_pong(world: World, hosts: Sequence[str], quick: bool) -> list[Link]:
+    """One way between rank 0 and each other rank, one pair of them after the other."""
+    from mpi4py import MPI  # after MLX, which has to be the one to initialise MPI
+
+    links = []
+    for other in range(1, world.size):
+        peer = {0: other, other: 0}.get(world.rank)
+        if peer is None:
+            continue
+        transfers = []
+        for size in QUICK_SIZES if quick else SIZES:
+            buffer = np.zeros(size, np.uint8)
+
+            def there_and_back(buffer: np.ndarray = buffer, peer: int = peer) -> None:
+                if world.rank == 0:
+                    MPI.COMM_WORLD.Send(buffer, peer)
+                MPI.COMM_WORLD.Recv(buffer, peer)
+                if world.rank != 0:
+                    MPI.COMM_WORLD.Send(buffer, peer)
+
+            there_and_back()
+            seconds = _seconds(there_and_back, 20 if size < 2**20 else 5)
+            transfers.append(Transfer(bytes=size, seconds_median=float(np.median(seconds)) / 2))
+        links.append(fit(transfers, backend="mpi", operation="ping_pong", peers=(hosts[0], hosts[other])))
+    return links
+
+
+def fit(transfers: Sequence[Transfer], **known: Any) -> Link:
+    """Latency: the smallest message's time. Bandwidth: the largest's bytes over what it takes longer."""
+    smallest, largest = transfers[0], transfers[-1]
+    longer = max(largest.seconds_median - smallest.seconds_median, 1e-9)
+    return Link(
+        latency_seconds=smallest.seconds_median,
+        bandwidth_bytes_per_second=(largest.bytes - smallest.bytes) / longer,
+        transfers=tuple(transfers),
+        measured_at=time_now(),
+        **known,
+    )
+
+
+def _seconds(send: Callable[[], None], times: int) -> list[float]:
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        send()
+        seconds.append(time.perf_counter() - began)
+    return seconds

@@ -1,0 +1,204 @@
+"""One measurement in a process of its own, so that running out of memory ends this process and no other.
+
+    python benchmarks/probe.py '{"kind": "machine", "seconds": 2}'
+
+benchmarks/calibrate.py asks, in JSON; the last line printed is the answer. What is timed is what training
+runs: the same step, reference pass and model, on rows of random tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lib import runtime  # noqa: E402
+
+runtime.prepare()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+
+from lib import losses, scoring  # noqa: E402
+from lib import model as models  # noqa: E402
+from lib.config import Config, UserError  # noqa: E402
+from lib.data import Batch, Dataset, Example, collate  # noqa: E402
+from lib.forward import cannot_share_prompts, length_multiple  # noqa: E402
+from lib.step import make_optimizer, make_step  # noqa: E402
+from lib.sync import World  # noqa: E402
+
+ENOUGH = 0.01  # of the median: its standard error, where measuring stops
+LEAST_ROUNDS = 5
+
+
+def measure(runs: dict[int, Callable[[], Any]], seconds: float) -> dict[int, list[float]]:
+    """Seconds of each run, taken in turn, so that a slow moment hits all alike.
+
+    Every run is warmed up; rounds go on until the medians are certain to ENOUGH, or the time is up.
+    """
+    started = time.perf_counter()
+    for run in runs.values():
+        run()  # loads, compiles
+        if time.perf_counter() - started < seconds / 4:
+            run()
+    times: dict[int, list[float]] = {name: [] for name in runs}
+    started = time.perf_counter()
+    while not _certain(times) and (time.perf_counter() - started < seconds or not all(times.values())):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - began)
+    return times
+
+
+def _certain(times: dict[int, list[float]]) -> bool:
+    for taken in times.values():
+        if len(taken) < LEAST_ROUNDS:
+            return False
+        low, median, high = np.percentile(taken, [25, 50, 75])
+        # Normally distributed: sigma = (high - low) / 1.35, and the median's error is 1.25 sigma / sqrt(n).
+        if 1.25 * (high - low) / 1.35 / np.sqrt(len(taken)) > ENOUGH * median:
+            return False
+    return True
+
+
+def examples(count: int, request: dict[str, Any], config: Config) -> list[Example]:
+    """Rows of random tokens: `prompt_tokens`, and one completion for each of `completion_tokens`."""
+    rng = np.random.default_rng(config.train.seed)
+    vocab_size = models.vocabulary(config.model)["vocab_size"] or 256
+
+    def ids(length: int) -> np.ndarray:
+        return rng.integers(0, vocab_size, length, dtype=np.int32)
+
+    return [
+        Example(row, ids(request["prompt_tokens"]), tuple(map(ids, request["completion_tokens"])))
+        for row in range(count)
+    ]
+
+
+def batch_of(
+    count: int, request: dict[str, Any], config: Config, model: nn.Module
+) -> tuple[Batch, np.ndarray | None]:
+    """A micro-batch as training makes it, and log-probabilities as a reference gives them."""
+    share = config.data.shared_prompts and not cannot_share_prompts(model)
+    batch = collate(examples(count, request, config), length_multiple(config.data), share)
+    reference = np.zeros((count, 2), np.float32) if losses.needs_reference(config.train.loss) else None
+    return batch, reference
+
+
+def trainable_model(config: Config) -> nn.Module:
+    """The model as a run trains it."""
+    model = models.load(config.model, config.train.seed)
+    models.make_trainable(model, config.model, config.train.seed)
+    return model
+
+
+def step(request: dict[str, Any]) -> dict[str, Any]:
+    """Steps of several numbers of micro-batches.
+
+    Returns:
+        seconds: {number of micro-batches: [...]}; peak_memory_bytes; gradient_bytes, summed over ranks.
+    """
+    config = Config.model_validate(request["config"])
+    model = trainable_model(config)
+    optimizer = make_optimizer(config.train)
+    take_step = make_step(model, optimizer, config.train, World(), dropout=config.model.dropout > 0)
+    batch = batch_of(request["batch_size"], request, config, model)
+    peaks = []
+
+    def run(micro_batches: int) -> None:
+        peaks.append(take_step(0, 1, [batch] * micro_batches).peak_memory_bytes)
+
+    times = measure({count: partial(run, count) for count in request["micro_batches"]}, request["seconds"])
+    gradients = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+    return {"seconds": times, "peak_memory_bytes": max(peaks), "gradient_bytes": 4 * gradients}  # as float32
+
+
+def passes(request: dict[str, Any]) -> dict[str, Any]:
+    """The reference pass and greedy generation: reference_pairs_per_second, generation_tokens_per_second."""
+    from mlx_lm.generate import generate_step
+
+    config = Config.model_validate(request["config"])
+    model = trainable_model(config)
+    rows = examples(request["batch_size"], request, config)
+    pieces = [piece for row in rows for piece in (row.prompt_ids, *row.completions)]
+    bounds = np.cumsum([0, *map(len, pieces)])
+    dataset = Dataset("random tokens", config.record_kind, "", 0, [], "", np.concatenate(pieces), bounds)
+
+    def reference() -> None:
+        scoring.dataset_logps(model, dataset, World(), [1], request["batch_size"], config.data)
+
+    count = 16
+    prompt = mx.array(rows[0].prompt_ids)
+    tokens_seconds: list[float] = []
+
+    def generate() -> None:
+        model.eval()
+        began = time.perf_counter()
+        for index, _ in enumerate(generate_step(prompt, model, max_tokens=count)):
+            if index == 0:  # the prompt's pass
+                began = time.perf_counter()
+        tokens_seconds.append((time.perf_counter() - began) / (count - 1))
+
+    seconds = measure({0: reference}, request["seconds"] / 2)[0]
+    measure({0: generate}, request["seconds"] / 2)
+    return {
+        "reference_pairs_per_second": len(rows) / float(np.median(seconds)),
+        "generation_tokens_per_second": 1 / float(np.median(tokens_seconds)),
+    }
+
+
+def machine(request: dict[str, Any]) -> dict[str, Any]:
+    """Matrix multiplication and copying: {"gflops", "memory_bytes_per_second"}."""
+    dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16  # the fast type there
+    seconds = request["seconds"] / 3
+
+    def rate(width: int, seconds: float) -> float:
+        a, b = (mx.random.normal((width, width)).astype(dtype) for _ in range(2))
+        mx.eval(a, b)
+        chain = 4  # products in one evaluation, so that starting it weighs little
+
+        def multiply() -> None:
+            mx.eval([a @ (b + i) for i in range(chain)])
+
+        return 2 * width**3 * chain / float(np.median(measure({0: multiply}, seconds)[0]))
+
+    width = 512
+    guess = rate(width, seconds)
+    while width < 8192 and 8 * (2 * width) ** 3 < guess * seconds / 4:
+        width *= 2
+    flops = max(guess, rate(width, seconds))
+
+    if mx.default_device() == mx.cpu:  # in place: MLX would measure the system's handing out of new pages
+        source = np.ones(2**25, np.float32)
+        target = np.empty_like(source)
+        copied, size = measure({0: lambda: np.copyto(target, source)}, seconds)[0], source.nbytes
+    else:
+        array = mx.zeros((2**28,), mx.float32)
+        mx.eval(array)
+        copied, size = measure({0: lambda: mx.eval(array + 1)}, seconds)[0], array.nbytes
+    return {"gflops": flops / 1e9, "memory_bytes_per_second": 2 * size / float(np.median(copied))}
+
+
+def main() -> int:
+    request = json.loads(sys.argv[1])
+    try:
+        answer = {"step": step, "passes": passes, "machine": machine}[request["kind"]](request)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
