@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lib.sync import World
 
 QUICKSTART = "configs/quickstart.yaml"
+PREFETCHED = 2  # batches made ahead of the step
 
 
 class Stopped(RuntimeError):
@@ -70,7 +71,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.data import collate, load_dataset, padded_lengths, prefetch
     from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.performance import PerformanceTracker, rewind
-    from lib.plan import make_plan
+    from lib.schedule import Schedule, first_plan
     from lib.step import make_optimizer, make_step
 
     launched = time.perf_counter()
@@ -92,9 +93,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
     hosts = world.gather_text(sync.host_name())
-    with world.agreeing("planning"):
-        plan = make_plan(config, hosts)
-    shares = plan.shares
+    multiple = forward.length_multiple(config.data)
+    padded = padded_lengths(data.lengths, config.data.length_multiple or 64)  # the same on every rank, whatever its device
+    plan = first_plan(config, world, hosts, padded)
+    schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1)
     report.show_run(say, config, plan, data, valid, steps)
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
@@ -102,9 +104,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     with world.agreeing("loading the model"):
         model = models.load(config.model, config.train.seed, lazy=dry_run)
         models.make_trainable(model, config.model, config.train.seed)
+        if plan.gradient_checkpointing:
+            models.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
-    multiple = forward.length_multiple(config.data)
     alone = forward.cannot_share_prompts(model) if config.data.shared_prompts and not dry_run else None
     if alone:
         say.line(f"prompts run once for each completion: {alone}")
@@ -134,7 +137,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             with world.agreeing("loading the reference"):
                 judge = model if config.model.reference == "initial" else models.load_reference(config.model, config.train.seed)
             with say.counting(f"reference log-probabilities of the {name} pairs", len(dataset)) as done:
-                logps = scoring.dataset_logps(judge, dataset, world, shares, config.evaluate.batch_size, config.data, done)
+                logps = scoring.dataset_logps(judge, dataset, world, plan.shares, config.evaluate.batch_size, config.data, done)
             with world.agreeing("keeping the reference's log-probabilities"):
                 scoring.keep_logps(cache, key, logps, world)
         return logps
@@ -151,6 +154,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 progress = checkpoint.restore(newest, model, optimizer, data.digest)
         progress = checkpoint.Progress(**json.loads(world.broadcast_text(json.dumps(dataclasses.asdict(progress)))))
         checkpoint.share(world, model, optimizer)
+        if progress.schedule and not schedule.restore(progress.schedule):
+            say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         with world.agreeing("going back in the logs"):
             if world.rank == 0 or hosts[world.rank] != hosts[0]:  # once on every host that has its own disk
                 for log in sorted((folder / "logs").glob("rank-*.jsonl")):
@@ -163,18 +168,19 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     tracker.record("start", **report.provenance(), resumed_from_step=progress.step if resume else None, config=config.model_dump(mode="json"), plan=plan.to_dict())
     take_step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
 
-    def batches() -> Iterator[tuple[int, Position, int, list[int], list[Any]]]:
-        """Every step that is left: its epoch, the position after it, its pairs, and this rank's part of them."""
-        position, padded = Position(progress.epoch, progress.cursor), padded_lengths(data.lengths, multiple)
-        order, epoch = None, -1
-        for _ in range(progress.step, steps):
+    def batches() -> Iterator[tuple[int, Position, int, list[int], list[int], list[Any]]]:
+        """Every step that is left: its epoch, the position after it, its pairs, every rank's tokens, and this rank's part."""
+        position, order, epoch = Position(progress.epoch, progress.cursor), None, -1
+        for step in range(progress.step + 1, steps + 1):
             if position.epoch != epoch:
                 epoch = position.epoch
                 order = epoch_order(data.lengths, config.train.seed, epoch, batch_size, config.data.length_window)
             rows = global_batch(order, position, batch_size)
-            own = deal(rows, padded, [rank.micro_batch_sizes for rank in plan.ranks])[world.rank]
+            dealt = deal(rows, padded, [rank.micro_batch_sizes for rank in schedule.at(step).ranks])
+            tokens = [sum(len(part) * int(padded[part].max()) for part in parts) for parts in dealt]
+            own = dealt[world.rank]
             position = advance(position, len(rows), len(data))
-            yield epoch, position, len(rows), [int(row) for part in own for row in part], [
+            yield epoch, position, len(rows), tokens, [int(row) for part in own for row in part], [
                 (collate([data[row] for row in part.tolist()], multiple, config.data.shared_prompts and not alone), None if reference is None else reference[part])
                 for part in own
             ]
@@ -183,7 +189,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         """Held-out metrics and greedy answers, over all ranks; recorded and printed."""
         values: dict[str, float | None] = {}
         if valid is not None:
-            values |= evaluate.metrics_of(valid, evaluate.policy_logps(model, valid, config, world, shares), valid_reference, config)
+            values |= evaluate.metrics_of(valid, evaluate.policy_logps(model, valid, config, world, schedule.at(step + 1).shares), valid_reference, config)
         if questions:
             values["exact_match"] = evaluate.exact_match(model, tokenizer, questions, config, world)
         if values:
@@ -196,7 +202,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         checkpoint.share(world, model, optimizer)
         with world.agreeing(f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"):
             if world.rank == 0:
-                path = checkpoint.save(folder / "checkpoints", progress, model, optimizer, config, plan.to_dict())
+                path = checkpoint.save(folder / "checkpoints", progress, model, optimizer, config, schedule.at(progress.step + 1).to_dict())
                 checkpoint.prune(folder / "checkpoints", config.checkpoint.keep, progress.best_step)
                 tracker.record("checkpoint", step=step, path=str(path))
 
@@ -204,12 +210,14 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         progress.before = evaluate_now(0)
         evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "before")
     latest = evaluate_now(steps) if progress.step >= steps else progress.before
-    with contextlib.closing(prefetch(batches(), depth=2)) as upcoming, say.training(progress.step, steps) as show:
-        for epoch, position, pairs, rows, micro_batches in upcoming:
+    with contextlib.closing(prefetch(batches(), PREFETCHED)) as upcoming, say.training(progress.step, steps) as show:
+        for epoch, position, pairs, tokens, rows, micro_batches in upcoming:
             step, began = progress.step + 1, time.perf_counter()
             result = take_step(progress.step, steps, micro_batches)
             seconds = time.perf_counter() - began
             progress.count(step, position, pairs, result.tokens, seconds, result.skipped)
+            changed = schedule.observe(step, tokens, result.compute_seconds)
+            progress.schedule = schedule.state(step)
             tracker.log_batch(
                 step,
                 len(rows),
@@ -220,6 +228,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 rows=rows,
             )
             show(step, f"{report.describe(result.means)}  {pairs / seconds:.1f} pairs/s")
+            if changed is not None:
+                tracker.record("plan", step=step, first_step=step + schedule.lead, shares_before=schedule.at(step).shares, **changed.to_dict())
+                say.line(f"step {step}: from step {step + schedule.lead} on shares {' + '.join(map(str, changed.shares))}: {changed.reason}", "bold")
             if result.skipped:
                 say.warning(f"step {step}: loss or gradient is not finite; update {progress.skipped_in_row} in a row left out")
                 if progress.skipped_in_row >= config.train.max_skipped_steps:

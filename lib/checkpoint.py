@@ -46,6 +46,7 @@ class Progress:
     best_step: int | None = None
     best_loss: float | None = None
     before: dict[str, float | None] = field(default_factory=dict)  # the evaluation before the first step
+    schedule: dict[str, Any] = field(default_factory=dict)  # the plans in force and to come, as lib/schedule.py keeps them
 
     def count(self, step: int, position: Position, pairs: int, tokens: int, seconds: float, skipped: bool) -> None:
         """Adds one step."""

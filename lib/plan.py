@@ -8,17 +8,19 @@ machines do alone, R_i = max over b of b / tau_i(b).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from lib.calibration import MEMORY_HEADROOM, Curve
+from lib.calibration import MEMORY_HEADROOM, Curve, CurveChoice, CurveKey, HostCalibration, choose_curves
 from lib.config import Config, UserError
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
+SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What one way to run would give."""
+
+    strategy: str
+    hosts: tuple[str, ...]
+    step_seconds: float
+    efficiency: float  # over the sum of what all hosts of the run do alone
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
 class ClusterPlan:
     """Every rank's part, what it is predicted to give, and why it was chosen."""
 
@@ -43,6 +56,10 @@ class ClusterPlan:
     sync_seconds: float  # of one step; a single host needs none
     reason: str
     warnings: tuple[str, ...] = ()
+    curves: tuple[Curve | None, ...] = field(default=(), repr=False)  # what the predictions rest on
+    calibrated: bool = False  # curves of this very model on every host: their seconds are this run's
+    gradient_checkpointing: bool = False  # chosen because one pair does not fit without
+    predictions: tuple[Prediction, ...] = ()
 
     @property
     def shares(self) -> list[int]:
@@ -56,10 +73,11 @@ class ClusterPlan:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """The slowest rank's compute, then the sync."""
+        """The slowest rank's compute, then the sync, then the slowest update."""
         computes = [plan.predicted_compute_seconds for plan in self.ranks]
         known = [seconds for seconds in computes if seconds is not None]
-        return max(known) + self.sync_seconds if len(known) == len(computes) else None
+        updates = [curve.step_overhead_seconds for curve in self.curves if curve]
+        return max(known) + self.sync_seconds + max(updates, default=0.0) if len(known) == len(computes) else None
 
     @property
     def predicted_pairs_per_second(self) -> float | None:
@@ -94,9 +112,9 @@ class ClusterPlan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for plan.json."""
+        """Everything but the curves, for plan.json."""
         return {
-            **asdict(self),
+            **{name: value for name, value in asdict(replace(self, curves=())).items() if name != "curves"},
             "shares": self.shares,
             "predicted_step_seconds": self.predicted_step_seconds,
             "predicted_pairs_per_second": self.predicted_pairs_per_second,
@@ -207,6 +225,221 @@ def plan_cluster(
         sync_seconds=0.0 if alone else sync_seconds,
         reason=reason,
         warnings=tuple(warnings),
+        curves=tuple(curves),
+    )
+
+
+def with_micro_batches(
+    plan: ClusterPlan, micro_batch_sizes: Sequence[Sequence[int]], reason: str
+) -> ClusterPlan:
+    """The same hosts with other work, as a checkpoint keeps it."""
+    ranks = [
+        replace(
+            rank,
+            share=sum(sizes),
+            micro_batch_sizes=tuple(sizes),
+            predicted_compute_seconds=float(curve.seconds(np.array(sizes)).sum()) if curve else None,
+        )
+        for rank, sizes, curve in zip(plan.ranks, micro_batch_sizes, plan.curves, strict=True)
+    ]
+    return replace(plan, ranks=tuple(ranks), reason=reason, warnings=(), predictions=())
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From what is known of the hosts
+
+
+def plan_run(
+    config: Config,
+    hosts: Sequence[str],
+    calibrations: Sequence[HostCalibration | None],
+    key: CurveKey,
+    *,
+    longest: int,
+    backend: str,
+    versions: Mapping[str, str],
+    device_names: Sequence[str] | None = None,
+    published: Sequence[HostCalibration] = (),
+) -> ClusterPlan:
+    """The plan of a run from every host's calibration, with the predictions of the ways to run it.
+
+    Args:
+        hosts, calibrations, device_names: one a rank.
+        key: its sequence length is a typical row's, for the time; `longest` is the longest row's, for the memory.
+        backend: that carries the gradients.
+
+    Raises:
+        UserError: as make_plan and choose_curves.
+    """
+    calibrations, warnings = _at_work_together(hosts, calibrations)
+
+    def choose(key: CurveKey) -> CurveChoice:
+        choice, of_longest = (
+            choose_curves(
+                hosts,
+                calibrations,
+                key.at_length(length),
+                versions=versions,
+                device_names=device_names,
+                published=published,
+                require_calibration=config.plan.require_calibration,
+            )
+            for length in (key.sequence_length, longest)
+        )
+        if choice.curves is None or of_longest.curves is None:
+            return choice
+        pairs = zip(choice.curves, of_longest.curves, strict=True)
+        return replace(choice, curves=tuple(_with_memory_of(curve, other) for curve, other in pairs))
+
+    def planned() -> ClusterPlan:
+        return make_plan(config, hosts, choice.curves, _sync_seconds(calibrations, backend, choice.curves or ()))
+
+    choice = choose(key)
+    checkpointed = False
+    try:
+        plan = planned()
+    except UserError as too_large:
+        # Dropout is the one thing that MLX's gradient checkpointing gets wrong.
+        if config.model.gradient_checkpointing is not None or config.model.dropout:
+            raise
+        key = key.model_copy(update={"gradient_checkpointing": True})
+        choice = choose(key)
+        if not _measured_for(key, choice):
+            raise
+        plan = planned()
+        checkpointed = True
+        warnings = (*warnings, f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without")
+
+    reason = plan.reason
+    if choice.curves is None:
+        reason = choice.reason if plan.reason.startswith("equal shares") else f"{plan.reason}; {choice.reason}"
+    elif config.plan.shares is None:
+        reason = f"{plan.reason} ({choice.reason})"
+    if len(hosts) == 1 and choice.curves is None:
+        reason = f"{plan.reason}, in micro-batches of {DEFAULT_MICRO_BATCH_SIZE} at most: no calibration"
+    priced = [config.cost.watts, config.cost.rent_per_hour]
+    strangers = {name for prices in priced if isinstance(prices, dict) for name in prices} - set(hosts)
+    if strangers:
+        warnings = (*warnings, f"cost: no host of this run is called {_listed(sorted(strangers))}")
+    plan = replace(
+        plan,
+        reason=reason,
+        warnings=(*warnings, *choice.warnings, *plan.warnings),
+        calibrated=_measured_for(key, choice),
+        gradient_checkpointing=checkpointed,
+    )
+    return replace(plan, predictions=_predict(plan, _sync_seconds(calibrations, backend, plan.curves)))
+
+
+def _measured_for(key: CurveKey, choice: CurveChoice) -> bool:
+    return choice.curves is not None and all(
+        curve.key is not None and curve.key.at_length(key.sequence_length) == key for curve in choice.curves
+    )
+
+
+def _at_work_together(
+    hosts: Sequence[str], calibrations: Sequence[HostCalibration | None]
+) -> tuple[list[HostCalibration | None], tuple[str, ...]]:
+    """Curves as they are when all ranks work: slower by what was measured, else by the ranks that share a machine.
+
+    A rank's own file (HOST-0.json, ...; its machine is not called HOST) stands as it is. On CUDA every rank has
+    a GPU of its own.
+    """
+    if len(hosts) == 1:
+        return list(calibrations), ()
+    ranks_of = Counter(hosts)
+    together: list[HostCalibration | None] = []
+    warnings = []
+    for host, calibration in zip(hosts, calibrations, strict=True):
+        if calibration is not None:
+            own = calibration.machine.host != host or calibration.machine.device == "cuda"
+            sharing = 1 if own else ranks_of[host]
+            curves = [slower(curve, curve.slowdown_together or sharing, sharing) for curve in calibration.curves]
+            calibration = calibration.model_copy(update={"curves": tuple(curves)})
+            if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
+                warnings.append(
+                    f"{sharing} ranks share {host}, which was measured for one: each is taken to have 1/{sharing} of "
+                    f"its speed and memory; files {host}-0.json, {host}-1.json, ... would say what each has"
+                )
+        together.append(calibration)
+    return together, tuple(dict.fromkeys(warnings))
+
+
+def slower(curve: Curve, factor: float, ranks_sharing_memory: int = 1) -> Curve:
+    """The curve of a host that takes `factor` times as long."""
+    points = [
+        point.model_copy(
+            update={
+                "seconds_median": point.seconds_median * factor,
+                "seconds_spread": point.seconds_spread * factor,
+                "pairs_per_second": point.pairs_per_second / factor,
+            }
+        )
+        for point in curve.points
+    ]
+    limit = curve.memory_limit_bytes and curve.memory_limit_bytes // ranks_sharing_memory
+    return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": limit})
+
+
+def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
+    """The curve's times, with the peak memory and the limit of the longest rows' curve."""
+    if longest.memory_limit_bytes is None or longest.points[0].peak_memory_bytes is None:
+        return curve
+    sizes = np.array([point.batch_size for point in longest.points], dtype=np.float64)
+    peaks = np.array([point.peak_memory_bytes for point in longest.points], dtype=np.float64)
+    a_pair_more = (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0])
+    points = []
+    for point in curve.points:
+        beyond = max(0.0, point.batch_size - sizes[-1])
+        peak = float(np.interp(point.batch_size, sizes, peaks)) + beyond * max(0.0, a_pair_more)
+        points.append(point.model_copy(update={"peak_memory_bytes": int(peak)}))
+    return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes})
+
+
+def _sync_seconds(
+    calibrations: Sequence[HostCalibration | None], backend: str, curves: Sequence[Curve | None]
+) -> float:
+    """One sum of the gradients over the slowest link; 0 for a single host, and where nothing was measured."""
+    size = max((curve.gradient_bytes or 0 for curve in curves if curve), default=0)
+    links = [link for c in calibrations if c for link in c.links if link.backend == backend]
+    return max((link.seconds(size) for link in links if link.operation == "all_sum"), default=0.0) * (len(curves) > 1)
+
+
+def _predict(plan: ClusterPlan, sync_seconds: float) -> tuple[Prediction, ...]:
+    """The chosen plan, equal shares, and the fastest hosts each alone; nothing without curves."""
+    solo = plan.solo_sum_pairs_per_second
+    if solo is None or plan.predicted_step_seconds is None:
+        return ()
+    hosts = [rank.host for rank in plan.ranks]
+    batch = plan.global_batch_size
+
+    def prediction(name: str, names: Sequence[str], seconds: float, chosen: bool = False) -> Prediction:
+        return Prediction(name, tuple(names), seconds, batch / seconds / solo, chosen)
+
+    alone = [
+        prediction(
+            f"{rank.host} alone" if hosts.count(rank.host) == 1 else f"rank {rank.rank} ({rank.host}) alone",
+            [rank.host],
+            plan_cluster([rank.host], batch, curves=[plan.curves[rank.rank]]).predicted_step_seconds or 0.0,
+        )
+        for rank in sorted(plan.ranks, key=lambda rank: -(rank.solo_pairs_per_second or 0.0))[:SHOWN_ALONE]
+    ]
+    if len(hosts) == 1:
+        return (replace(alone[0], chosen=True),)
+    equal = plan_cluster(
+        hosts,
+        batch,
+        shares=equal_shares(batch, len(hosts)),
+        curves=plan.curves,
+        sync_seconds=sync_seconds,
+    )
+    working = [rank.host for rank in plan.ranks if rank.share]
+    together = prediction(f"{plan.strategy}, {' + '.join(map(str, plan.shares[:SHOWN_ALONE]))}"
+                          + (" + ..." if len(hosts) > SHOWN_ALONE else ""), working, plan.predicted_step_seconds, True)
+    return (
+        together,
+        prediction(f"{plan.strategy}, equal shares", hosts, equal.predicted_step_seconds or 0.0),
+        *alone,
     )
 
 

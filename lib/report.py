@@ -25,7 +25,7 @@ from rich.text import Text
 from lib import checkpoint
 from lib.config import Config
 from lib.data import Dataset
-from lib.performance import read_records
+from lib.performance import hosts_cost, read_records
 from lib.plan import ClusterPlan
 from lib.sync import World
 
@@ -38,6 +38,8 @@ class Report:
         plain = False if world.size > 1 else None
         # Without a terminal rich would wrap at 80 columns, in the middle of what a log reader greps for.
         self.console = Console(quiet=world.rank != 0, force_terminal=plain, highlight=False, soft_wrap=True)
+        if not self.console.is_terminal:
+            self.console.width = 160
         self.log_every = log_every
 
     def line(self, text: str, style: str | None = None) -> None:
@@ -125,6 +127,8 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
     say.facts(f"run {config.run.name}", rows)
     if len(plan.ranks) > 1:
         say.table("plan", list(plan.rows()[0]), [list(row.values()) for row in plan.rows()])
+    if plan.predictions:
+        _show_predictions(say, config, plan, steps)
     for warning in plan.warnings:
         say.warning(warning)
     for dataset in (data, valid):
@@ -132,6 +136,27 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
             say.warning(f"{dataset.path}: {dataset.truncated_count} of {len(dataset)} rows cut to data.max_length={config.data.max_length} tokens")
         if dataset is not None and dataset.skipped:
             say.warning(f"{dataset.path}: {len(dataset.skipped)} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}" + (" ..." if len(dataset.skipped) > 5 else ""))
+
+
+def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int) -> None:
+    """What each way to run would give; its time and cost only where they were measured with this model."""
+    columns = ["predicted", "efficiency", "step s", "pairs/s", "in all", "kWh", "cost"]
+    rows = []
+    for way in plan.predictions:
+        seconds = steps * way.step_seconds
+        row = [f"{'➜' if way.chosen else ' '} {way.strategy}", f"{way.efficiency:.0%}"]
+        row += [f"{way.step_seconds:.3g}", f"{plan.global_batch_size / way.step_seconds:.3g}", _duration(seconds)]
+        cost = hosts_cost(way.hosts, seconds, config.cost)
+        rows.append([*row, f"{cost['energy_kwh']:.3g}", f"{cost['cost']:.2f}"] if cost else row)
+    width = min(map(len, rows)) if plan.calibrated else 2
+    say.table("ways to run it", columns[:width], [row[:width] for row in rows])
+
+
+def _duration(seconds: float) -> str:
+    """E.g. "41 s", "12 min", "3.4 h"."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def show_model(say: Report, config: Config, model: nn.Module) -> None:
@@ -168,6 +193,7 @@ def provenance() -> dict[str, Any]:
 def summarise(config: Config, plan: ClusterPlan, progress: checkpoint.Progress, after: dict[str, float | None], wall_seconds: float) -> dict[str, Any]:
     """The final figures, as summary.json holds them; held-out ones where there is held-out data."""
     keys = ("loss", "reward_accuracy", "reward_margin", "kl")
+    speed = progress.pairs / progress.seconds if progress.seconds else 0.0
     return {
         "name": config.run.name,
         "model": config.model.path,
@@ -178,9 +204,10 @@ def summarise(config: Config, plan: ClusterPlan, progress: checkpoint.Progress, 
         "tokens": progress.tokens,
         "seconds": progress.seconds,
         "wall_seconds": wall_seconds,
-        "pairs_per_second": progress.pairs / progress.seconds if progress.seconds else 0.0,
+        "pairs_per_second": speed,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
-        "efficiency": None,
+        "efficiency": speed / plan.solo_sum_pairs_per_second if plan.calibrated and plan.solo_sum_pairs_per_second else None,
+        "cost": hosts_cost([rank.host for rank in plan.ranks], wall_seconds, config.cost),
         **{key: after.get(key) for key in keys},
         **{f"{key}_before": progress.before.get(key) for key in keys},
         "exact_match_before": progress.before.get("exact_match"),
@@ -201,6 +228,11 @@ def show_end(say: Report, folder: Path, summary: dict[str, Any]) -> None:
     if rows:
         say.table("held out", ["", "before", "after"], rows)
     say.line(f"{summary['steps']:,} steps, {summary['pairs']:,} pairs in {summary['seconds']:.1f} s: {summary['pairs_per_second']:.1f} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s")
+    if summary["efficiency"] is not None:
+        say.line(f"efficiency {summary['efficiency']:.1%} of what the hosts do alone, added up")
+    if cost := summary["cost"]:
+        for host in [*cost["hosts"], {"host": "all hosts", **cost}] if len(cost["hosts"]) > 1 else cost["hosts"]:
+            say.line(f"cost of {host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, together {host['cost']:.2f}")
     say.line(f"adapter, summary and curves: {folder}")
     say.line(f"try it: python -m mlx_lm generate --model {summary['model']} --adapter-path {folder} --prompt ...")
     say.line(json.dumps(summary))

@@ -39,6 +39,7 @@ class World:
     group: Any = None
     stream: Any = None
     timeout_seconds: float = 600.0
+    backend: str = ""
 
     def all_sum(self, array: mx.array, what: str) -> mx.array:
         """The sum over all ranks, evaluated. `what` names the wait if it never ends."""
@@ -92,6 +93,19 @@ class World:
         slots[self.rank, : len(encoded)] = list(encoded)
         gathered = np.array(self.all_sum(mx.array(slots), what))
         return [bytes(row[row > 0].astype(np.uint8)).decode(errors="replace") for row in gathered]
+
+    def gather_long_text(self, text: str, what: str = "a text from every rank") -> list[str]:
+        """Every rank's text, whole, in rank order."""
+        if self.size == 1:
+            return [text]
+        encoded = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.zeros(self.size, np.int32)
+        sizes[self.rank] = len(encoded)
+        ends = np.cumsum(np.array(self.all_sum(mx.array(sizes), what)))
+        flat = np.zeros(max(int(ends[-1]), 1), np.int32)
+        flat[ends[self.rank] - len(encoded) : ends[self.rank]] = encoded
+        gathered = bytes(np.array(self.all_sum(mx.array(flat), what)).astype(np.uint8))
+        return [gathered[start:end].decode() for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's text, whole, on every rank."""
@@ -163,7 +177,7 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     if launch.size == 1:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
-    world = World(launch.rank, launch.size, None, stream, timeout_seconds)
+    world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
         group = mx.distributed.init(backend=launch.backend, strict=True)
     if group.size() != launch.size or group.rank() != launch.rank:
@@ -171,7 +185,7 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
             f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees rank {group.rank()} of "
             f"{group.size()}; is the MPI that launched this the one in MLX_MPI_LIBNAME ({os.environ.get('MLX_MPI_LIBNAME', 'unset')})?"
         )
-    return World(launch.rank, launch.size, group, stream, timeout_seconds)
+    return World(launch.rank, launch.size, group, stream, timeout_seconds, launch.backend or "")
 
 
 def host_name() -> str:

@@ -11,7 +11,7 @@ from tests.tiny import ROOT
 FLOORS = [
     {"config", "records", "calibration", "performance", "runtime", "hostfile", "machine"},
     {"plan", "data", "order", "model", "losses", "sync", "forward", "lora"},
-    {"step", "scoring", "checkpoint"},
+    {"step", "schedule", "scoring", "checkpoint"},
     {"evaluate", "report", "dashboard", "server"},
 ]
 

@@ -69,6 +69,7 @@ def settings(folder: Path, rows: int = 21, **changes: Any) -> list[str]:
         "train.global_batch_size": 8,
         "train.learning_rate": "1e-3",
         "run.dir": folder / "runs",
+        "plan.calibration_dir": folder / "calibration",
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
     return [f"{key}={value}" for key, value in values.items()]
