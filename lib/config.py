@@ -13,6 +13,7 @@ import functools
 import hashlib
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
-RESUMABLE = ("plan.", "cost.", "sync.", "checkpoint.", "evaluate.", "run.log_every", "strategy", "train.steps", "train.epochs")
+RESUMABLE: tuple[str, ...] = ("plan.", "cost.", "sync.", "checkpoint.", "evaluate.", "run.log_every", "strategy", "train.steps", "train.epochs")
 RESUMABLE += ("train.compile", "train.max_skipped_steps", "model.gradient_checkpointing", "run.dir", "run.name")
 
 
@@ -273,7 +274,7 @@ class Config(_Section):
         return "sft" if self.train.loss == "sft" else "preference"
 
 
-def load(path: Path | str | None, overrides: list[str] = (), base: dict[str, Any] | None = None) -> Config:
+def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str, Any] | None = None) -> Config:
     """Builds the configuration from a YAML file (or `base`, a tree of settings) and `key=value` words.
 
     Raises:
@@ -317,7 +318,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
 
 def learning_digest(config: Config) -> str:
     """A digest of what all ranks must agree on: everything but the places of files, which may differ from host to host."""
-    places = {"run": ..., "model": {"path", "reference", "adapter"}, "data": {"train", "valid"}, "plan": {"calibration_dir"}, "evaluate": {"answers"}}
+    places: Any = {"run": ..., "model": {"path", "reference", "adapter"}, "data": {"train", "valid"}, "plan": {"calibration_dir"}, "evaluate": {"answers"}}
     return hashlib.sha256(config.model_dump_json(exclude=places).encode()).hexdigest()
 
 
@@ -368,7 +369,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise UserError(f"{path}: the configuration is empty or not a mapping; configs/ has examples")
     origins: dict[str, str] = {}
 
-    def walk(mapping: yaml.MappingNode, prefix: str) -> None:
+    def walk(mapping: Any, prefix: str) -> None:
         for key, value in mapping.value:
             dotted, place = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
             if dotted in origins:

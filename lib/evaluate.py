@@ -123,7 +123,7 @@ def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_t
     tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
     if mine:
         response = batch_generate(model, tokenizer, [prompts[i] for i in mine], max_tokens=max_tokens, return_token_ids=True)
-        for i, generated in zip(mine, response.token_ids, strict=True):
+        for i, generated in zip(mine, response.token_ids or [], strict=True):
             ids = [token for token in generated if token not in tokenizer.eos_token_ids][:max_tokens]
             tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
     gathered = np.array(world.all_sum(mx.array(tokens), "greedy answers"))

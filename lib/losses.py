@@ -17,9 +17,9 @@ PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
 
 
-def needs_reference(name: PreferenceLoss) -> bool:
-    """Whether the loss compares the policy with a frozen reference."""
-    return name not in REFERENCE_FREE_LOSSES
+def needs_reference(name: str) -> bool:
+    """Whether a loss, by its name in the settings, compares the policy with a frozen reference."""
+    return name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
             part.unfreeze()
     else:
         mx.random.seed(seed)
-        options = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
+        options: dict[str, Any] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
         if settings.keys is not None:
             options["keys"] = set(settings.keys)
         try:
@@ -250,7 +250,7 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
 
 
 def _adapter_config(model: nn.Module, settings: config.Model) -> dict[str, Any]:
-    parameters = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
+    parameters: dict[str, Any] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
     if settings.keys is not None:
         parameters["keys"] = list(settings.keys)
     return {

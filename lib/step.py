@@ -124,11 +124,11 @@ def make_optimizer(train: Train) -> optim.Optimizer:
     Raises:
         UserError: it does not know an option.
     """
-    kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
+    kinds: dict[str, Any] = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
     kind = kinds[train.optimizer]
     known = inspect.signature(kind).parameters
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
-    options = {name: value for name, value in {"bias_correction": True, "relative_step": False}.items() if name in known}
+    options: dict[str, Any] = {name: value for name, value in {"bias_correction": True, "relative_step": False}.items() if name in known}
     if train.weight_decay:
         options["weight_decay"] = train.weight_decay
     options |= train.optimizer_options

@@ -151,6 +151,12 @@ def test_reference_log_probabilities_are_computed_once(tmp_path: Path) -> None:
     assert tiny.steps_of(tmp_path / "runs" / "b")[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["sft", "simpo"])
+def test_a_loss_without_a_reference_asks_none(tmp_path: Path, loss: str) -> None:
+    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", f"train.loss={loss}"])
+    assert "reference" not in result.stdout and not (tmp_path / "runs" / ".reference").exists()
+
+
 def test_another_reference_model_is_used(tmp_path: Path) -> None:
     stored = stored_model(tmp_path)
     words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=a", f"model.reference={stored}"]
