@@ -170,7 +170,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     def batches() -> Iterator[tuple[int, Position, int, list[int], list[int], list[Any]]]:
         """Every step that is left: its epoch, the position after it, its pairs, every rank's tokens, and this rank's part."""
-        position, order, epoch = Position(progress.epoch, progress.cursor), None, -1
+        position, epoch = Position(progress.epoch, progress.cursor), -1
         for step in range(progress.step + 1, steps + 1):
             if position.epoch != epoch:
                 epoch = position.epoch
@@ -185,13 +185,16 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 for part in own
             ]
 
+    answers: list[list[str]] = []  # to the questions, one list an evaluation
+
     def evaluate_now(step: int) -> dict[str, float | None]:
         """Held-out metrics and greedy answers, over all ranks; recorded and printed."""
         values: dict[str, float | None] = {}
         if valid is not None:
             values |= evaluate.metrics_of(valid, evaluate.policy_logps(model, valid, config, world, schedule.at(step + 1).shares), valid_reference, config)
         if questions:
-            values["exact_match"] = evaluate.exact_match(model, tokenizer, questions, config, world)
+            answers.append(evaluate.greedy(model, tokenizer, [question.prompt_ids for question in questions], config.evaluate.max_tokens, world))
+            values["exact_match"] = evaluate.exact_match(questions, answers[-1], config)
         if values:
             tracker.record("evaluation", step=step, **values)
             say.line(f"held out, step {step}: {report.describe(values)}", "bold")
@@ -208,7 +211,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     if progress.step == 0:
         progress.before = evaluate_now(0)
-        evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "before")
+        if not questions:
+            evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "before")
     latest = evaluate_now(steps) if progress.step >= steps else progress.before
     with contextlib.closing(prefetch(batches(), PREFETCHED)) as upcoming, say.training(progress.step, steps) as show:
         for epoch, position, pairs, tokens, rows, micro_batches in upcoming:
@@ -249,7 +253,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves --------------------------------------------
 
-    evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "after")
+    if questions:
+        evaluate.show_changes(say, questions, answers[0], answers[-1], config)
+    else:
+        evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "after")
     with world.agreeing("finishing"):
         if world.rank == 0:
             models.save_trained(model, config.model, folder)

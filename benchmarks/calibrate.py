@@ -6,9 +6,9 @@
 
 The batch curve is the time and peak memory of a micro-batch of 1, 2, 4, ... pairs, denser round the fastest,
 on rows as long as the data's. Each point is measured in a process of its own, on the step that training
-runs: one that runs out of memory is a point lost, and no more. A step takes the time of its micro-batches and, once,
-`step_overhead_seconds` (clipping, the update). What is younger than --max-age-days and was made with the same
-versions is not measured again.
+runs: one that runs out of memory is a point lost, and no more. A step takes the time of its micro-batches
+and, once, `step_overhead_seconds` (clipping, the update). What is younger than --max-age-days and was made
+with the same versions is not measured again.
 
 Beside the file: curves.png and curves.html, with every host that the folder knows. --verify compares what the
 curves predict with steps that no probe has run. The last line is one JSON object.

@@ -143,7 +143,7 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, if any, and a warning for each newer one that is torn or tampered with."""
-    warnings = []
+    warnings: list[str] = []
     for path in _checkpoints(folder):
         fault = _fault(path)
         if fault is None:

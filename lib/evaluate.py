@@ -43,6 +43,7 @@ Metrics = dict[str, float | None]
 class Question:
     """A prompt whose answer a program can check."""
 
+    prompt: str
     prompt_ids: list[int]
     answer: str
 
@@ -108,7 +109,8 @@ def load_questions(settings: Config, tokenizer: Any) -> list[Question]:
         prompt, answer = record.get(settings.data.prompt), record.get("answer")
         if not isinstance(prompt, str | list) or not isinstance(answer, str | int | float):
             raise UserError(f"{path}:{line}: a question needs {settings.data.prompt!r} and 'answer'; it has {', '.join(record)}")
-        questions.append(Question(encode_prompt(prompt, settings.data, tokenizer, models.vocabulary(settings.model)["eos_token_id"]), str(answer).strip()))
+        shown = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+        questions.append(Question(shown, encode_prompt(prompt, settings.data, tokenizer, models.vocabulary(settings.model)["eos_token_id"]), str(answer).strip()))
         if len(questions) == settings.evaluate.answers_limit:
             break
     if not questions:
@@ -130,11 +132,13 @@ def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_t
     return [tokenizer.decode(row[1 : 1 + row[0]].tolist()) for row in gathered]
 
 
-def exact_match(model: nn.Module, tokenizer: Any, questions: list[Question], settings: Config, world: World) -> float:
-    """The share of questions whose greedy continuation gives the right answer; the pattern's last match is what it gives."""
-    texts = greedy(model, tokenizer, [question.prompt_ids for question in questions], settings.evaluate.max_tokens, world)
-    pattern = settings.evaluate.answer_pattern
-    return sum(extract(pattern, text) == question.answer for question, text in zip(questions, texts, strict=True)) / len(questions)
+def exact_match(questions: list[Question], texts: list[str], settings: Config) -> float:
+    """The share of questions whose continuation gives the right answer; the pattern's last match is what it gives."""
+    return sum(_is_right(question, text, settings) for question, text in zip(questions, texts, strict=True)) / len(questions)
+
+
+def _is_right(question: Question, text: str, settings: Config) -> bool:
+    return extract(settings.evaluate.answer_pattern, text) == question.answer
 
 
 def extract(pattern: str, text: str) -> str | None:
@@ -154,6 +158,18 @@ def show_samples(say: Report, model: nn.Module, tokenizer: Any, dataset: Dataset
     say.line(f"greedy answers {when} training", "bold")
     for example, text in zip(examples, texts, strict=True):
         say.line(f"  {_one_line(tokenizer.decode(example.prompt_ids.tolist()))} -> {_one_line(text)}")
+
+
+def show_changes(say: Report, questions: list[Question], before: list[str], after: list[str], settings: Config) -> None:
+    """Prints a few questions whose answer training changed, right for wrong and wrong for right in their proportion."""
+    judged = [(q, b, a, _is_right(q, b, settings), _is_right(q, a, settings)) for q, b, a in zip(questions, before, after, strict=True)]
+    changed = [row for row in judged if row[3] != row[4]]
+    if not changed:
+        return
+    mended = sum(row[4] for row in changed)
+    say.line(f"of {len(questions)} held-out questions {mended} are right now that were wrong, {len(changed) - mended} wrong that were right; for example", "bold")
+    for question, was, now, _, _ in changed[: settings.evaluate.samples]:
+        say.line(f"  {_one_line(question.prompt)}  ({question.answer})\n    before  {_one_line(was)}\n    after   {_one_line(now)}")
 
 
 def _one_line(text: str, limit: int = 160) -> str:
@@ -207,7 +223,8 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     policy = policy_logps(model, dataset, settings, world, shares)
     values = metrics_of(dataset, policy, reference, settings)
     if questions:
-        values["exact_match"] = exact_match(model, tokenizer, questions, settings, world)
+        texts = greedy(model, tokenizer, [question.prompt_ids for question in questions], settings.evaluate.max_tokens, world)
+        values["exact_match"] = exact_match(questions, texts, settings)
     with world.agreeing("writing the pairs"):
         if options.per_pair is not None and world.rank == 0:
             if reference is None:
