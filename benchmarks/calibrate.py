@@ -189,7 +189,7 @@ def climb(
     found = Measured()
 
     def attempt(size: int) -> None:
-        slow = any(10 * size / found.rate(known) > seconds for known in found.answers)
+        slow = bool(found.answers) and 10 * size / found.rate(max(found.answers)) > seconds
         answer = probe(size, [1, 4] if not found.answers else [1] if slow else [1, 2])
         if isinstance(answer, str):
             found.lost[size] = answer
@@ -223,8 +223,12 @@ def climb(
         best = tried.index(found.best)
         for beside in (tried[max(0, best - 1)], tried[min(best + 1, len(tried) - 1)]):
             size = round(math.sqrt(beside * tried[best]))
-            if size not in tried and fits(size) and not (len(found.answers) > 1 and out_of_time()):
+            if size in tried or (len(found.answers) > 1 and out_of_time()):
+                continue
+            if fits(size):
                 attempt(size)
+            else:
+                found.lost[size] = "would not fit"
     return found
 
 

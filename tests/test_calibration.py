@@ -2,19 +2,25 @@
 
 import json
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lib import config
 from lib.calibration import (
     Curve,
     CurveKey,
     HostCalibration,
     choose_curves,
+    curve_key,
+    is_fresh,
     read_calibration,
     read_published,
+    time_now,
+    typical_length,
     write_calibration,
 )
 from lib.config import UserError
@@ -56,6 +62,23 @@ def test_unknown_keys_of_a_newer_version_are_passed_over(tmp_path: Path) -> None
     path = tmp_path / "a.json"
     path.write_text(json.dumps(tree))
     assert read_calibration(path) == calibration("a", KEY)
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    write_calibration(path, calibration("a", KEY))
+
+    def half(self: Path, text: str, encoding: str) -> int:
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space"):
+        write_calibration(path, calibration("b", KEY))
+    assert read_calibration(path).machine.host == "a"
 
 
 POINTS = [{"batch_size": 1, "seconds_median": 0.1}, {"batch_size": 2, "seconds_median": 0.15}]
@@ -210,3 +233,71 @@ def test_other_versions_are_a_warning_or_refused() -> None:
 def test_what_is_not_measured_is_refused_when_required(second: HostCalibration | None) -> None:
     with pytest.raises(UserError, match="plan.require_calibration: no calibration of host1 .*make calibrate"):
         choose(calibration("a", KEY, of(model="other")), second, require_calibration=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What to measure
+
+
+def key_of(folder: Path, *words: str, **stored: Any) -> CurveKey:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 16, **stored}))
+    settings = config.load(None, [f"model.path={folder}", "data.train=x", *words])
+    return curve_key(settings, folder, 64)
+
+
+def test_a_key_names_the_model_and_not_its_place(tmp_path: Path) -> None:
+    key = key_of(tmp_path / "here" / "model")
+    assert key == key_of(tmp_path / "there" / "model")
+    assert key.model.startswith("model ") and (key.method, key.dtype) == ("lora", "float32")
+    others = [
+        key_of(tmp_path / "model", hidden_size=32),
+        key_of(tmp_path / "model", "model.rank=64"),
+        key_of(tmp_path / "model", "model.blocks=1"),
+        key_of(tmp_path / "model", "model.method=full"),
+        key_of(tmp_path / "model", "train.loss=sft"),
+        key_of(tmp_path / "model", "model.gradient_checkpointing=true"),
+    ]
+    assert len({key, *others}) == 7
+    assert key == key_of(tmp_path / "model", "train.loss=ipo", "train.learning_rate=1", "data.max_length=9")
+
+
+@pytest.mark.parametrize(
+    ("stored", "words", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, [], "bfloat16"),
+        ({"dtype": "float16"}, [], "float16"),
+        ({"torch_dtype": "bfloat16"}, ["model.dtype=float32"], "float32"),
+        ({"torch_dtype": "bfloat16"}, ["model.random_init=true"], "float32"),
+        ({"quantization": {"bits": 4, "group_size": 64}, "torch_dtype": "bfloat16"}, [], "4-bit"),
+    ],
+)
+def test_a_keys_dtype(tmp_path: Path, stored: dict[str, Any], words: list[str], dtype: str) -> None:
+    assert key_of(tmp_path / "m", *words, **stored).dtype == dtype
+
+
+def test_a_key_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
+    settings = config.load(None, ["model.path=nowhere", "data.train=x"])
+    with pytest.raises(UserError, match="model.path nowhere: config.json cannot be read"):
+        curve_key(settings, tmp_path, 64)
+
+
+def test_the_typical_length_is_the_mean_as_padded() -> None:
+    assert typical_length(np.array([1, 64, 65, 128]), 64) == 96
+    assert typical_length(np.array([57]), 16) == 64
+
+
+def test_fresh_is_young_and_of_these_versions() -> None:
+    hour_ago = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+    assert is_fresh(hour_ago, VERSIONS, VERSIONS, max_age_days=1) and is_fresh(time_now(), {}, {}, 1)
+    assert not is_fresh(hour_ago, VERSIONS, VERSIONS, max_age_days=1 / 25)
+    assert not is_fresh(hour_ago, VERSIONS, {"mlx": "0.33.0"}, max_age_days=1)
+    for unusable in (None, "yesterday", "2026-01-01T00:00:00", "2999-01-01T00:00:00+00:00"):
+        assert not is_fresh(unusable, VERSIONS, VERSIONS, max_age_days=1e9)
+
+
+def test_the_best_point_is_the_fastest_that_fits() -> None:
+    rates, peaks = {1: 10, 2: 15, 4: 18}, {1: 10, 2: 20, 4: 40}
+    assert Curve.from_rates(rates, peaks, 1000).best_point.batch_size == 4
+    assert Curve.from_rates(rates, peaks, 30).best_point.batch_size == 2
+    assert Curve.from_rates(rates, peaks, 5).best_point.batch_size == 1  # none fits

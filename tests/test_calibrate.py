@@ -1,0 +1,399 @@
+"""benchmarks/calibrate.py: what is measured again, what a lost probe costs, and a tiny model for real."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import calibrate, curves, links, machines
+from lib import machine, runtime
+from lib.calibration import (
+    Curve,
+    HardwareCalibrator,
+    HostCalibration,
+    Link,
+    Transfer,
+    read_calibration,
+    read_published,
+    time_now,
+)
+from lib.config import UserError
+from tests import tiny
+
+ONCE, PEAK = 0.004, 10**6
+
+
+def tau(size: int) -> float:
+    """Seconds of an invented machine: fastest at 8 pairs."""
+    return 0.010 + 0.002 * size + 0.0004 * max(0, size - 8) ** 2
+
+
+def answer(size: int, counts: list[int]) -> dict[str, Any]:
+    seconds = {str(count): [ONCE + count * tau(size)] * 5 for count in counts}
+    return {"seconds": seconds, "peak_memory_bytes": PEAK * (1 + size), "gradient_bytes": 4096}
+
+
+def recorder(lost: dict[int, str]) -> tuple[Callable[[int, list[int]], Any], list[int]]:
+    asked: list[int] = []
+
+    def probe(size: int, counts: list[int]) -> Any:
+        asked.append(size)
+        return lost.get(size) or answer(size, counts)
+
+    return probe, asked
+
+
+# ---- The climb ---------------------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_and_what_a_step_costs_once_are_told_apart() -> None:
+    probe, asked = recorder({})
+    found = calibrate.climb(probe, [1, 2, 4, 8, 16, 32, 64], rounds=2, seconds=10, memory_limit_bytes=None)
+    assert found.overhead_seconds == pytest.approx(ONCE)
+    for point in found.points():
+        assert point.seconds_median == pytest.approx(tau(point.batch_size))
+        assert point.pairs_per_second == pytest.approx(point.batch_size / tau(point.batch_size))
+    assert asked[:6] == [1, 2, 4, 8, 16, 32]  # 64 would be the third past the knee
+    assert asked[6:] == [6, 11, 9, 13]  # on both sides of 8, then of 11
+
+
+def test_long_steps_are_run_with_one_micro_batch_only() -> None:
+    counts = {}
+
+    def probe(size: int, micro_batches: list[int]) -> dict[str, Any]:
+        counts[size] = micro_batches
+        return answer(size, micro_batches)
+
+    calibrate.climb(probe, [1, 2, 4, 8, 16], rounds=0, seconds=0.4, memory_limit_bytes=None)
+    assert counts == {1: [1, 4], 2: [1, 2], 4: [1, 2], 8: [1], 16: [1]}
+
+
+def test_the_climb_ends_before_memory_does() -> None:
+    probe, asked = recorder({})
+    found = calibrate.climb(probe, [1, 2, 4, 8, 16], rounds=3, seconds=10, memory_limit_bytes=7 * PEAK)
+    assert asked == [1, 2, 4, 3, 5]  # a tenth stays free: 6.3 for 1 + b
+    assert found.lost == {8: "would not fit", 6: "would not fit"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [({4: "killed"}, [1, 2, 4, 8, 16]), ({1: "x"}, [1, 2, 4, 8, 16]), ({4: "x", 8: "x"}, [1, 2, 4, 8])],
+)
+def test_a_lost_point_is_a_lost_point_and_two_in_a_row_are_the_end(
+    lost: dict[int, str], expected: list[int]
+) -> None:
+    probe, asked = recorder(lost)
+    found = calibrate.climb(probe, [1, 2, 4, 8, 16], rounds=0, seconds=10, memory_limit_bytes=None)
+    assert asked == expected and found.lost == lost
+    assert found.overhead_seconds == pytest.approx(ONCE)  # from whichever size has two numbers
+
+
+def test_out_of_time_leaves_a_curve() -> None:
+    probe, asked = recorder({})
+    calibrate.climb(probe, [1, 4, 16], rounds=2, seconds=1, memory_limit_bytes=None, out_of_time=lambda: True)
+    assert asked == [1, 4]
+
+
+# ---- The command -------------------------------------------------------------------------------------------
+
+INVENTED = f"""
+import json, os, signal, sys
+request = json.loads(sys.argv[1])
+with open({{log!r}}, "a") as log:
+    log.write(request["kind"] + " " + str(request.get("batch_size")) + "\\n")
+if request["kind"] == "machine":
+    print(json.dumps({{{{"gflops": 100.0, "memory_bytes_per_second": 1e10}}}}))
+elif request["kind"] == "passes":
+    print(json.dumps({{{{"reference_pairs_per_second": 50.0, "generation_tokens_per_second": 20.0}}}}))
+else:
+    size = request["batch_size"]
+    if size in {{killed}}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if size in {{broken}}:
+        raise MemoryError("no room")
+    seconds = {{{{n: [{ONCE} + n * (0.01 + 0.002 * size)] * 3 for n in request["micro_batches"]}}}}
+    peak = {PEAK} * (1 + size)
+    print(json.dumps({{{{"seconds": seconds, "peak_memory_bytes": peak, "gradient_bytes": 64}}}}))
+"""
+
+
+class Run:
+    """The command with an invented probe."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+        self.log, self.out, self.capsys = folder / "asked", folder / "calibration", capsys
+        self.script = folder / "probe.py"
+        self.words = ["--config", str(tiny.config_file(folder)), *tiny.settings(folder)]
+        self.words += ["--folder", str(self.out), "--largest", "16", "--rounds", "0"]
+        monkeypatch.setattr(calibrate, "PROBE", self.script)
+        self.probe()
+
+    def probe(self, killed: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> None:
+        self.script.write_text(INVENTED.format(log=str(self.log), killed=killed, broken=broken))
+
+    def __call__(self, *words: str) -> tuple[int, dict[str, Any], list[str], str]:
+        """Status, the last line, what was asked, and what was complained of."""
+        self.log.write_text("")
+        status = calibrate.main([*self.words, *words])
+        captured = self.capsys.readouterr()
+        lines = captured.out.strip().splitlines()
+        result = json.loads(lines[-1]) if status == 0 and lines else {}
+        return status, result, self.log.read_text().split("\n")[:-1], captured.err
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(tmp_path, monkeypatch, capsys)
+
+
+def test_a_killed_probe_costs_one_point(run: Run) -> None:
+    run.probe(killed=(4,), broken=(16,))
+    status, result, asked, _ = run("--length", "64")
+    assert status == 0
+    assert [one for one in asked if one.startswith("step")] == [f"step {size}" for size in (1, 2, 4, 8, 16)]
+    assert [point["batch_size"] for point in result["points"]] == [1, 2, 8]
+    assert result["lost"] == {"4": "killed by signal 9", "16": "MemoryError: no room"}
+    stored = read_calibration(Path(result["file"]))
+    assert stored.curves[0].note.startswith("micro-batch of 4: killed by signal 9")
+    assert stored.curves[0].step_overhead_seconds == pytest.approx(ONCE)
+
+
+def test_too_few_points_are_one_clear_line(run: Run) -> None:
+    run.probe(killed=(1, 2))
+    status, _, _, complaint = run()
+    assert status == 2 and complaint.count("\n") == 1
+    assert "could be measured" in complaint and "micro-batch of 1: killed by signal 9" in complaint
+    assert not list(run.out.glob("*.json"))
+
+
+def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, first, asked, _ = run("--quick")
+    assert status == 0 and first["measured"] == len(asked) == 5  # 1, 4, 16, the passes, the machine
+    assert run("--quick")[1]["measured"] == 0
+    assert len(run("--quick", "--refresh")[2]) == 5
+    _, _, asked, _ = run("--quick", "model.method=full")  # another curve; the machine is the same
+    assert [one.split()[0] for one in asked] == ["step", "step", "step", "passes"]
+    _, thorough, asked, _ = run()  # a quick curve does for quick questions only; the longest row, too
+    assert asked.count("step 2") == 2 and thorough["gflops"] == 100.0
+    assert run("--quick")[2] == [] == run()[2]
+    assert len(read_calibration(Path(first["file"])).curves) == 3
+    assert len(run("--max-age-days", "0")[2]) == 2 * (5 + 1) + 1
+    monkeypatch.setattr(machine, "versions", lambda: {"mlx": "99"})
+    assert len(run("--quick")[2]) == 5
+
+
+def test_another_machines_file_is_not_taken_up(run: Run) -> None:
+    path = Path(run("--quick")[1]["file"])
+    stored = json.loads(path.read_text())
+    stored["machine"]["device_name"] = "Apple M9"
+    path.write_text(json.dumps(stored))
+    assert run("--quick")[1]["measured"] == 5
+    assert read_calibration(path).machine.device_name != "Apple M9"
+
+
+def test_a_damaged_file_or_a_wrong_word_is_one_clear_line(run: Run) -> None:
+    path = Path(run("--quick")[1]["file"])
+    path.write_text("{")
+    for words, part in (
+        (["--quick"], "not valid JSON"),
+        (["--length", "many"], "whole numbers"),
+        (["--seconds", "0"], "above 0"),
+        (["--largest", "1"], "at least 2"),
+        (["--fast"], "--help lists"),
+        (["model.method=lara"], "model.method"),
+        (["data.train=nowhere.jsonl"], "nowhere.jsonl"),
+        (["model.path=nowhere"], "nowhere"),
+    ):
+        status, _, _, complaint = run(*words)
+        assert status == 2 and complaint.startswith("error: ") and complaint.count("\n") == 1, complaint
+        assert part in complaint
+
+
+def test_the_page_holds_all_hosts_and_asks_for_nothing(run: Run) -> None:
+    path = Path(run("--quick")[1]["file"])
+    stored = read_calibration(path)
+    other = stored.model_copy(update={"machine": stored.machine.model_copy(update={"host": "other-host"})})
+    (run.out / "other-host.json").write_text(other.model_dump_json())
+    _, result, _, _ = run("--quick")
+    page = (run.out / "curves.html").read_text()
+    assert (
+        str(run.out / "curves.html") in result["pictures"]
+        and (run.out / "curves.png").stat().st_size > 10_000
+    )
+    assert "<svg" in page and "other-host" in page
+    assert not re.search(r"https?:|//|<script|<link|@import|\bsrc=", page)
+    assert not re.search(r'url\((?!["\']?#)|href="(?!#)', page)
+
+
+# ---- For real ----------------------------------------------------------------------------------------------
+
+
+def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    words = [
+        "--config",
+        str(tiny.config_file(tmp_path)),
+        "--folder",
+        str(tmp_path / "c"),
+        *tiny.settings(tmp_path),
+    ]
+    words += ["--quick", "--seconds", "0.3", "--rounds", "0", "--largest", "4"]
+    assert calibrate.main(words) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    stored = read_calibration(Path(result["file"]))
+    (curve,) = stored.curves
+    assert [point.batch_size for point in curve.points] == [1, 4] and not result["lost"]
+    assert curve.points[0].peak_memory_bytes < curve.points[1].peak_memory_bytes < curve.memory_limit_bytes
+    assert curve.step_overhead_seconds < 0.1 and curve.gradient_bytes and curve.quick
+    assert stored.gflops > 0.1 and stored.memory_bytes_per_second > 1e8
+    assert curve.reference_pairs_per_second > 1 and curve.generation_tokens_per_second > 1
+    assert time.monotonic() - began < 60, "a minute is for a bigger model"
+
+    hardware = HardwareCalibrator(words[1], words[2:]).calibrate()  # finds all of it fresh
+    assert hardware["measured"] == 0
+    assert hardware["optimal_batch_size"] == curve.best_point.batch_size
+    assert hardware["gflops"] == stored.gflops and hardware["device"] in ("cpu", "metal", "cuda")
+    assert hardware["device_name"] == machine.identify("x").device_name
+    with pytest.raises(UserError, match="nowhere"):
+        HardwareCalibrator(words[1], [*words[2:], "model.path=nowhere"]).calibrate()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_of_one_host_have_a_file_each_and_their_links(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from lib import sync
+
+    monkeypatch.setattr(links, "QUICK_SIZES", [2**10, 2**16])
+    world = sync.start(runtime.launch_environment())
+    folder = Path(world.broadcast_text(str(tmp_path)))
+    mine = folder / f"rank-{world.rank}"
+    mine.mkdir()
+    run = Run(mine, monkeypatch, capsys)
+    run.words[run.words.index("--folder") + 1] = str(folder / "calibration")
+    status, result, _, complaint = run("--quick", "--verify", "data.max_length=16")
+    assert status == 0, complaint
+    hosts = world.gather_text(f"{sync.host_name()}-{world.rank}")
+    stored = read_calibration(folder / "calibration" / f"{hosts[world.rank]}.json")
+    assert stored.machine.host == hosts[world.rank] and stored.curves[0].slowdown_together > 0.1
+    sums = [link.peers for link in stored.links if link.operation == "all_sum"]
+    pairs = [link.peers for link in stored.links if link.operation == "ping_pong"]
+    others = range(1, world.size) if world.rank == 0 else [world.rank]
+    assert sums == [tuple(hosts)] and pairs == [(hosts[0], hosts[other]) for other in others]
+    if world.rank == 0:
+        assert [one["host"] for one in result["hosts"]] == hosts and len(result["splits"]) == 6
+        page = (folder / "calibration" / "curves.html").read_text()
+        assert all(host in page for host in hosts)
+    assert world.gather_text("done") == ["done"] * world.size  # rank 0 has read what the others wrote
+
+
+# ---- What is made of it ------------------------------------------------------------------------------------
+
+
+def test_a_links_time() -> None:
+    sizes = [(2**10, 1e-4), (2**20, 1.1e-3), (2**26, 6.4e-2)]
+    link = links.fit([Transfer(bytes=n, seconds_median=s) for n, s in sizes], backend="mpi")
+    assert link.latency_seconds == 1e-4
+    assert link.bandwidth_bytes_per_second == pytest.approx((2**26 - 2**10) / (6.4e-2 - 1e-4))
+    assert [link.seconds(n) for n, _ in sizes] == pytest.approx([s for _, s in sizes])
+    assert link.seconds(2**27) == pytest.approx(1e-4 + 2**27 / link.bandwidth_bytes_per_second)
+    bare = Link(backend="ring", latency_seconds=1e-3, bandwidth_bytes_per_second=1e9)
+    assert bare.seconds(10**6) == pytest.approx(2e-3)
+
+
+def test_which_machine_for_which_model() -> None:
+    published = [read_published()[name] for name in ("m4-max", "m3-ultra")]
+
+    def place(parameters: float, bytes_per_parameter: float = 2.0) -> str | None:
+        return machines.machine_for(parameters, published, bytes_per_parameter, overhead=0.1)["machine"]
+
+    assert [place(n * 1e9) for n in (8, 30, 70, 200, 240, 405)] == [
+        "m4-max", "m4-max", "m3-ultra", "m3-ultra", "distributed", None,
+    ]  # fmt: skip
+    assert place(405e9, 0.56) == "m3-ultra" and place(70e9, 0.56) == "m4-max"
+    row = machines.machine_for(8e9, published, 2.0, 0.1)
+    assert row["fits"] == ["m4-max", "m3-ultra"] and row["together"] == pytest.approx(
+        (776 + 278) / 776, rel=1e-3
+    )
+
+
+def test_hosts_are_compared_on_one_footing_or_not_at_all(tmp_path: Path) -> None:
+    published = read_published()["m4-max"]
+    curve = Curve.from_rates({1: 5, 2: 8})
+    own = HostCalibration(machine=machine.identify("own"), curves=(curve.model_copy(update={"key": KEY}),))
+    assert machines.speeds([own, own]) == [8, 8]
+    with pytest.raises(UserError, match="nothing compares own, m4-max.*make calibrate"):
+        machines.speeds([own, published])
+    assert machines.speeds([own.model_copy(update={"gflops": 100.0}), published]) == [100.0, 12956]
+    with pytest.raises(UserError, match="--hosts nobody: not known; there are published:m3-ultra"):
+        machines.known_hosts("nobody", tmp_path)
+
+
+KEY = calibrate.CurveKey(model="m", method="lora", dtype="float32", sequence_length=64)
+
+
+def test_a_page_escapes_what_it_is_given(tmp_path: Path) -> None:
+    curve = Curve.from_rates({1: 5, 2: 8}, {1: 10, 2: 20}, 100).model_copy(
+        update={"key": KEY, "measured_at": time_now()}
+    )
+    own = HostCalibration(machine=machine.identify("<b>host</b>"), curves=(curve,))
+    curves.draw([own], [], KEY, tmp_path)
+    assert "<td>&lt;b&gt;host" in (tmp_path / "curves.html").read_text()
+
+
+def test_this_machine_is_known() -> None:
+    here = machine.identify("here")
+    assert here.host == "here" and here.device_name and here.os and here.cpu_cores >= 1
+    assert 10**8 < here.memory_bytes < 10**14 and 10**8 < machine.memory_limit_bytes() <= 10**14
+    assert set(machine.versions()) == {"mlx", "mlx-lm"}
+
+
+@pytest.mark.parametrize(("registry", "cores"), [('  "gpu-core-count" = 40\n', 40), ("", None)])
+def test_a_mac_is_asked_by_its_own_means(
+    monkeypatch: pytest.MonkeyPatch, registry: str, cores: int | None
+) -> None:
+    words = {"ioreg": registry, "hw.memsize": "137438953472\n", "machdep.cpu.brand_string": "Apple M4 Max\n"}
+
+    def output(command: list[str]) -> str:
+        return words[command[0] if command[0] == "ioreg" else command[-1]]
+
+    monkeypatch.setattr(machine, "_output", output)
+    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(machine.platform, "mac_ver", lambda: ("26.1", ("", "", ""), "arm64"))
+    facts = {"device_name": "Apple M4 Max", "max_recommended_working_set_size": 10**11}
+    monkeypatch.setattr(machine, "mlx_device", lambda: ("metal", facts))
+    mac = machine.identify("mac")
+    assert (mac.device_name, mac.device, mac.gpu_cores, mac.memory_bytes) == (
+        "Apple M4 Max",
+        "metal",
+        cores,
+        2**37,
+    )
+    assert mac.os.startswith("macOS 26.1") and machine.memory_limit_bytes() == 10**11
+    assert machine.processor_name() == "Apple M4 Max"
+
+
+def test_a_cuda_machine_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        machine, "mlx_device", lambda: ("cuda", {"device_name": "NVIDIA H200", "total_memory": 10**11})
+    )
+    found = machine.identify("box")
+    assert (found.device_name, found.memory_bytes, found.gpu_cores) == ("NVIDIA H200", 10**11, None)
+    assert machine.memory_limit_bytes() == 10**11
+
+
+def test_rounds_end_when_the_median_is_certain() -> None:
+    """The probe's own clockwork, without a model."""
+    from benchmarks.probe import measure
+
+    taken: list[int] = []
+    seconds = measure({1: lambda: taken.append(1), 2: lambda: time.sleep(0.01)}, seconds=1)
+    assert 2 <= len(seconds[1]) == len(seconds[2]) <= len(taken)
+    assert np.median(seconds[2]) == pytest.approx(0.01, rel=0.5)
