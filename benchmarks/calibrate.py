@@ -242,7 +242,7 @@ def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
         UserError: the data cannot be read.
     """
     from lib import model as models
-    from lib.data import load_dataset
+    from lib.data import load_dataset, padded_lengths
     from lib.forward import length_multiple
 
     if options.lengths:
@@ -251,14 +251,14 @@ def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
     tokenizer, words = models.load_tokenizer_of(config.model), models.vocabulary(config.model)
     data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **words)
     pieces = np.diff(data.bounds).reshape(len(data), -1)  # tokens of a prompt and its completions
+    padded = padded_lengths(data.lengths, length_multiple(config.data))
 
-    def shape(lengths: np.ndarray, tokens: np.ndarray) -> Shape:
-        length = calibrations.typical_length(lengths, length_multiple(config.data))
+    def shape(length: float, tokens: np.ndarray) -> Shape:
         prompt, *completions = np.maximum(np.rint(tokens), [0, *[1] * (len(tokens) - 1)]).astype(int).tolist()
-        return Shape(length, prompt, tuple(completions))
+        return Shape(round(length), prompt, tuple(completions))
 
-    typical = shape(data.lengths, pieces.mean(axis=0))
-    longest = shape(data.lengths.max(keepdims=True), pieces[data.lengths.argmax()])
+    typical = shape(float(padded.mean()), pieces.mean(axis=0))
+    longest = shape(float(padded.max()), pieces[data.lengths.argmax()])
     is_much_longer = longest.sequence_length > typical.sequence_length
     return [typical, longest] if is_much_longer and not options.quick else [typical]
 
@@ -604,7 +604,7 @@ def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, 
     shapes = shapes_of(config, options)
     folder = models.resolve(config.model.path, config.model.revision)
     key = calibrations.curve_key(config, folder, shapes[0].sequence_length)
-    host = sync.host_name() if launch.local_size == 1 else f"{sync.host_name()}-{launch.rank}"
+    host = sync.host_name() if launch.local_size == 1 else f"{sync.host_name()}-{launch.local_rank}"
     with alone_on_this_machine(options.folder):
         found, account = measure_host(config, host, shapes, key, options, say, launch.local_size)
     every, checked = [found], []

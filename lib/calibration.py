@@ -429,11 +429,6 @@ def _once(words: Sequence[str]) -> list[str]:
 # What to measure
 
 
-def typical_length(lengths: np.ndarray, length_multiple: int) -> int:
-    """The rows' mean length as padded: a step's time goes with it. lengths: int [n], as Dataset.lengths."""
-    return round(float(np.mean(-(-lengths // length_multiple) * length_multiple)))
-
-
 def curve_key(config: Config, model_folder: Path, sequence_length: int) -> CurveKey:
     """The key of the curve that a run with this configuration needs.
 

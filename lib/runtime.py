@@ -31,6 +31,7 @@ class Launch:
     rank: int = 0
     size: int = 1
     local_size: int = 1
+    local_rank: int = 0  # among them
 
 
 def prepare() -> None:
@@ -140,7 +141,8 @@ def launch_environment() -> Launch:
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         size = _number("OMPI_COMM_WORLD_SIZE", 1)
         local_size = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, default=1)
-        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, local_size)
+        local_rank = _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, default=0)
+        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, local_size, local_rank)
     if "MLX_IBV_DEVICES" in os.environ or "MLX_JACCL_COORDINATOR" in os.environ:
         size = len(_hosts("MLX_IBV_DEVICES"))
         return Launch("jaccl", _rank("MLX_RANK", size), size)
@@ -155,7 +157,8 @@ def launch_environment() -> Launch:
         if size == 1:
             return Launch()
         first_ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
-        return Launch("ring", rank, size, first_ips.count(first_ips[rank]))
+        mine = first_ips[rank]
+        return Launch("ring", rank, size, first_ips.count(mine), first_ips[:rank].count(mine))
     for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MLX_WORLD_SIZE"):
         if _number(name, 1, default=1) > 1:
             _user_error(

@@ -20,7 +20,6 @@ from lib.calibration import (
     read_calibration,
     read_published,
     time_now,
-    typical_length,
     write_calibration,
 )
 from lib.config import UserError
@@ -280,11 +279,6 @@ def test_a_key_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
     settings = config.load(None, ["model.path=nowhere", "data.train=x"])
     with pytest.raises(UserError, match="model.path nowhere: config.json cannot be read"):
         curve_key(settings, tmp_path, 64)
-
-
-def test_the_typical_length_is_the_mean_as_padded() -> None:
-    assert typical_length(np.array([1, 64, 65, 128]), 64) == 96
-    assert typical_length(np.array([57]), 16) == 64
 
 
 def test_fresh_is_young_and_of_these_versions() -> None:
