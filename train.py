@@ -96,7 +96,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     multiple = forward.length_multiple(config.data)
     padded = padded_lengths(data.lengths, config.data.length_multiple or 64)  # the same on every rank, whatever its device
     plan = first_plan(config, world, hosts, padded)
-    schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1)
+    schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
     report.show_run(say, config, plan, data, valid, steps)
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------

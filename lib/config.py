@@ -190,6 +190,8 @@ class Plan(_Section):
     """Plan again when a step takes this fraction longer than the measured speeds would allow."""
     replan_steps: Positive = 4
     """For so many steps in a row."""
+    replan_seconds: NonNegative = 2.0
+    """Only where the rest of the run is expected to become so much shorter."""
 
 
 class Cost(_Section):

@@ -58,11 +58,12 @@ class Schedule:
         first: the plan that the run starts with.
         settings: threshold and patience; a user's shares stand, whatever is measured.
         lead: a plan that is decided after step s begins at step s + lead, the first that is not yet being made.
+        steps: of the whole run.
     """
 
-    def __init__(self, first: ClusterPlan, settings: PlanSettings, lead: int):
+    def __init__(self, first: ClusterPlan, settings: PlanSettings, lead: int, steps: int):
         self.plans: list[tuple[int, ClusterPlan]] = [(1, first)]  # (first step, plan), steps counted from 1
-        self.settings, self.lead = settings, lead
+        self.settings, self.lead, self.steps = settings, lead, steps
         self.is_open = settings.replan and settings.shares is None and len(first.ranks) > 1
         self._speeds: deque[np.ndarray] = deque(maxlen=settings.replan_steps)  # tokens/s by rank, of late
         self._costs: deque[float] = deque(maxlen=settings.replan_steps)  # tokens a pair
@@ -110,6 +111,9 @@ class Schedule:
         other = plan_cluster([rank.host for rank in plan.ranks], plan.global_batch_size, micro_batch_sizes=sizes, curves=curves)
         then = max(rank.predicted_compute_seconds or 0.0 for rank in other.ranks)
         if other.shares == plan.shares or now <= then * (1 + self.settings.replan_threshold):
+            return None
+        # Short runs end before a change pays, and their steps are so short that mere noise looks like drift.
+        if (now - then) * (self.steps - step - self.lead + 1) < self.settings.replan_seconds:
             return None
         usual = float(np.median(list(factors.values())))
         most_changed = sorted(factors, key=lambda rank: -abs(np.log(factors[rank] / usual)))[:4]
