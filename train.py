@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume", file=sys.stderr)
         return 2
     except (Stopped, KeyboardInterrupt) as error:
-        print(f"stopped: {error or 'interrupted'}; go on from the last checkpoint with --resume", file=sys.stderr)
+        print(f"stopped: {str(error) or 'interrupted'}; go on from the last checkpoint with --resume", file=sys.stderr)
         return 1
     return 0
 

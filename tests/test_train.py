@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,19 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
         steps = tiny.steps_of(run)
         assert [(r["step"], r["loss"], r["rows"]) for r in steps] == [(r["step"], r["loss"], r["rows"]) for r in reference]
     assert kills, "every run ended before it was killed"
+
+
+def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=400", "checkpoint.every=5", "run.name=run", f"--config={tiny.config_file(tmp_path)}"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "runs" / "run" / "logs" / "rank-000.jsonl"
+    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 12):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and errors.startswith("stopped: interrupted; go on from the last checkpoint") and errors.count("\n") == 1
+    resumed = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run"), "train.steps=20"])
+    assert resumed.returncode == 0
 
 
 def test_resume_on_another_world_trains_every_example_exactly_once(tmp_path: Path) -> None:
