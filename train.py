@@ -68,7 +68,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib import checkpoint, evaluate, forward, losses, report, scoring, sync
     from lib import model as models
-    from lib.data import collate, load_dataset, padded_lengths, prefetch
+    from lib.data import collate, load_dataset, prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.performance import PerformanceTracker, rewind
     from lib.schedule import Schedule, first_plan
@@ -93,9 +93,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
     hosts = world.gather_text(sync.host_name())
-    multiple = forward.length_multiple(config.data)
-    padded = padded_lengths(data.lengths, config.data.length_multiple or 64)  # the same on every rank, whatever its device
-    plan = first_plan(config, world, hosts, padded)
+    plan = first_plan(config, world, hosts, data.lengths)
     schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
     report.show_run(say, config, plan, data, valid, steps)
 
@@ -108,7 +106,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             models.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
+    multiple = forward.length_multiple(config.data)
     alone = forward.cannot_share_prompts(model) if config.data.shared_prompts and not dry_run else None
+    shares_prompts = config.data.shared_prompts and not alone
     if alone:
         say.line(f"prompts run once for each completion: {alone}")
     if dry_run:
@@ -168,20 +168,22 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     tracker.record("start", **report.provenance(), resumed_from_step=progress.step if resume else None, config=config.model_dump(mode="json"), plan=plan.to_dict())
     take_step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
 
-    def batches() -> Iterator[tuple[int, Position, int, list[int], list[int], list[Any]]]:
-        """Every step that is left: its epoch, the position after it, its pairs, every rank's tokens, and this rank's part."""
+    # Unlike devices pad unlike, but all ranks deal alike.
+    lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
+
+    def batches() -> Iterator[tuple[int, Position, int, list[float], list[int], list[Any]]]:
+        """Every step that is left: its epoch, the position after it, its pairs, what each rank's part costs, and this rank's part."""
         position, epoch = Position(progress.epoch, progress.cursor), -1
         for step in range(progress.step + 1, steps + 1):
             if position.epoch != epoch:
                 epoch = position.epoch
                 order = epoch_order(data.lengths, config.train.seed, epoch, batch_size, config.data.length_window)
             rows = global_batch(order, position, batch_size)
-            dealt = deal(rows, padded, [rank.micro_batch_sizes for rank in schedule.at(step).ranks])
-            tokens = [sum(len(part) * int(padded[part].max()) for part in parts) for parts in dealt]
+            dealt, tokens = deal(rows, lengths, [rank.micro_batch_sizes for rank in schedule.at(step).ranks], cost)
             own = dealt[world.rank]
             position = advance(position, len(rows), len(data))
             yield epoch, position, len(rows), tokens, [int(row) for part in own for row in part], [
-                (collate([data[row] for row in part.tolist()], multiple, config.data.shared_prompts and not alone), None if reference is None else reference[part])
+                (collate([data[row] for row in part.tolist()], multiple, shares_prompts), None if reference is None else reference[part])
                 for part in own
             ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -498,15 +498,8 @@ def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: b
     rows, count = len(examples), len(examples[0].completions)
     seen = np.array([len(prompt) + len(completion) - 1 for prompt, completion in sequences])
     prompts = np.array([len(e.prompt_ids) for e in examples])
-    real = int(prompts.sum() + sum(len(completion) - 1 for _, completion in sequences))
-    shortest = int(prompts.min()) // length_multiple * length_multiple
-    # (tokens, P, whether dense): whole rows, shared prefixes, or nothing twice
-    layouts = [(len(sequences) * pad_length(int(seen.max()), length_multiple), 0, True)]
-    if shared_prompts:
-        dense = rows * shortest + len(sequences) * pad_length(int(seen.max()) - shortest, length_multiple)
-        ragged = rows * shortest + pad_length(real - rows * shortest, length_multiple, 64)
-        layouts += [(dense, shortest, True), (round(ragged * (1 + RAGGED_COST)), shortest, False)]
-    _, prefix, is_dense = min(layouts, key=lambda layout: layout[0])
+    _, prefix, is_dense = cheapest_layout(prompts, seen.reshape(rows, count), length_multiple, shared_prompts)
+    real = int(real_tokens(prompts, seen.reshape(rows, count)).sum())
     length = pad_length(int(seen.max()) - prefix, length_multiple)
 
     tails = np.maximum(seen - prefix, 0)
@@ -591,8 +584,43 @@ def _invert(slots: np.ndarray, size: int, uses: int) -> np.ndarray:
     return sources
 
 
+def real_tokens(prompts: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """The fewest tokens that rows need, prompts once: int64 [b]. prompts: [b] tokens; seen: [b, K] positions."""
+    tokens: np.ndarray = prompts + (seen - prompts[:, None]).sum(axis=1)
+    return tokens
+
+
+def cheapest_layout(
+    prompts: np.ndarray, seen: np.ndarray, length_multiple: int, shared_prompts: bool
+) -> tuple[int, int, bool]:
+    """(tokens or what costs as much, P, whether dense) of the layout of a micro-batch that costs least.
+
+    prompts: int [b], tokens. seen: int [b, K], positions that the model sees of each whole sequence.
+    """
+    rows, longest = len(prompts), int(seen.max())
+    layouts = [(seen.size * pad_length(longest, length_multiple), 0, True)]  # whole rows
+    if shared_prompts:
+        shortest = int(prompts.min()) // length_multiple * length_multiple
+        dense = rows * shortest + seen.size * pad_length(longest - shortest, length_multiple)
+        behind = int(real_tokens(prompts, seen).sum()) - rows * shortest
+        ragged = rows * shortest + pad_length(behind, length_multiple, 64)
+        layouts += [(dense, shortest, True), (round(ragged * (1 + RAGGED_COST)), shortest, False)]
+    return min(layouts, key=lambda layout: layout[0])
+
+
+def tokens_to_deal(
+    dataset: Dataset, length_multiple: int, shared_prompts: bool
+) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
+    """What `deal` needs: each row's length, int [n], and what a micro-batch of given rows costs, in tokens."""
+    pieces = np.diff(dataset.bounds).reshape(len(dataset), 1 + dataset.completions_per_example)
+    prompts = pieces[:, 0]
+    seen = prompts[:, None] + pieces[:, 1:] - 1
+    lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
+    return lengths, lambda rows: cheapest_layout(prompts[rows], seen[rows], length_multiple, shared_prompts)[0]
+
+
 def padded_lengths(lengths: np.ndarray, length_multiple: int) -> np.ndarray:
-    """What `collate` pads rows of these lengths to: int64, shaped alike."""
+    """What whole rows of these lengths are padded to: int64, shaped alike."""
     distinct, places = np.unique(lengths, return_inverse=True)
     padded: np.ndarray = np.array([pad_length(n, length_multiple) for n in distinct.tolist()])[places]
     return padded

@@ -8,7 +8,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,15 +75,33 @@ def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[
 
     rows: int64 [n]. lengths: int [dataset], indexed by row. shares: rows per rank of a full batch. A ragged
     batch is divided in proportion by largest remainder, so a rank may get none. Ranks are interleaved along
-    the sorted lengths: each gets short and long rows alike, and the planned shares stay right for the batch
-    at hand.
+    the sorted lengths, and then exchange rows until their lengths add up to their shares, too: the planned
+    shares stay right for the batch at hand.
     """
     counts = divide(len(rows), shares)
     # The j-th of a rank's n rows belongs at the quantile (j + 1/2) / n of the lengths.
     quantiles = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
     owners = np.repeat(np.arange(len(shares)), counts)[np.argsort(quantiles, kind="stable")]
     ascending = rows[np.argsort(lengths[rows], kind="stable")]
-    return [ascending[owners == rank] for rank in range(len(shares))]
+    parts = [ascending[owners == rank] for rank in range(len(shares))]
+    loads = np.array([lengths[part].sum() / max(share, 1) for part, share in zip(parts, shares, strict=True)])
+    busy = np.flatnonzero(counts)
+    for _ in range(4 * len(busy)):
+        most, least = busy[np.argmax(loads[busy])], busy[np.argmin(loads[busy])]
+        longer, shorter = lengths[parts[most]], lengths[parts[least]]
+        wanted = (loads[most] - loads[least]) / (1 / shares[most] + 1 / shares[least])
+        nearest = np.searchsorted(shorter, longer - wanted)
+        partners = np.clip(np.stack([nearest - 1, nearest]), 0, len(shorter) - 1)
+        moved = longer - shorter[partners]
+        side, i = np.unravel_index(np.argmin(np.abs(moved - wanted)), moved.shape)
+        if not 0 < moved[side, i] < 2 * wanted:
+            break
+        j = partners[side, i]
+        parts[most][i], parts[least][j] = parts[least][j], parts[most][i]
+        for rank in (most, least):
+            loads[rank] = lengths[parts[rank]].sum() / shares[rank]
+            parts[rank] = parts[rank][np.argsort(lengths[parts[rank]], kind="stable")]
+    return parts
 
 
 def micro_batches(rows: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
@@ -92,48 +110,76 @@ def micro_batches(rows: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
 
 
 def deal(
-    rows: np.ndarray, lengths: np.ndarray, micro_batch_sizes: Sequence[Sequence[int]]
-) -> list[list[np.ndarray]]:
-    """This step's micro-batches of every rank: disjoint, together all of `rows`.
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    micro_batch_sizes: Sequence[Sequence[int]],
+    cost: Callable[[np.ndarray], float],
+) -> tuple[list[list[np.ndarray]], list[float]]:
+    """This step's micro-batches of every rank, disjoint and together all of `rows`; and what each rank's cost.
 
-    rows: int64 [n]. lengths: int [dataset], as padded, indexed by row. micro_batch_sizes: of a full batch, one
-    sequence a rank; a ragged batch is divided as `split` does it, and the last micro-batches end early.
+    rows: int64 [n]. lengths: int [dataset], indexed by row. micro_batch_sizes: of a full batch, one sequence a
+    rank; a ragged batch is divided as `split` does it, and the last micro-batches end early. cost: of a
+    micro-batch, given its rows, in proportion to its time.
 
-    A micro-batch holds neighbours in length, so that little is padded, and costs its rows times its longest
-    length. Ranks are interleaved along the lengths in proportion to their shares; then micro-batches of one
-    size are exchanged while that brings the rank with the most tokens for its share below what it has.
+    Where rows are padded to the longest of their micro-batch, neighbours in length belong together; where they
+    are not, each rank needs short and long rows alike. Both are tried, and what ends the step sooner is taken.
     """
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]
-    slots = []  # (the quantile of its middle, rank, rows)
-    for rank, count in enumerate(divide(len(rows), shares).tolist()):
-        done = 0
-        for size in micro_batch_sizes[rank]:
-            size = min(size, count - done)
-            if size > 0:
-                slots.append(((done + size / 2) / count, rank, size))
-                done += size
-        assert done == count, (count, micro_batch_sizes[rank])
-    slots.sort()
-    owners, sizes = np.array([slot[1:] for slot in slots]).T
-    ascending = rows[np.argsort(lengths[rows], kind="stable")]
-    ends = np.cumsum(sizes)
-    costs = sizes * lengths[ascending[ends - 1]]
+    counts = divide(len(rows), shares).tolist()
+    sizes = [_cut(count, of_rank) for count, of_rank in zip(counts, micro_batch_sizes, strict=True)]
     weights = np.maximum(shares, 1)
+    neighbours = _deal_neighbours(rows[np.argsort(lengths[rows], kind="stable")], sizes, weights, cost)
+    mixed = [
+        np.split(part, np.cumsum(of_rank)[:-1]) if of_rank else []
+        for part, of_rank in zip(split(rows, lengths, shares), sizes, strict=True)
+    ]
+    costs = [sum(map(cost, batches)) for batches in mixed]
+    dealt, neighbours_costs = neighbours
+    if (np.array(neighbours_costs) / weights).max() <= (np.array(costs) / weights).max():
+        return dealt, neighbours_costs
+    return mixed, costs
+
+
+def _cut(count: int, sizes: Sequence[int]) -> list[int]:
+    """Micro-batches of these sizes, until `count` rows are taken."""
+    assert count <= sum(sizes), (count, sizes)
+    taken = np.minimum(np.cumsum(sizes), count).tolist()
+    return [end - start for start, end in zip([0, *taken], taken, strict=False) if end > start]
+
+
+def _deal_neighbours(
+    ascending: np.ndarray,
+    sizes: Sequence[Sequence[int]],
+    weights: np.ndarray,
+    cost: Callable[[np.ndarray], float],
+) -> tuple[list[list[np.ndarray]], list[float]]:
+    """Micro-batches of neighbours, interleaved along the lengths in proportion to the ranks' counts.
+
+    Then micro-batches of one size are exchanged, while that helps the rank whose cost is highest for its weight.
+    """
+    slots = sorted(  # (the quantile of its middle, rank, rows)
+        ((end - size / 2) / sum(of_rank), rank, size)
+        for rank, of_rank in enumerate(sizes)
+        for size, end in zip(of_rank, np.cumsum(of_rank).tolist(), strict=True)
+    )
+    owners, lengths = np.array([slot[1:] for slot in slots]).T
+    batches = np.split(ascending, np.cumsum(lengths)[:-1])
+    costs = np.array([cost(batch) for batch in batches], dtype=np.float64)
     for _ in range(len(slots)):
-        loads = np.bincount(owners, costs, len(shares)) / weights
+        loads = np.bincount(owners, costs, len(sizes)) / weights
         heaviest = int(np.argmax(loads))
         mine, theirs = np.flatnonzero(owners == heaviest), np.flatnonzero(owners != heaviest)
         saved = costs[mine][:, None] - costs[theirs]
         others = loads[owners[theirs]] + saved / weights[owners[theirs]]
         after = np.maximum(loads[heaviest] - saved / weights[heaviest], others)
-        after[sizes[mine][:, None] != sizes[theirs]] = np.inf
+        after[lengths[mine][:, None] != lengths[theirs]] = np.inf
         if not after.size or after.min() >= loads[heaviest] * (1 - 1e-9):
             break
         i, j = np.unravel_index(np.argmin(after), after.shape)
         owners[mine[i]], owners[theirs[j]] = owners[theirs[j]], heaviest
-    batches = np.split(ascending, ends[:-1])
-    return [
+    dealt = [
         [batch for batch, owner in zip(batches, owners, strict=True) if owner == rank]
-        for rank in range(len(shares))
+        for rank in range(len(sizes))
     ]
+    return dealt, np.bincount(owners, costs, len(sizes)).tolist()

@@ -6,6 +6,7 @@ word. Batches are made some steps ahead: a new plan begins at the first step tha
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,14 +20,16 @@ from lib import model as models
 from lib.calibration import Curve, HostCalibration
 from lib.config import Config
 from lib.config import Plan as PlanSettings
+from lib.data import padded_lengths
+from lib.forward import length_multiple
 from lib.plan import DEFAULT_MICRO_BATCH_SIZE, ClusterPlan, plan_cluster, plan_run, slower, with_micro_batches
 from lib.sync import World
 
 
-def first_plan(config: Config, world: World, hosts: list[str], padded_lengths: np.ndarray) -> ClusterPlan:
+def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarray) -> ClusterPlan:
     """The plan that a run starts with, the same on every rank: each reads its own host's calibration, and all exchange them.
 
-    padded_lengths: int [n], of the training data's rows, as the model sees them.
+    lengths: int [n], of the training data's rows, as Dataset.lengths.
 
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
@@ -34,7 +37,10 @@ def first_plan(config: Config, world: World, hosts: list[str], padded_lengths: n
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = models.resolve(config.model.path, config.model.revision)
-        key = calibration.curve_key(config, folder, round(float(padded_lengths.mean())))
+        padded = padded_lengths(lengths, length_multiple(config.data))
+        key = calibration.curve_key(config, folder, round(float(padded.mean())))
+    # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
+    agreed = json.loads(world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())})))
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
     chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
     with world.agreeing("planning"):
@@ -42,8 +48,8 @@ def first_plan(config: Config, world: World, hosts: list[str], padded_lengths: n
             config,
             hosts,
             [HostCalibration.model_validate_json(text) if text else None for text in texts],
-            key,
-            longest=int(padded_lengths.max()),
+            calibration.CurveKey(**agreed["key"]),
+            longest=agreed["longest"],
             backend=world.backend,
             versions=machine.versions(),
             device_names=chips,
@@ -73,8 +79,8 @@ class Schedule:
         """The plan of a step."""
         return next(plan for first, plan in reversed(self.plans) if first <= step)
 
-    def observe(self, step: int, tokens: Sequence[int], compute_seconds: Sequence[float]) -> ClusterPlan | None:
-        """Takes in a step's tokens (padding included) and seconds by rank; returns a new plan if it is time for one.
+    def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
+        """Takes in a step's tokens (or what costs as much) and seconds by rank; returns a new plan if it is time for one.
 
         A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the step:
         when in `replan_steps` steps in a row it took more than `replan_threshold` longer than the same work spread

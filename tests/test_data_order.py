@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,17 +96,24 @@ sizes_lists = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_
 )
 
 
-def costs(parts, lengths):
-    """Tokens of each rank, padding included."""
-    return np.array([sum(len(batch) * lengths[batch].max() for batch in part) for part in parts])
+def padded(lengths):
+    return lambda batch: float(len(batch) * lengths[batch].max())
 
 
-@given(sizes_lists, st.data())
-def test_deal_follows_the_plans_sizes_and_ends_with_the_rows(sizes, data):
+def ragged(lengths):
+    return lambda batch: float(lengths[batch].sum())
+
+
+costs_of_layouts = st.sampled_from([padded, ragged])
+
+
+@given(sizes_lists, costs_of_layouts, st.data())
+def test_deal_follows_the_plans_sizes_and_ends_with_the_rows(sizes, layout, data):
     count = data.draw(st.integers(1, sum(map(sum, sizes))))
     lengths = np.random.default_rng(count).integers(1, 500, 1000)
     rows = np.random.default_rng(count + 1).permutation(1000)[:count]
-    parts = deal(rows, lengths, sizes)
+    parts, costs = deal(rows, lengths, sizes, layout(lengths))
+    assert costs == [sum(map(layout(lengths), part)) for part in parts]
     assert sorted(np.concatenate([batch for part in parts for batch in part])) == sorted(rows)
     shares = [sum(of_rank) for of_rank in sizes]
     split_alike = [len(part) for part in split(rows, lengths, shares)]
@@ -122,28 +130,33 @@ def test_deal_balances_tokens_and_pads_less_than_rows_dealt_one_by_one(seed, sha
     lengths = np.clip(np.random.default_rng(seed).lognormal(5.5, 0.7, sum(shares)), 16, 2048).astype(int)
     sizes = [[8] * (share // 8) for share in shares]
     rows = np.arange(len(lengths))
-    dealt = costs(deal(rows, lengths, sizes), lengths) / shares
-    interleaved = costs([micro_batches(part, 8) for part in split(rows, lengths, shares)], lengths) / shares
-    assert dealt.max() <= interleaved.max()
+    interleaved = [micro_batches(part, 8) for part in split(rows, lengths, shares)]
+    for layout in (padded, ragged):
+        cost = layout(lengths)
+        slowest = (np.array(deal(rows, lengths, sizes, cost)[1]) / shares).max()
+        assert slowest <= max(sum(map(cost, part)) / n for part, n in zip(interleaved, shares, strict=True))
+    assert slowest <= 1.01 * lengths.mean()
 
 
-def test_deal_keeps_planned_shares_right_on_ragged_lengths():
-    """At the default window, over an epoch: the slowest rank has at most 3 % more tokens for its share than the mean."""
+@pytest.mark.parametrize(("layout", "excess"), [(padded, 1.03), (ragged, 1.002)])
+def test_deal_keeps_planned_shares_right_on_ragged_lengths(layout, excess):
+    """At the default window, over an epoch: how much more the slowest rank computes for its share than the mean."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.7, 64 * 64), 16, 2048).astype(int)
     order = epoch_order(lengths, 0, 0, 64, 32)
     for shares in ([48, 16], [40, 16, 8], [16] * 4):
         slowest = mean = 0.0
         for start in range(0, len(order), 64):
-            parts = deal(order[start : start + 64], lengths, [[8] * (share // 8) for share in shares])
-            loads = costs(parts, lengths)
-            slowest += (loads / shares).max()
-            mean += loads.sum() / 64
-        assert slowest <= 1.03 * mean, (shares, slowest / mean)
+            sizes = [[8] * (share // 8) for share in shares]
+            _, costs = deal(order[start : start + 64], lengths, sizes, layout(lengths))
+            slowest += (np.array(costs) / shares).max()
+            mean += sum(costs) / 64
+        assert slowest <= excess * mean, (shares, slowest / mean)
 
 
 def test_deal_of_a_thousand_ranks():
     lengths = np.random.default_rng(0).integers(16, 2048, 16_384)
-    parts = deal(np.arange(16_384), lengths, [[4] * 4] * 500 + [[8, 4, 4]] * 500 + [[1]] * 384)
+    sizes = [[4] * 4] * 500 + [[8, 4, 4]] * 500 + [[1]] * 384
+    parts, _ = deal(np.arange(16_384), lengths, sizes, padded(lengths))
     assert sum(len(batch) for part in parts for batch in part) == 16_384
 
 

@@ -1,0 +1,330 @@
+"""A run's schedule: plans made again from measured times, alike on all ranks, kept through a resume. Times are invented."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lib import config as settings
+from lib.calibration import Curve, CurveKey, HostCalibration, Link
+from lib.config import Config, Cost, UserError
+from lib.machine import Machine
+from lib.performance import calculate_training_cost, hosts_cost
+from lib.plan import ClusterPlan, make_plan, plan_cluster, plan_run
+from lib.schedule import Schedule
+from tests import tiny
+
+KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
+LEAD = 3
+# A pair's tokens; rows differ by step, alike for all ranks.
+TOKENS = 200.0
+
+Seconds = Callable[[int, int, Sequence[int]], float]  # (step, rank, its micro-batches) -> measured seconds
+
+
+def configured(batch: int, *words: str) -> Config:
+    return settings.load(None, ["model.path=m", "data.train=d", f"train.global_batch_size={batch}", *words])
+
+
+def played(schedule: Schedule, steps: int, seconds: Seconds, seed: int = 0) -> tuple[list[tuple[int, ClusterPlan]], list[float]]:
+    """Runs invented steps; returns (deciding step, new plan) and each step's time. Lengths change from step to step."""
+    rng = np.random.default_rng(seed)
+    decided, times = [], []
+    for step in range(1, steps + 1):
+        plan = schedule.at(step)
+        long = rng.uniform(0.3, 3.0)
+        tokens = [rank.share * TOKENS * long for rank in plan.ranks]
+        compute = [long * seconds(step, rank.rank, rank.micro_batch_sizes) for rank in plan.ranks]
+        times.append(max(compute) / long)
+        new = schedule.observe(step, tokens, compute)
+        if new is not None:
+            decided.append((step, new))
+    return decided, times
+
+
+def constant(*pairs_per_second: float) -> Seconds:
+    return lambda step, rank, sizes: sum(sizes) / pairs_per_second[rank]
+
+
+def uncalibrated(batch: int, ranks: int, *words: str) -> Schedule:
+    config = configured(batch, *words)
+    return Schedule(make_plan(config, [f"host{i}" for i in range(ranks)]), config.plan, LEAD, steps=100_000)
+
+
+@pytest.mark.parametrize("speeds", [(4.0, 1.0), (10.0, 3.0, 1.0), (1.0, 1.9)])
+def test_an_equal_split_on_unequal_hosts_mends_itself(speeds: tuple[float, ...]) -> None:
+    schedule = uncalibrated(128, len(speeds))
+    decided, times = played(schedule, 30, constant(*speeds))
+    assert len(decided) == 1 and decided[0][0] <= 6
+    ideal = 128 / sum(speeds)
+    assert times[0] > 1.3 * ideal and times[-1] <= ideal / 0.95
+    assert max(schedule.at(30).ranks[0].micro_batch_sizes) <= max(schedule.at(1).ranks[0].micro_batch_sizes), "larger than proven"
+
+
+def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
+    """From measured curves: rank 1 takes twice as long from step 20 on; the new plan is within 5 % of the new optimum."""
+    curves = [Curve.from_rates({1: 20.0, 4: 60.0, 8: 80.0}), Curve.from_rates({1: 8.0, 2: 15.0, 4: 20.0})]
+    config = configured(64)
+    schedule = Schedule(make_plan(config, ["a", "b"], curves), config.plan, LEAD, steps=100_000)
+    before = schedule.at(1).shares
+
+    def seconds(step: int, rank: int, sizes: Sequence[int]) -> float:
+        noise = 1 + 0.01 * np.sin(17 * step + rank)
+        return float(curves[rank].seconds(np.array(sizes)).sum() * noise * (2 if rank == 1 and step >= 20 else 1))
+
+    decided, times = played(schedule, 40, seconds)
+    (step, plan), = decided
+    assert 20 <= step and step + LEAD <= 30
+    assert schedule.at(step + LEAD - 1).shares == before and schedule.at(step + LEAD) is plan
+    slow = Curve.from_rates({1: 4.0, 2: 7.5, 4: 10.0})
+    optimum = plan_cluster(["a", "b"], 64, curves=[curves[0], slow]).predicted_step_seconds
+    assert optimum is not None and np.mean(times[step + LEAD :]) <= optimum / 0.95
+    assert plan.solo_sum_pairs_per_second == schedule.at(1).solo_sum_pairs_per_second
+    assert "rank 1 (b)" in plan.reason and plan.global_batch_size == 64 == sum(plan.shares)
+
+
+def test_it_comes_back_when_the_heat_is_gone() -> None:
+    schedule = uncalibrated(64, 2)
+    decided, _ = played(schedule, 60, lambda step, rank, sizes: sum(sizes) / (10 if rank == 0 or step < 15 or step > 35 else 5))
+    assert len(decided) == 2 and decided[0][1].shares[0] in (42, 43) and decided[1][1].shares == [32, 32]
+
+
+def test_noise_and_longer_rows_change_nothing() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(1, 0.03, (400, 2))
+    decided, _ = played(uncalibrated(32, 2), 399, lambda step, rank, sizes: sum(sizes) * noise[step, rank])
+    assert not decided
+
+
+def test_a_uniformly_wrong_calibration_changes_nothing() -> None:
+    """Published figures compare hosts; that all take ten times as long is no drift."""
+    curves = [Curve.from_rates({1: 10.0, 8: 40.0}), Curve.from_rates({1: 10.0, 8: 20.0})]
+    config = configured(48)
+    schedule = Schedule(make_plan(config, ["a", "b"], curves), config.plan, LEAD, steps=100_000)
+    decided, _ = played(schedule, 30, lambda step, rank, sizes: 10 * float(curves[rank].seconds(np.array(sizes)).sum()))
+    assert not decided
+
+
+@pytest.mark.parametrize("words", [("plan.replan=false",), ("plan.shares=[16,16]",)])
+def test_what_the_user_fixed_stands(words: tuple[str, ...]) -> None:
+    assert not played(uncalibrated(32, 2, *words), 20, constant(9.0, 1.0))[0]
+
+
+def test_given_micro_batch_sizes_stay() -> None:
+    schedule = uncalibrated(32, 2, "plan.micro_batch_sizes=[4,2]")
+    (_, plan), = played(schedule, 20, constant(3.0, 1.0))[0]
+    assert plan.shares == [24, 8]
+    assert [set(rank.micro_batch_sizes) for rank in plan.ranks] == [{4}, {2}]
+
+
+def test_steps_that_say_too_little_are_passed_over() -> None:
+    """The first step of a plan compiles; a ragged batch may leave a rank without rows; a time may not be a number."""
+    schedule = uncalibrated(32, 2)
+    assert schedule.observe(1, [16.0, 16.0], [50.0, 1.0]) is None
+    for step in range(2, 30):
+        assert schedule.observe(step, [5.0, 0.0], [1.0, 0.0]) is None
+        assert schedule.observe(step, [16.0, 16.0], [1.0, float("nan")]) is None
+
+
+def test_all_ranks_decide_alike() -> None:
+    """Same numbers in, same plans out: no rank needs to ask another."""
+    speeds = constant(7.0, 2.0, 1.0)
+    a, b = uncalibrated(48, 3), uncalibrated(48, 3)
+    assert played(a, 25, speeds) == played(b, 25, speeds)
+    assert a.plans == b.plans and len(a.plans) == 2
+
+
+def test_a_rank_too_slow_for_one_pair_is_left_out() -> None:
+    schedule = uncalibrated(8, 2)
+    decided, times = played(schedule, 40, constant(100.0, 1.0))
+    assert decided[-1][1].shares == [8, 0] and "no work" in decided[-1][1].warnings[0]
+    assert times[-1] == pytest.approx(0.08)
+
+
+# ---- In a checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_goes_on_with_the_plans_in_force_and_to_come() -> None:
+    config = configured(32)
+    schedule = uncalibrated(32, 2)
+    decided, _ = played(schedule, 7, constant(3.0, 1.0))
+    changed = decided[0][0]
+    for saved_after in (changed - 1, changed, changed + LEAD, 100):
+        state = json.loads(json.dumps(schedule.state(saved_after)))
+        resumed = Schedule(make_plan(config, ["host0", "host1"]), config.plan, LEAD, steps=100_000)
+        assert resumed.restore(state)
+        for step in range(saved_after + 1, saved_after + 8):
+            sizes = [[rank.micro_batch_sizes for rank in one.at(step).ranks] for one in (schedule, resumed)]
+            assert sizes[0] == sizes[1], (saved_after, step)
+
+
+@pytest.mark.parametrize("change", ["hosts", "shares", "batch", "threshold"])
+def test_another_world_or_other_settings_are_planned_anew(change: str) -> None:
+    state = uncalibrated(32, 2).state(5)
+    config = configured(
+        48 if change == "batch" else 32,
+        *{"shares": ["plan.shares=[30,2]"], "threshold": ["plan.replan_threshold=0.5"]}.get(change, []),
+    )
+    hosts = ["host0", "other"] if change == "hosts" else ["host0", "host1"]
+    schedule = Schedule(make_plan(config, hosts), config.plan, LEAD, steps=100_000)
+    before = schedule.plans[:]
+    assert not schedule.restore(state) and schedule.plans == before
+
+
+# ---- The first plan, from calibrations ---------------------------------------------------------------------------------
+
+
+def calibrated(host: str, rates: dict[int, float], key: CurveKey = KEY, device: Any = "metal", **curve: Any) -> HostCalibration:
+    measured = Curve.from_rates(rates, curve.pop("peaks", None), curve.pop("limit", None))
+    measured = measured.model_copy(update={"key": key, "gradient_bytes": 10**6, **curve})
+    link = Link(backend="mpi", latency_seconds=0.001, bandwidth_bytes_per_second=1e8)
+    return HostCalibration(machine=Machine(host=host, device_name="chip", device=device), curves=(measured,), links=(link,))
+
+
+def planned(config: Config, hosts: list[str], calibrations: Sequence[HostCalibration | None], longest: int = 128) -> ClusterPlan:
+    return plan_run(config, hosts, calibrations, KEY, longest=longest, backend="mpi", versions={})
+
+
+def test_measured_hosts_are_planned_with_their_link_and_compared() -> None:
+    plan = planned(configured(32), ["a", "b"], [calibrated("a", {1: 10.0, 8: 30.0}), calibrated("b", {1: 5.0, 8: 10.0})])
+    assert plan.calibrated and plan.shares == [24, 8]
+    assert plan.sync_seconds == pytest.approx(0.001 + 0.01)
+    names = [way.strategy for way in plan.predictions]
+    assert names == ["synchronous, 24 + 8", "synchronous, equal shares", "a alone", "b alone"]
+    assert [way.chosen for way in plan.predictions] == [True, False, False, False]
+    assert plan.predictions[0].efficiency > plan.predictions[2].efficiency > plan.predictions[1].efficiency
+    assert json.dumps(plan.to_dict()) and "curves" not in plan.to_dict()
+
+
+def test_one_host_uses_its_curve_and_needs_no_link() -> None:
+    plan = planned(configured(32), ["a"], [calibrated("a", {1: 10.0, 8: 30.0, 16: 20.0})])
+    assert plan.ranks[0].micro_batch_sizes == (8,) * 4 and plan.sync_seconds == 0
+    assert [way.strategy for way in plan.predictions] == ["a alone"]
+
+
+def test_ranks_that_share_a_machine_share_its_speed_and_memory() -> None:
+    whole = calibrated("box", {1: 10.0, 8: 30.0}, peaks={1: 10**9, 8: 8 * 10**9}, limit=10**10)
+    plan = planned(configured(32), ["box", "box"], [whole, whole])
+    assert plan.shares == [16, 16]
+    assert plan.curves[0] is not None and plan.curves[0].max_batch_size == 4  # of 5 GB, less the headroom
+    assert plan.curves[0].seconds(np.array([8]))[0] == pytest.approx(2 * 8 / 30)
+    assert any("2 ranks share box" in warning and "box-0.json" in warning for warning in plan.warnings)
+    own = [calibrated("box-0", {1: 10.0, 8: 30.0}), calibrated("box-1", {1: 5.0, 8: 10.0})]
+    plan = planned(configured(32), ["box", "box"], own)
+    assert plan.shares == [24, 8] and not plan.warnings
+    gpus = calibrated("box", {1: 10.0, 8: 30.0}, device="cuda")
+    assert planned(configured(32), ["box", "box"], [gpus, gpus]).solo_sum_pairs_per_second == pytest.approx(60)
+
+
+def test_memory_is_that_of_the_longest_rows() -> None:
+    host = calibrated("a", {1: 10.0, 8: 30.0}, peaks={1: 10**9, 8: 8 * 10**9}, limit=10**10)
+    sizes = [planned(configured(32), ["a"], [host], longest).ranks[0].micro_batch_sizes for longest in (128, 256)]
+    assert max(sizes[0]) == 8 and max(sizes[1]) <= 4
+
+
+def test_gradient_checkpointing_where_a_pair_does_not_fit_without() -> None:
+    large = calibrated("a", {1: 10.0, 2: 11.0}, peaks={1: 12 * 10**9, 2: 20 * 10**9}, limit=8 * 10**9)
+    with pytest.raises(UserError, match=r"one pair needs 12.00 GB, but it has 8.00 GB.*try model.gradient_checkpointing"):
+        planned(configured(8), ["a"], [large])
+    key = KEY.model_copy(update={"gradient_checkpointing": True})
+    small = calibrated("a", {1: 7.0, 2: 8.0}, key=key, peaks={1: 3 * 10**9, 2: 5 * 10**9}, limit=8 * 10**9)
+    both = large.model_copy(update={"curves": (*large.curves, *small.curves)})
+    plan = planned(configured(8), ["a"], [both])
+    assert plan.gradient_checkpointing and plan.calibrated and "12.00 GB" in plan.warnings[0]
+    with pytest.raises(UserError, match="12.00 GB"):
+        planned(configured(8, "model.gradient_checkpointing=false"), ["a"], [both])
+    with pytest.raises(UserError, match="12.00 GB"):
+        planned(configured(8, "model.dropout=0.1"), ["a"], [both])
+
+
+def test_a_host_without_calibration_among_hosts_that_have_one() -> None:
+    hosts, known = ["a", "new"], calibrated("a", {1: 10.0, 8: 30.0})
+    plan = planned(configured(32), hosts, [known, None])
+    assert plan.shares == [16, 16] and "no calibration of new" in plan.reason and not plan.calibrated
+    with pytest.raises(UserError, match="require_calibration: no calibration of new"):
+        planned(configured(32, "plan.require_calibration=true"), hosts, [known, None])
+
+
+def test_another_models_curves_compare_hosts_but_promise_no_seconds() -> None:
+    other = KEY.model_copy(update={"model": "other"})
+    plan = planned(configured(32), ["a", "b"], [calibrated("a", {1: 10.0, 8: 30.0}, other), calibrated("b", {1: 5.0, 8: 10.0}, other)])
+    assert plan.shares == [24, 8] and not plan.calibrated and "another measurement" in plan.warnings[0]
+
+
+# ---- Costs -------------------------------------------------------------------------------------------------------------
+
+
+def test_costs_by_the_hour() -> None:
+    assert calculate_training_cost(10_000, 3.86, 2.0) == {
+        "total_examples": 10_000,
+        "throughput_ex_per_sec": 3.86,
+        "estimated_time_hours": pytest.approx(0.71963, rel=1e-4),
+        "estimated_cost_usd": pytest.approx(1.43926, rel=1e-4),
+    }
+
+
+def test_electricity_and_rent_of_each_host_and_of_all() -> None:
+    prices = Cost(watts={"a": 100, "b": 250}, price_per_kwh=0.3, rent_per_hour=1.5)
+    cost = hosts_cost(["a", "b", "a"], 7200, prices)  # two ranks on a: it pays once
+    assert cost is not None and [host["host"] for host in cost["hosts"]] == ["a", "b"]
+    assert cost["energy_kwh"] == pytest.approx(0.7) and cost["electricity"] == pytest.approx(0.21)
+    assert cost["rent"] == pytest.approx(6.0) and cost["cost"] == pytest.approx(6.21)
+    assert hosts_cost(["a"], 7200, Cost(price_per_kwh=0.3)) is None
+    plan = planned(configured(8, "cost.watts={typo: 3}"), ["a"], [calibrated("a", {1: 1.0, 2: 2.0})])
+    assert any("no host of this run is called typo" in warning for warning in plan.warnings)
+
+
+# ---- On real ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is said to be three times as fast: the shares follow, and the weights are those of one rank."""
+    import train as script
+    from lib import runtime, sync
+    from lib.performance import read_records
+
+    world = sync.start(runtime.launch_environment(), timeout_seconds=60)
+    folder = Path(world.broadcast_text(str(tmp_path)))
+    mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
+    words = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.steps=16", "checkpoint.every=1", "checkpoint.keep=20", "plan.replan_seconds=0"]
+    observe = Schedule.observe
+
+    def invented(self: Schedule, step: int, tokens: Sequence[float], measured: Sequence[float]) -> ClusterPlan | None:
+        assert len(measured) == len(tokens)
+        return observe(self, step, tokens, [n / (3.0 if rank == 0 else 1.0) for rank, n in enumerate(tokens)])
+
+    monkeypatch.setattr(Schedule, "observe", invented)
+
+    def train(name: str, ranks: sync.World = world, resume: bool = False) -> Path:
+        script.train(settings.load(None, [*words, f"run.name={name}"]), ranks, resume=resume, dry_run=False)
+        world.gather_text("trained")
+        return folder / "runs" / name
+
+    alone, run = train(f"alone{world.rank}", sync.World()), train("planned-again")
+    plans = [record for record in read_records(run / "logs" / "rank-001.jsonl") if record["kind"] == "plan"]
+    assert [record["shares_before"] for record in plans] == [make_plan(configured(8), ["h"] * world.size).shares]
+    first, shares = plans[0]["first_step"], plans[0]["shares"]
+    assert plans[0]["step"] + 3 == first <= 12 and sum(shares) == 8 and shares[0] >= 8 - 2 * (world.size - 1)
+    for record in tiny.steps_of(run, 0):
+        if (record["step"] % 3) != 0:  # every third batch is the epoch's ragged end
+            assert record["pairs"] == (plans[0]["shares_before"] if record["step"] < first else shares)[0]
+    assert all(rows == list(range(21)) for rows in list(tiny.rows_of_epochs(run).values())[:5])
+    assert tiny.difference(alone, run) <= 1e-5
+    before = {name: array.tobytes() for name, array in tiny.weights(run).items()}
+    for step in (first - 1, plans[0]["step"]):  # the change is near, or has only just been decided
+        world.gather_text("before the checkpoints after a step are taken away")
+        if world.rank == 0:
+            for path in (run / "checkpoints").iterdir():
+                if int(path.name.removeprefix("step-")) > step:
+                    shutil.rmtree(path)
+        world.gather_text("taken away")
+        train("planned-again", resume=True)
+        assert {name: array.tobytes() for name, array in tiny.weights(run).items()} == before, step
+        world.gather_text("compared")
