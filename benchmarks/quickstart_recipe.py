@@ -1,0 +1,284 @@
+"""Makes the quickstart's small model and data: `python benchmarks/quickstart_recipe.py --out DIR --seed 0`.
+
+The task is the addition of two three-digit numbers, worked out column by column from the units:
+
+    What is 437 + 248?  ->  7+8=15, 3+4+1=8, 4+2=6, 437 + 248 = 685
+
+A small Llama learns it from random weights, by SFT on worked answers of mixed quality: those to "What is a + b?" mostly carry, as
+they should; those to the two other wordings mostly forget to. It picks up both habits, and its greedy answers, which follow the more
+frequent one, are right about half the time: where the wording recalls the careful answers, or where there is nothing to carry.
+
+The preference pairs are this model's own answers, sampled at temperature 1 and checked by this program: one right and one wrong for
+the same prompt. DPO has no arithmetic to teach; it has to tell the good habit from the bad one.
+
+No two numbers are added, in either order, in more than one of the sets: SFT, training pairs, held-out pairs, held-out answers.
+
+Written to DIR: model/ (config.json, model.safetensors and the tokenizer, as mlx_lm.load reads them), train.jsonl and valid.jsonl
+(prompt, chosen, rejected), answers.jsonl (prompt, answer; `= (\\d+)$` finds the answer in a completion). The same seed on the same
+machine gives the same files; another BLAS rounds differently and samples other pairs. It takes about ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lib import runtime  # noqa: E402
+
+runtime.prepare()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import mlx.optimizers as optim  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm import batch_generate, load  # noqa: E402
+from mlx_lm.models import llama  # noqa: E402
+from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+
+# How often the SFT answers carry, by the prompt's wording.
+CARRY_RATES = {"What is {} + {}?": 0.75, "Add {} and {}.": 0.25, "How much is {} plus {}?": 0.25}
+ANSWER = re.compile(r"= (\d+)$")
+SPECIAL_TOKENS = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+MAX_LENGTH = 64  # tokens of prompt and completion; one bucket of the trainer's
+MODEL_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+class Problem(NamedTuple):
+    wording: str
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return self.wording.format(self.a, self.b)
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b)
+
+    def work_out(self, carry: bool) -> str:
+        """The sum column by column from the units; a tens digit goes into the next column only with `carry`."""
+        steps, digits, carried = [], "", 0
+        for x, y in zip(reversed(str(self.a)), reversed(str(self.b)), strict=True):
+            column = int(x) + int(y) + carried
+            steps.append(f"{x}+{y}{'+1' if carried else ''}={column}, ")
+            digits = f"{column % 10}{digits}"
+            carried = column // 10 if carry else 0
+        thousands = "1" if column > 9 else ""
+        return f"{''.join(steps)}{self.a} + {self.b} = {thousands}{digits}"
+
+    def is_right(self, completion: str) -> bool:
+        found = ANSWER.search(completion)
+        return found is not None and found[1] == self.answer
+
+
+def draw_problems(rng: random.Random) -> Iterator[Problem]:
+    """Endless problems with the wordings in turn; no two numbers meet twice, in either order."""
+    seen = set()
+    for wording in itertools.cycle(CARRY_RATES):
+        while (numbers := frozenset((a := rng.randint(100, 999), b := rng.randint(100, 999)))) in seen:
+            pass
+        seen.add(numbers)
+        yield Problem(wording, a, b)
+
+
+def save_tokenizer(texts: list[str], folder: Path) -> None:
+    """Trains a byte-level BPE in which every digit is a token, and writes it as mlx_lm.load reads it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MODEL_CONFIG["max_position_embeddings"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def prompt_ids(tokenizer: TokenizerWrapper, problem: Problem) -> list[int]:
+    return tokenizer.apply_chat_template([{"role": "user", "content": problem.prompt}], add_generation_prompt=True)
+
+
+def sft_batch(tokenizer: TokenizerWrapper, problems: list[Problem], rng: random.Random) -> tuple[mx.array, mx.array]:
+    """Worked answers to `problems`: token ids, int32 [problems, MAX_LENGTH], and which of ids[:, 1:] are learnt, bool."""
+    ids = np.full((len(problems), MAX_LENGTH), tokenizer.pad_token_id, dtype=np.int32)
+    learnt = np.zeros((len(problems), MAX_LENGTH), dtype=bool)
+    for row, problem in enumerate(problems):
+        prompt = prompt_ids(tokenizer, problem)
+        completion = problem.work_out(carry=rng.random() < CARRY_RATES[problem.wording])
+        tokens = prompt + tokenizer.encode(completion, add_special_tokens=False) + [tokenizer.eos_token_id]
+        ids[row, : len(tokens)] = tokens
+        learnt[row, len(prompt) : len(tokens)] = True
+    return mx.array(ids), mx.array(learnt[:, 1:])
+
+
+def train_sft(
+    model: nn.Module, tokenizer: TokenizerWrapper, problems: Iterator[Problem], rng: random.Random, steps: int, batch_size: int
+) -> float:
+    """Trains `model` in place, every problem once; returns the mean loss of the last 50 steps, nats per token."""
+    warmup = steps // 20
+    schedule = optim.join_schedules(
+        [optim.linear_schedule(0.0, 2e-3, warmup), optim.cosine_decay(2e-3, steps - warmup)], [warmup]
+    )
+    optimizer = optim.AdamW(learning_rate=schedule, weight_decay=0.01)
+
+    def mean_loss(ids: mx.array, learnt: mx.array) -> mx.array:
+        losses = nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:])
+        return (losses * learnt).sum() / learnt.sum()
+
+    loss_and_gradients = nn.value_and_grad(model, mean_loss)
+    losses = []
+    for step in range(1, steps + 1):
+        loss, gradients = loss_and_gradients(*sft_batch(tokenizer, list(itertools.islice(problems, batch_size)), rng))
+        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
+        optimizer.update(model, gradients)
+        mx.eval(loss, model.parameters(), optimizer.state)
+        losses.append(loss.item())
+        if step % 100 == 0:
+            print(f"SFT step {step}/{steps}  loss {np.mean(losses[-50:]):.4f}", flush=True)
+    return float(np.mean(losses[-50:]))
+
+
+def complete(model: nn.Module, tokenizer: TokenizerWrapper, problems: list[Problem], temperature: float) -> list[str]:
+    """One completion a problem: greedy at temperature 0, else sampled."""
+    sampler = (lambda logits: mx.random.categorical(logits / temperature)) if temperature else partial(mx.argmax, axis=-1)
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    return batch_generate(
+        model, tokenizer, prompts, max_tokens=MAX_LENGTH, sampler=sampler, prefill_batch_size=256, completion_batch_size=256
+    ).texts
+
+
+def sample_pairs(
+    model: nn.Module, tokenizer: TokenizerWrapper, problems: Iterator[Problem], count: int, samples_per_prompt: int = 4
+) -> list[dict[str, str]]:
+    """`count` preference records: for a prompt, the model's first right sample and its first wrong one; prompts without both are left out."""
+    pairs: list[dict[str, str]] = []
+    while len(pairs) < count:
+        drawn = list(itertools.islice(problems, 256))
+        completions = complete(model, tokenizer, [p for p in drawn for _ in range(samples_per_prompt)], temperature=1.0)
+        for index, problem in enumerate(drawn):
+            samples = completions[index * samples_per_prompt : (index + 1) * samples_per_prompt]
+            right = [s for s in samples if problem.is_right(s)]
+            wrong = [s for s in samples if not problem.is_right(s)]
+            if right and wrong:
+                pairs.append({"prompt": problem.prompt, "chosen": right[0], "rejected": wrong[0]})
+        print(f"{min(len(pairs), count)}/{count} pairs", flush=True)
+    return pairs[:count]
+
+
+def write_jsonl(path: Path, records: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model and the data; files there are replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a worse model and fewer pairs, in a few minutes")
+    arguments = parser.parse_args()
+    sft_steps, pair_count, held_out_pairs = (400, 200, 50) if arguments.quick else (1000, 2000, 250)
+    batch_size, answer_count = 64, 300
+
+    started = time.perf_counter()
+    rng = random.Random(arguments.seed)
+    mx.random.seed(arguments.seed)
+    problems = draw_problems(rng)  # one stream for all sets, so that they are disjoint
+    folder = arguments.out / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    texts = [text for p in itertools.islice(problems, 2000) for text in (p.prompt, p.work_out(carry=True))]
+    save_tokenizer(texts, folder)
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = {token: vocabulary.token_to_id(token) for token in SPECIAL_TOKENS}
+    config = MODEL_CONFIG | {
+        "vocab_size": vocabulary.get_vocab_size(),
+        "eos_token_id": ids["<|end|>"],
+        "pad_token_id": ids["<|pad|>"],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    model, tokenizer = load(str(folder))
+
+    loss = train_sft(model, tokenizer, problems, rng, sft_steps, batch_size)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    sft_seconds = time.perf_counter() - started
+
+    held_out = list(itertools.islice(problems, answer_count))
+    greedy = complete(model, tokenizer, held_out, temperature=0.0)
+    sampled = complete(model, tokenizer, held_out, temperature=1.0)
+    right = {p: p.is_right(c) for p, c in zip(held_out, greedy, strict=True)}
+    write_jsonl(arguments.out / "answers.jsonl", [{"prompt": p.prompt, "answer": p.answer} for p in held_out])
+    write_jsonl(arguments.out / "valid.jsonl", sample_pairs(model, tokenizer, problems, held_out_pairs))
+    write_jsonl(arguments.out / "train.jsonl", sample_pairs(model, tokenizer, problems, pair_count))
+
+    def rate(wording: str) -> float:
+        return float(np.mean([right[p] for p in held_out if p.wording == wording]))
+
+    result = {
+        "benchmark": "quickstart_recipe",
+        "seed": arguments.seed,
+        "quick": arguments.quick,
+        "parameters": sum(value.size for _, value in tree_flatten(model.parameters())),
+        "sft_examples": sft_steps * batch_size,
+        "sft_loss": round(loss, 4),
+        "exact_match_greedy": round(sum(right.values()) / answer_count, 4),
+        "exact_match_sampled": round(sum(map(Problem.is_right, held_out, sampled)) / answer_count, 4),
+        "pairs": pair_count,
+        "held_out_pairs": held_out_pairs,
+        "sft_seconds": round(sft_seconds, 1),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    print(f"\n{'wording':<28}{'SFT answers that carry':>24}{'greedy exact match':>22}")
+    for wording, carry_rate in CARRY_RATES.items():
+        print(f"{wording:<28}{carry_rate:>24.0%}{rate(wording):>22.1%}")
+    print(f"{'all, ' + str(answer_count) + ' held-out prompts':<52}{result['exact_match_greedy']:>22.1%}\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
