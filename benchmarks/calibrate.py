@@ -52,6 +52,8 @@ QUICK_SECONDS = 44.0  # of measuring a host; the rest of the minute is for start
 START_SECONDS = 120.0  # a probe's limit beyond its measuring: imports, loading the model, compiling
 PAST_THE_KNEE = 0.97  # of the best rate: two sizes in a row below it end the climb
 GIVE_UP = 2  # points lost in a row
+UNSTEADY = 0.2  # spread over median, from which on a person is told
+ROWS = 64  # of the data's, whose lengths are measured with
 LAUNCHERS = (
     "OMPI_",
     "PMIX_",
@@ -70,11 +72,10 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A row's token counts; `sequence_length` is what stands for them in a curve's key."""
+    """Rows to measure with."""
 
-    sequence_length: int
-    prompt_tokens: int
-    completion_tokens: tuple[int, ...]
+    sequence_length: int  # that stands for them in a curve's key
+    rows: list[list[int]]  # tokens of each row's prompt and completions
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def climb(
 
 
 def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
-    """Rows to measure with: the data's mean row and, if there is time, its longest; or as --length says.
+    """Rows as long as the data's mean and, if there is time, as its longest; or as --length says.
 
     Raises:
         UserError: the data cannot be read.
@@ -247,18 +248,21 @@ def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
 
     if options.lengths:
         completions = 2 if config.record_kind == "preference" else 1
-        return [Shape(n, n + 1 - n // 2, (n // 2,) * completions) for n in options.lengths]
+        return [Shape(n, [[n + 1 - n // 2, *[n // 2] * completions]]) for n in options.lengths]
     tokenizer, words = models.load_tokenizer_of(config.model), models.vocabulary(config.model)
     data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **words)
     pieces = np.diff(data.bounds).reshape(len(data), -1)  # tokens of a prompt and its completions
     padded = padded_lengths(data.lengths, length_multiple(config.data))
 
-    def shape(length: float, tokens: np.ndarray) -> Shape:
-        prompt, *completions = np.maximum(np.rint(tokens), [0, *[1] * (len(tokens) - 1)]).astype(int).tolist()
-        return Shape(round(length), prompt, tuple(completions))
+    totals = pieces.sum(axis=1)
 
-    typical = shape(float(padded.mean()), pieces.mean(axis=0))
-    longest = shape(float(padded.max()), pieces[data.lengths.argmax()])
+    def shape(length: float, tokens: float) -> Shape:
+        nearest = np.argsort(np.abs(totals - tokens), kind="stable")[:ROWS]
+        return Shape(round(length), pieces[nearest].tolist())
+
+    # A step's time goes with the tokens of its rows, and a little with how ragged they are.
+    typical = shape(float(padded.mean()), float(totals.mean()))
+    longest = shape(float(padded.max()), float(totals.max()))
     is_much_longer = longest.sequence_length > typical.sequence_length
     return [typical, longest] if is_much_longer and not options.quick else [typical]
 
@@ -413,7 +417,7 @@ def measure_together(
     if isinstance(answer, dict):
         alone = best.seconds_median + curve.step_overhead_seconds
         slowdown = float(np.median(answer["seconds"]["1"])) / alone
-        curve = curve.model_copy(update={"slowdown_together": slowdown})
+        curve = curve.model_copy(update={"slowdown_together": max(1.0, slowdown)})  # less is noise
     curves = tuple(curve if one.key == key else one for one in found.curves)
     return found.model_copy(update={"curves": curves, "links": (*kept, *links)})
 
@@ -429,7 +433,7 @@ def verify(
     """Runs steps of splits that no probe has run, and compares their time with the curves' prediction."""
     import mlx.core as mx
 
-    from benchmarks.probe import batch_of, trainable_model
+    from benchmarks.probe import step_batches, trainable_model
     from lib.step import make_optimizer, make_step
 
     curves = [next(curve for curve in one.curves if curve.key == key) for one in every]
@@ -450,13 +454,13 @@ def verify(
             splits.append([int(size) for size in rng.choice(between, rng.integers(1, 5))])
         computes = [float(c.seconds(np.array(sizes)).sum()) for c, sizes in zip(curves, splits, strict=True)]
         predicted = max(computes) + max(c.step_overhead_seconds for c in curves) + sync_seconds
-        batches = [batch_of(size, asdict(shape), config, model) for size in splits[world.rank]]
-        step(0, 1, batches)
         seconds = []
-        for _ in range(max(5, min(30, int(1.5 / predicted)))):
-            began = time.perf_counter()
-            step(0, 1, batches)
-            seconds.append(time.perf_counter() - began)
+        with contextlib.closing(step_batches(splits[world.rank], asdict(shape), config, model)) as batches:
+            step(0, 1, next(batches))
+            for _ in range(max(5, min(30, int(1.5 / predicted)))):
+                began = time.perf_counter()
+                step(0, 1, next(batches))
+                seconds.append(time.perf_counter() - began)
         taken = np.zeros(world.size, np.float32)
         taken[world.rank] = np.median(seconds)
         actual = float(np.array(world.all_sum(mx.array(taken), "every rank's time of a step")).max())
@@ -522,6 +526,13 @@ class Voice:
         if curve.slowdown_together:
             parts.append(f"{curve.slowdown_together:.2f} times as long while all ranks work")
         self.line(", ".join(parts) + (f"; lost: {curve.note}" if curve.note else ""))
+        best = curve.best_point
+        if best.seconds_spread > UNSTEADY * best.seconds_median:
+            spread = f"{best.seconds_spread / best.seconds_median:.0%}"
+            self.line(
+                f"warning: steps of {one.machine.host} differ by {spread}; is something else running there? "
+                "Measure again when it is idle (--refresh)"
+            )
 
 
 def in_short(one: HostCalibration, curve: Curve, folder: Path) -> dict[str, Any]:

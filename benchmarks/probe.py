@@ -8,10 +8,12 @@ runs: the same step, reference pass and model, on rows of random tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 from lib import losses, scoring  # noqa: E402
 from lib import model as models  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
-from lib.data import Batch, Dataset, Example, collate  # noqa: E402
+from lib.data import Batch, Dataset, Example, collate, prefetch  # noqa: E402
 from lib.forward import cannot_share_prompts, length_multiple  # noqa: E402
 from lib.step import make_optimizer, make_step  # noqa: E402
 from lib.sync import World  # noqa: E402
@@ -72,27 +74,33 @@ def _certain(times: dict[int, list[float]]) -> bool:
 
 
 def examples(count: int, request: dict[str, Any], config: Config) -> list[Example]:
-    """Rows of random tokens: `prompt_tokens`, and one completion for each of `completion_tokens`."""
+    """Random tokens of the lengths that `rows` has, [prompt, completion, ...] each, over and over."""
     rng = np.random.default_rng(config.train.seed)
     vocab_size = models.vocabulary(config.model)["vocab_size"] or 256
 
     def ids(length: int) -> np.ndarray:
         return rng.integers(0, vocab_size, length, dtype=np.int32)
 
-    return [
-        Example(row, ids(request["prompt_tokens"]), tuple(map(ids, request["completion_tokens"])))
-        for row in range(count)
-    ]
+    rows = enumerate(itertools.islice(itertools.cycle(request["rows"]), count))
+    return [Example(row, ids(prompt), tuple(map(ids, completions))) for row, (prompt, *completions) in rows]
 
 
-def batch_of(
-    count: int, request: dict[str, Any], config: Config, model: nn.Module
-) -> tuple[Batch, np.ndarray | None]:
-    """A micro-batch as training makes it, and log-probabilities as a reference gives them."""
+MicroBatch = tuple[Batch, np.ndarray | None]
+
+
+def step_batches(
+    sizes: Sequence[int], request: dict[str, Any], config: Config, model: nn.Module
+) -> Generator[list[MicroBatch], None, None]:
+    """One step's micro-batches after the other, made ahead in a thread as training makes them."""
     share = config.data.shared_prompts and not cannot_share_prompts(model)
-    batch = collate(examples(count, request, config), length_multiple(config.data), share)
-    reference = np.zeros((count, 2), np.float32) if losses.needs_reference(config.train.loss) else None
-    return batch, reference
+    multiple = length_multiple(config.data)
+    parts = [examples(size, request, config) for size in sizes]
+    has_reference = losses.needs_reference(config.train.loss)
+
+    def micro_batch(part: list[Example]) -> MicroBatch:
+        return collate(part, multiple, share), np.zeros((len(part), 2), np.float32) if has_reference else None
+
+    return prefetch((list(map(micro_batch, parts)) for _ in itertools.count()), depth=2)
 
 
 def trainable_model(config: Config) -> nn.Module:
@@ -112,13 +120,17 @@ def step(request: dict[str, Any]) -> dict[str, Any]:
     model = trainable_model(config)
     optimizer = make_optimizer(config.train)
     take_step = make_step(model, optimizer, config.train, World(), dropout=config.model.dropout > 0)
-    batch = batch_of(request["batch_size"], request, config, model)
     peaks = []
 
-    def run(micro_batches: int) -> None:
-        peaks.append(take_step(0, 1, [batch] * micro_batches).peak_memory_bytes)
+    def run(batches: Generator[list[MicroBatch], None, None]) -> None:
+        peaks.append(take_step(0, 1, next(batches)).peak_memory_bytes)
 
-    times = measure({count: partial(run, count) for count in request["micro_batches"]}, request["seconds"])
+    with ExitStack() as stack:
+        runs = {}
+        for count in request["micro_batches"]:
+            batches = step_batches([request["batch_size"]] * count, request, config, model)
+            runs[count] = partial(run, stack.enter_context(closing(batches)))
+        times = measure(runs, request["seconds"])
     gradients = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     return {"seconds": times, "peak_memory_bytes": max(peaks), "gradient_bytes": 4 * gradients}  # as float32
 
@@ -138,7 +150,7 @@ def passes(request: dict[str, Any]) -> dict[str, Any]:
         scoring.dataset_logps(model, dataset, World(), [1], request["batch_size"], config.data)
 
     count = 16
-    prompt = mx.array(rows[0].prompt_ids)
+    prompt = mx.array(rows[0].prompt_ids if len(rows[0].prompt_ids) else rows[0].completions[0])
     tokens_seconds: list[float] = []
 
     def generate() -> None:
