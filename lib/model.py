@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import activations
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -150,6 +152,7 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
     if blocks > len(model.layers):
         raise UserError(f"model.blocks={blocks}, but {settings.path} has {len(model.layers)} blocks")
     model.freeze()
+    _take_lean_swiglu(model)
     if settings.method == "full":
         if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
             raise UserError(f"model.method=full cannot train {settings.path}: its weights are quantised; use model.method=lora")
@@ -208,6 +211,37 @@ def _take_low_rank_linear(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is LoRALinear and module.dropout._p_1 == 1:
             module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them
+
+
+_swiglu = activations.swiglu
+
+
+@mx.custom_function
+def lean_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x (SwiGLU, arXiv:2002.05202), which keeps nothing for the backward pass but its two inputs.
+
+    The derivative, in float32, is written so that its halves have no expression in common with each other or with
+    the forward pass: `mx.compile` would make such a one once, and keep it as an array as large as the MLP is wide.
+    """
+    return _swiglu(gate, x)
+
+
+@lean_swiglu.vjp
+def _lean_swiglu_vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.array, mx.array]:
+    gate, x = primals
+    half = (0.5 * gate).astype(mx.float32)
+    t = mx.tanh(half)  # sigmoid(gate) = (1 + t) / 2
+    d_gate = (cotangent * x).astype(mx.float32) * (0.5 * (1 + t) * (1 + half * (1 - t)))
+    wide = gate.astype(mx.float32)
+    d_x = cotangent.astype(mx.float32) * (wide / (1 + mx.exp(-wide)))
+    return d_gate.astype(gate.dtype), d_x.astype(x.dtype)
+
+
+def _take_lean_swiglu(model: nn.Module) -> None:
+    """Lets the model's family use `lean_swiglu`: the same values, less memory."""
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        if getattr(module, "swiglu", None) is _swiglu:
+            module.swiglu = lean_swiglu  # type: ignore[attr-defined]
 
 
 def trainable(model: nn.Module) -> dict[str, mx.array]:

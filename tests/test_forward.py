@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,14 @@ def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp
         layer.linear.weight.astype(mx.float32).T + layer.scale * layer.lora_a @ layer.lora_b
     )
     assert mx.linalg.norm(layer(x) - wanted).item() <= 0.01 * mx.linalg.norm(wanted).item()
+
+
+def test_lean_swiglu_equals_mlx_lms_function(tmp_path: Path) -> None:
+    model = load(tmp_path, "llama")
+    assert sys.modules[type(model).__module__].swiglu is models.lean_swiglu
+    gate = mx.concatenate([mx.random.normal((7, 64)) * 4, mx.array([[-200.0, -30.0, 0.0, 200.0] * 16])])
+    x, weight = mx.random.normal((2, *gate.shape))
+    (plain,), expected = mx.vjp(lambda gate, x: gate * mx.sigmoid(gate) * x, [gate, x], [weight])
+    (lean,), gradients = mx.vjp(models.lean_swiglu, [gate, x], [weight])
+    for ours, theirs in zip([lean, *gradients], [plain, *expected], strict=True):
+        assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
