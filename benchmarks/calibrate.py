@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,7 +289,7 @@ def measure_host(
     """
     began = time.monotonic()
     deadline = began + QUICK_SECONDS / sharing if options.quick else math.inf
-    prober = Prober(config, options.seconds, deadline)
+    prober = Prober(config, options.seconds)
     path = options.folder / f"{host}.json"
     versions = machine.versions()
     identity = machine.identify(host)
@@ -328,6 +328,12 @@ def measure_host(
             measured += isinstance(answer, dict)
             return answer
 
+        if stale and identity.device == "cuda":
+            # The first process that needs a kernel compiles it and keeps it on disk: a minute, once a machine.
+            first = next(iter(stale.values()))
+            ask("compiling kernels", "step", seconds=0.1, batch_size=1, micro_batches=[1], **asdict(first))
+            deadline += time.monotonic() - began
+        prober = replace(prober, deadline=deadline)
         for one, shape in stale.items():
             row = asdict(shape)
 

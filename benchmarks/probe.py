@@ -174,21 +174,22 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16  # the fast type there
     seconds = request["seconds"] / 3
 
-    def rate(width: int, seconds: float) -> float:
-        a, b = (mx.random.normal((width, width)).astype(dtype) for _ in range(2))
+    chain = 4  # products in one evaluation, so that starting it weighs little
+    flops = 0.0
+    for width in (512, 1024, 2048, 4096, 8192):
+        work = 2 * width**3 * chain
+        if flops and work / flops > seconds / 2:
+            break
+        a, b = (mx.random.normal((width, width), scale=width**-0.5).astype(dtype) for _ in range(2))
         mx.eval(a, b)
-        chain = 4  # products in one evaluation, so that starting it weighs little
 
-        def multiply() -> None:
-            mx.eval([a @ (b + i) for i in range(chain)])
+        def multiply(a: mx.array = a, b: mx.array = b) -> None:
+            product = a
+            for _ in range(chain):
+                product = product @ b
+            mx.eval(product)
 
-        return 2 * width**3 * chain / float(np.median(measure({0: multiply}, seconds)[0]))
-
-    width = 512
-    guess = rate(width, seconds)
-    while width < 8192 and 8 * (2 * width) ** 3 < guess * seconds / 4:
-        width *= 2
-    flops = max(guess, rate(width, seconds))
+        flops = max(flops, work / float(np.median(measure({0: multiply}, seconds / 2)[0])))
 
     if mx.default_device() == mx.cpu:  # in place: MLX would measure the system's handing out of new pages
         source = np.ones(2**25, np.float32)
