@@ -66,7 +66,15 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path), "train.steps=400", "checkpoint.every=5", "run.name=run", f"--config={tiny.config_file(tmp_path)}"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts its background jobs, and so the tests in one, with SIGINT ignored, which a child inherits.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     log = tmp_path / "runs" / "run" / "logs" / "rank-000.jsonl"
     while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 12):
         time.sleep(0.01)
