@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 PROBE = ROOT / "benchmarks" / "probe.py"
 QUICK_SECONDS = 44.0  # of measuring a host; the rest of the minute is for starting, the links and the picture
 START_SECONDS = 120.0  # a probe's limit beyond its measuring: imports, loading the model, compiling
+USUAL_SECONDS = 15.0  # of a start with compiled kernels
 PAST_THE_KNEE = 0.97  # of the best rate: two sizes in a row below it end the climb
 GIVE_UP = 2  # points lost in a row
 UNSTEADY = 0.2  # spread over median, from which on a person is told
@@ -317,22 +318,24 @@ def measure_host(
 
     sizes = ladder(options.largest or max(32, config.train.global_batch_size), 4 if options.quick else 2)
     lost: dict[int, str] = {}
-    measured = 0
+    measured, probe_seconds = 0, 0.0
     expected = (not rates) + len(stale) * (len(sizes) + 2 * options.rounds + 1)
     with say.progress(f"calibrating {host}", expected) as advance:
 
         def ask(what: str, kind: str, **request: Any) -> dict[str, Any] | str:
-            nonlocal measured
+            nonlocal measured, probe_seconds
             advance(what)
+            asked = time.monotonic()
             answer = prober.ask(kind, **request)
+            probe_seconds = time.monotonic() - asked
             measured += isinstance(answer, dict)
             return answer
 
         if stale and identity.device == "cuda":
-            # The first process that needs a kernel compiles it and keeps it on disk: a minute, once a machine.
+            # The first process that needs a kernel compiles it and keeps it on disk: a minute, once.
             first = next(iter(stale.values()))
             ask("compiling kernels", "step", seconds=0.1, batch_size=1, micro_batches=[1], **asdict(first))
-            deadline += time.monotonic() - began
+            deadline += max(0.0, probe_seconds - USUAL_SECONDS)
         prober = replace(prober, deadline=deadline)
         for one, shape in stale.items():
             row = asdict(shape)
@@ -342,8 +345,11 @@ def measure_host(
                 seconds = 2 * prober.seconds if 4 in counts else None  # a small difference of two small times
                 return ask(what, "step", seconds=seconds, batch_size=size, micro_batches=counts, **row)
 
-            # A part of the time is for what comes after the curve.
-            out_of_time = lambda: deadline - time.monotonic() < QUICK_SECONDS / sharing / 5  # noqa: E731
+            def out_of_time() -> bool:
+                return (
+                    deadline - time.monotonic() < 3 * probe_seconds
+                )  # this point, and two probes after the curve
+
             found = climb(probe, sizes, options.rounds, prober.seconds, limit, out_of_time)
             lost |= found.lost
             if len(found.answers) < 2:
