@@ -627,12 +627,15 @@ def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, 
     shapes = shapes_of(config, options)
     folder = models.resolve(config.model.path, config.model.revision)
     key = calibrations.curve_key(config, folder, shapes[0].sequence_length)
-    host = sync.host_name() if launch.local_size == 1 else f"{sync.host_name()}-{launch.local_rank}"
+    world = sync.start(launch, timeout_seconds=7200)  # the others measure, one after another, meanwhile
+    names = world.gather_text(sync.host_name())
+    host = names[launch.rank]
+    if names.count(host) > 1:  # numbered as calibration.own_calibration looks for them
+        host = f"{host}-{names[: launch.rank].count(host)}"
     with alone_on_this_machine(options.folder):
         found, account = measure_host(config, host, shapes, key, options, say, launch.local_size)
     every, checked = [found], []
     if launch.size > 1:
-        world = sync.start(launch)
         hosts = world.gather_text(host)
         found = measure_together(config, found, key, shapes[0], world, hosts, str(launch.backend), options)
         with world.agreeing("writing the calibration"):
