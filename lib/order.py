@@ -115,14 +115,15 @@ def deal(
     micro_batch_sizes: Sequence[Sequence[int]],
     cost: Callable[[np.ndarray], float],
 ) -> tuple[list[list[np.ndarray]], list[float]]:
-    """This step's micro-batches of every rank, disjoint and together all of `rows`; and what each rank's cost.
+    """This step's micro-batches of every rank, disjoint and together all of `rows`; and their cost by rank.
 
-    rows: int64 [n]. lengths: int [dataset], indexed by row. micro_batch_sizes: of a full batch, one sequence a
-    rank; a ragged batch is divided as `split` does it, and the last micro-batches end early. cost: of a
+    rows: int64 [n]. lengths: int [dataset], indexed by row. micro_batch_sizes: of a full batch, one sequence
+    a rank; a ragged batch is divided as `split` does it, and the last micro-batches end early. cost: of a
     micro-batch, given its rows, in proportion to its time.
 
-    Where rows are padded to the longest of their micro-batch, neighbours in length belong together; where they
-    are not, each rank needs short and long rows alike. Both are tried, and what ends the step sooner is taken.
+    Where rows are padded to the longest of their micro-batch, neighbours in length belong together; where
+    they are not, each rank needs short and long rows alike. Both are tried; what ends the step sooner is
+    taken.
     """
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]
@@ -156,7 +157,7 @@ def _deal_neighbours(
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """Micro-batches of neighbours, interleaved along the lengths in proportion to the ranks' counts.
 
-    Then micro-batches of one size are exchanged, while that helps the rank whose cost is highest for its weight.
+    Then micro-batches of one size are exchanged, while that helps the rank that costs most for its weight.
     """
     slots = sorted(  # (the quantile of its middle, rank, rows)
         ((end - size / 2) / sum(of_rank), rank, size)

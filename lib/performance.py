@@ -1,4 +1,4 @@
-"""The records of a run, one JSON object a line, one file a rank, flushed as they happen; and what it costs."""
+"""The records of a run, one JSON object a line, one file a rank, flushed as they happen; and its costs."""
 
 from __future__ import annotations
 
@@ -97,11 +97,13 @@ def rewind(path: Path, step: int) -> int:
     return len(lines) - keep
 
 
-# ---- Costs -------------------------------------------------------------------------------------------------------------
+# ---- Costs -------------------------------------------------------------------------------------------------
 
 
-def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
-    """Time and cost of training on `total_examples` at `throughput` examples a second, at a price by the hour.
+def calculate_training_cost(
+    total_examples: int, throughput: float, cost_per_hour: float = 0.0
+) -> dict[str, float]:
+    """Time and cost of training on `total_examples` at `throughput` examples a second, by the hour.
 
     The hourly price may be any sum of rent and electricity; `hosts_cost` works it out from the settings.
     """
@@ -116,19 +118,21 @@ def calculate_training_cost(total_examples: int, throughput: float, cost_per_hou
 
 
 def hosts_cost(hosts: Sequence[str], seconds: float, cost: Cost) -> dict[str, Any] | None:
-    """Energy, electricity and rent of hosts that are held for `seconds`, each and together; None without any price.
+    """Energy, electricity and rent of hosts held for `seconds`, each and together; None without any price.
 
     A host pays while it waits, too. A host of several ranks is named several times and pays once.
     """
     if not (cost.watts or cost.rent_per_hour):
         return None
     hours = seconds / 3600
-    each = []
+    each: list[dict[str, Any]] = []
     for host in dict.fromkeys(hosts):
         energy_kwh = _of_host(cost.watts, host) / 1000 * hours
         electricity, rent = energy_kwh * cost.price_per_kwh, _of_host(cost.rent_per_hour, host) * hours
-        each.append({"host": host, "energy_kwh": energy_kwh, "electricity": electricity, "rent": rent, "cost": electricity + rent})
-    return {"hours": hours, **{key: sum(host[key] for host in each) for key in ("energy_kwh", "electricity", "rent", "cost")}, "hosts": each}
+        costs = {"electricity": electricity, "rent": rent, "cost": electricity + rent}
+        each.append({"host": host, "energy_kwh": energy_kwh, **costs})
+    together = {key: sum(host[key] for host in each) for key in ("energy_kwh", "electricity", "rent", "cost")}
+    return {"hours": hours, **together, "hosts": each}
 
 
 def _of_host(setting: float | dict[str, float], host: str) -> float:

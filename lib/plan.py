@@ -1,9 +1,10 @@
 """Who does how much of each step: pure functions from measured curves to every rank's share.
 
 Host i takes tau_i(b) seconds for a micro-batch of b pairs, and t_i(n) = min over b of t_i(n - b) + tau_i(b)
-for n pairs in micro-batches of any sizes. A global batch of B pairs is divided to minimise max t_i(n_i): the
-slowest rank ends the step. Efficiency is eta = (B / T) / sum of R_i, achieved speed over the sum of what the
-machines do alone, R_i = max over b of b / tau_i(b).
+for n pairs in micro-batches of any sizes, and o_i for what it does besides (the update, ...), whatever n. A
+global batch of B pairs is divided to minimise max t_i(n_i) + o_i: the slowest rank ends the step. Efficiency
+is eta = (B / T) / sum of R_i, achieved speed over the sum of what the machines do alone, R_i = max over b of
+b / tau_i(b).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lib.config import Config, UserError
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
+GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
@@ -73,11 +75,15 @@ class ClusterPlan:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """The slowest rank's compute, then the sync, then the slowest update."""
+        """The slowest rank's compute and update, from one sync to the next, and the sync."""
         computes = [plan.predicted_compute_seconds for plan in self.ranks]
         known = [seconds for seconds in computes if seconds is not None]
-        updates = [curve.step_overhead_seconds for curve in self.curves if curve]
-        return max(known) + self.sync_seconds + max(updates, default=0.0) if len(known) == len(computes) else None
+        if len(known) < len(computes):
+            return None
+        updates = [curve.step_overhead_seconds if curve else 0.0 for curve in self.curves]
+        together = [compute + update for compute, update in zip(known, updates, strict=True)]
+        working = [seconds for seconds, share in zip(together, self.shares, strict=True) if share]
+        return max(working if len(working) == 1 else together) + self.sync_seconds
 
     @property
     def predicted_pairs_per_second(self) -> float | None:
@@ -245,6 +251,24 @@ def with_micro_batches(
     return replace(plan, ranks=tuple(ranks), reason=reason, warnings=(), predictions=())
 
 
+def sufficient_global_batch(
+    hosts: Sequence[str],
+    curves: Sequence[Curve],
+    global_batch_size: int,
+    sync_seconds: float = 0.0,
+    efficiency: float = GOOD_EFFICIENCY,
+) -> int | None:
+    """The first of 1, 2, 4, ... 64 times global_batch_size that the hosts share at this efficiency, or None.
+
+    A pair is the smallest part and a sync costs the same for any batch: the larger, the less either matters.
+    """
+    for pairs in (global_batch_size * 2**doubling for doubling in range(7)):
+        plan = plan_cluster(hosts, pairs, curves=curves, sync_seconds=sync_seconds)
+        if plan.efficiency is not None and plan.efficiency >= efficiency:
+            return pairs
+    return None
+
+
 # ------------------------------------------------------------------------------------------------------------
 # From what is known of the hosts
 
@@ -265,7 +289,7 @@ def plan_run(
 
     Args:
         hosts, calibrations, device_names: one a rank.
-        key: its sequence length is a typical row's, for the time; `longest` is the longest row's, for the memory.
+        key: its sequence length is a typical row's, for the time; `longest`: the longest's, for the memory.
         backend: that carries the gradients.
 
     Raises:
@@ -292,7 +316,9 @@ def plan_run(
         return replace(choice, curves=tuple(_with_memory_of(curve, other) for curve, other in pairs))
 
     def planned() -> ClusterPlan:
-        return make_plan(config, hosts, choice.curves, _sync_seconds(calibrations, backend, choice.curves or ()))
+        return make_plan(
+            config, hosts, choice.curves, _sync_seconds(calibrations, backend, choice.curves or ())
+        )
 
     choice = choose(key)
     checkpointed = False
@@ -308,11 +334,16 @@ def plan_run(
             raise
         plan = planned()
         checkpointed = True
-        warnings = (*warnings, f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without")
+        warnings = (
+            *warnings,
+            f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",
+        )
 
     reason = plan.reason
     if choice.curves is None:
-        reason = choice.reason if plan.reason.startswith("equal shares") else f"{plan.reason}; {choice.reason}"
+        reason = (
+            choice.reason if plan.reason.startswith("equal shares") else f"{plan.reason}; {choice.reason}"
+        )
     elif config.plan.shares is None:
         reason = f"{plan.reason} ({choice.reason})"
     if len(hosts) == 1 and choice.curves is None:
@@ -321,6 +352,16 @@ def plan_run(
     strangers = {name for prices in priced if isinstance(prices, dict) for name in prices} - set(hosts)
     if strangers:
         warnings = (*warnings, f"cost: no host of this run is called {_listed(sorted(strangers))}")
+    if (
+        plan.efficiency is not None
+        and plan.efficiency < GOOD_EFFICIENCY
+        and 1 < len(hosts) <= 64
+        and choice.curves
+    ):
+        sync_seconds = _sync_seconds(calibrations, backend, choice.curves)
+        enough = sufficient_global_batch(hosts, choice.curves, plan.global_batch_size, sync_seconds)
+        if enough and enough > plan.global_batch_size and config.plan.shares is None:
+            reason += f"; a global batch of {enough} would reach {GOOD_EFFICIENCY:.0%} of their speed"
     plan = replace(
         plan,
         reason=reason,
@@ -340,10 +381,10 @@ def _measured_for(key: CurveKey, choice: CurveChoice) -> bool:
 def _at_work_together(
     hosts: Sequence[str], calibrations: Sequence[HostCalibration | None]
 ) -> tuple[list[HostCalibration | None], tuple[str, ...]]:
-    """Curves as they are when all ranks work: slower by what was measured, else by the ranks that share a machine.
+    """Curves as they are when all ranks work: slower as measured, else by the number that share a machine.
 
-    A rank's own file (HOST-0.json, ...; its machine is not called HOST) stands as it is. On CUDA every rank has
-    a GPU of its own.
+    A rank's own file (HOST-0.json, ...; its machine is not called HOST) stands as it is. On CUDA every rank
+    has a GPU of its own.
     """
     if len(hosts) == 1:
         return list(calibrations), ()
@@ -354,12 +395,14 @@ def _at_work_together(
         if calibration is not None:
             own = calibration.machine.host != host or calibration.machine.device == "cuda"
             sharing = 1 if own else ranks_of[host]
-            curves = [slower(curve, curve.slowdown_together or sharing, sharing) for curve in calibration.curves]
+            curves = [
+                slower(curve, curve.slowdown_together or sharing, sharing) for curve in calibration.curves
+            ]
             calibration = calibration.model_copy(update={"curves": tuple(curves)})
             if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
                 warnings.append(
-                    f"{sharing} ranks share {host}, which was measured for one: each is taken to have 1/{sharing} of "
-                    f"its speed and memory; files {host}-0.json, {host}-1.json, ... would say what each has"
+                    f"{sharing} ranks share {host}, which was measured for one: each is taken to have "
+                    f"1/{sharing} of its speed and memory; {host}-0.json, ... would say what each has"
                 )
         together.append(calibration)
     return together, tuple(dict.fromkeys(warnings))
@@ -378,7 +421,9 @@ def slower(curve: Curve, factor: float, ranks_sharing_memory: int = 1) -> Curve:
         for point in curve.points
     ]
     limit = curve.memory_limit_bytes and curve.memory_limit_bytes // ranks_sharing_memory
-    return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": limit})
+    overhead = curve.step_overhead_seconds * factor
+    changed = {"points": tuple(points), "memory_limit_bytes": limit, "step_overhead_seconds": overhead}
+    return curve.model_copy(update=changed)
 
 
 def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
@@ -393,7 +438,9 @@ def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
         beyond = max(0.0, point.batch_size - sizes[-1])
         peak = float(np.interp(point.batch_size, sizes, peaks)) + beyond * max(0.0, a_pair_more)
         points.append(point.model_copy(update={"peak_memory_bytes": int(peak)}))
-    return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes})
+    return curve.model_copy(
+        update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes}
+    )
 
 
 def _sync_seconds(
@@ -402,7 +449,9 @@ def _sync_seconds(
     """One sum of the gradients over the slowest link; 0 for a single host, and where nothing was measured."""
     size = max((curve.gradient_bytes or 0 for curve in curves if curve), default=0)
     links = [link for c in calibrations if c for link in c.links if link.backend == backend]
-    return max((link.seconds(size) for link in links if link.operation == "all_sum"), default=0.0) * (len(curves) > 1)
+    return max((link.seconds(size) for link in links if link.operation == "all_sum"), default=0.0) * (
+        len(curves) > 1
+    )
 
 
 def _predict(plan: ClusterPlan, sync_seconds: float) -> tuple[Prediction, ...]:
@@ -434,8 +483,13 @@ def _predict(plan: ClusterPlan, sync_seconds: float) -> tuple[Prediction, ...]:
         sync_seconds=sync_seconds,
     )
     working = [rank.host for rank in plan.ranks if rank.share]
-    together = prediction(f"{plan.strategy}, {' + '.join(map(str, plan.shares[:SHOWN_ALONE]))}"
-                          + (" + ..." if len(hosts) > SHOWN_ALONE else ""), working, plan.predicted_step_seconds, True)
+    together = prediction(
+        f"{plan.strategy}, {' + '.join(map(str, plan.shares[:SHOWN_ALONE]))}"
+        + (" + ..." if len(hosts) > SHOWN_ALONE else ""),
+        working,
+        plan.predicted_step_seconds,
+        True,
+    )
     return (
         together,
         prediction(f"{plan.strategy}, equal shares", hosts, equal.predicted_step_seconds or 0.0),
@@ -612,9 +666,10 @@ class _Kinds:
             most = size or curve.max_batch_size
             self.tau[kind, :most] = curve.seconds(np.arange(1, most + 1))
         self.rates = (np.arange(1, widest + 1) / self.tau).max(axis=1)
+        self.overheads = np.array([curve.step_overhead_seconds for curve, _ in members])
 
     def times(self, kinds: np.ndarray, pairs: int) -> np.ndarray:
-        """t(0..pairs) of some kinds, float64 [len(kinds), pairs + 1]."""
+        """t(0..pairs) + o of some kinds, float64 [len(kinds), pairs + 1]."""
         times = step_times(self.tau[kinds], pairs)
         for row, kind in enumerate(kinds):
             told = self.fixed[kind]  # whole micro-batches of that size, and what is left
@@ -622,10 +677,10 @@ class _Kinds:
                 tau = np.concatenate([[0.0], self.tau[kind]])
                 whole, rest = np.divmod(np.arange(pairs + 1), told)
                 times[row] = whole * tau[told] + tau[rest]
-        return times
+        return times + self.overheads[kinds][:, None]
 
     def seconds(self, shares: Sequence[int] | np.ndarray) -> float:
-        """max t_i(n_i)."""
+        """max t_i(n_i) + o_i."""
         times = self.times(np.arange(len(self.counts)), max(shares))
         return float(times[self.of_rank, np.asarray(shares)].max())
 
@@ -701,12 +756,13 @@ class _Kinds:
         limit = seconds * (1 + TIDY_TOLERANCE)
         options: list[list[tuple[float, int]]] = []  # of each kind: (time, share)
         for kind, sizes in enumerate(self.measured):
-            best: dict[int, float] = {0: 0.0}
+            overhead = float(self.overheads[kind])
+            best: dict[int, float] = {0: overhead}
             for size in [int(self.fixed[kind])] if self.fixed[kind] else sizes:
                 tau = self.tau[kind, size - 1]
-                most = min(int(limit / tau), pairs // size)
+                most = min(int((limit - overhead) / tau), pairs // size)
                 for count in range(max(1, most - 2), most + 1):
-                    best[count * size] = min(best.get(count * size, np.inf), count * tau)
+                    best[count * size] = min(best.get(count * size, np.inf), count * tau + overhead)
             options.append(sorted((time, share) for share, time in best.items()))
         for moment in sorted({time for some in options for time, _ in some if time >= seconds * (1 - 1e-9)}):
             shares = np.array([max(share for time, share in some if time <= moment) for some in options])
@@ -717,7 +773,7 @@ class _Kinds:
 
 def _capacity(rising: np.ndarray, seconds: float) -> np.ndarray:
     """The most pairs of each kind that are done within `seconds`: int [K]."""
-    within: np.ndarray = np.sum(rising <= seconds, axis=1) - 1
+    within: np.ndarray = np.maximum(np.sum(rising <= seconds, axis=1) - 1, 0)
     return within
 
 
@@ -754,7 +810,11 @@ def _divide_exactly(times: np.ndarray, near: np.ndarray) -> np.ndarray:
 
 def _identity(curve: Curve) -> tuple[Any, ...]:
     """What the planner sees of a curve."""
-    return curve.max_batch_size, tuple((point.batch_size, point.seconds_median) for point in curve.points)
+    return (
+        curve.max_batch_size,
+        curve.step_overhead_seconds,
+        tuple((point.batch_size, point.seconds_median) for point in curve.points),
+    )
 
 
 def _run_lengths(sizes: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The plan in force at every step: the first from every host's calibration, others when measured times ask for them.
+"""The plan of every step: the first from every host's calibration, others when measured times ask for them.
 
 All ranks see the same times (they travel with the gradients), so all decide alike at the same step, without a
 word. Batches are made some steps ahead: a new plan begins at the first step that nobody has begun to make.
@@ -27,7 +27,7 @@ from lib.sync import World
 
 
 def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarray) -> ClusterPlan:
-    """The plan that a run starts with, the same on every rank: each reads its own host's calibration, and all exchange them.
+    """The plan that a run starts with: each rank reads its own host's calibration, and all exchange them.
 
     lengths: int [n], of the training data's rows, as Dataset.lengths.
 
@@ -40,7 +40,9 @@ def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarr
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
-    agreed = json.loads(world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())})))
+    agreed = json.loads(
+        world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())}))
+    )
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
     chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
     with world.agreeing("planning"):
@@ -63,7 +65,7 @@ class Schedule:
     Args:
         first: the plan that the run starts with.
         settings: threshold and patience; a user's shares stand, whatever is measured.
-        lead: a plan that is decided after step s begins at step s + lead, the first that is not yet being made.
+        lead: a plan that is decided after step s begins at step s + lead, which nobody has begun to make.
         steps: of the whole run.
     """
 
@@ -79,26 +81,39 @@ class Schedule:
         """The plan of a step."""
         return next(plan for first, plan in reversed(self.plans) if first <= step)
 
-    def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
-        """Takes in a step's tokens (or what costs as much) and seconds by rank; returns a new plan if it is time for one.
+    def observe(
+        self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]
+    ) -> ClusterPlan | None:
+        """Takes in a step's tokens (or what costs as much) and seconds by rank; a new plan, if it is time.
 
-        A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the step:
-        when in `replan_steps` steps in a row it took more than `replan_threshold` longer than the same work spread
-        evenly over the speeds, and another plan is that much shorter at the speeds' medians, the other plan is taken.
+        A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the
+        step: when in `replan_steps` steps in a row it took more than `replan_threshold` longer than the same
+        work spread evenly over the speeds, and another plan is that much shorter at the speeds' medians, that
+        is taken.
         """
         first, plan = self.plans[-1]
         shares = np.array(plan.shares, dtype=np.float64)
         worked = shares > 0
-        # A plan's first step compiles and allocates; a ragged batch and a step without a rank's rows say too little.
+        # A plan's first step compiles and allocates; a step without some rank's rows says too little.
         counts, seconds = np.array(tokens, dtype=np.float64), np.array(compute_seconds, dtype=np.float64)
-        comparable = worked.any() and (counts[worked] > 0).all() and (seconds[worked] > 0).all() and np.isfinite(seconds).all()
+        comparable = (
+            worked.any()
+            and (counts[worked] > 0).all()
+            and (seconds[worked] > 0).all()
+            and np.isfinite(seconds).all()
+        )
         if not self.is_open or step <= first or not comparable:
             return None
         speeds = np.divide(counts, seconds, out=np.zeros_like(counts), where=worked)
         self._speeds.append(speeds)
         self._costs.append(counts.sum() / plan.global_batch_size)
-        self._excess.append((shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1)
-        if len(self._excess) < self.settings.replan_steps or min(self._excess) <= self.settings.replan_threshold:
+        self._excess.append(
+            (shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1
+        )
+        if (
+            len(self._excess) < self.settings.replan_steps
+            or min(self._excess) <= self.settings.replan_threshold
+        ):
             return None
         other = self._plan_again(plan, step)
         self._forget()
@@ -109,13 +124,21 @@ class Schedule:
     def _plan_again(self, plan: ClusterPlan, step: int) -> ClusterPlan | None:
         """The best plan at the medians of what was just seen, if it is worth a change."""
         relative = np.median([speeds / speeds.sum() for speeds in self._speeds], axis=0)
-        pairs_per_second = float(np.median([s.sum() / c for s, c in zip(self._speeds, self._costs, strict=True)]))
+        pairs_per_second = float(
+            np.median([s.sum() / c for s, c in zip(self._speeds, self._costs, strict=True)])
+        )
         rates = relative / relative.sum() * pairs_per_second
         curves, sizes, factors = self._curves_at(plan, rates)
-        now = max(plan.shares[rank] / rate for rank, rate in enumerate(rates) if rate)
+        now = max(
+            plan.shares[rank] / rate + curves[rank].step_overhead_seconds
+            for rank, rate in enumerate(rates)
+            if rate
+        )
         # A rank that is left out stays in the world and its collectives: leaving it out saves no sync.
-        other = plan_cluster([rank.host for rank in plan.ranks], plan.global_batch_size, micro_batch_sizes=sizes, curves=curves)
-        then = max(rank.predicted_compute_seconds or 0.0 for rank in other.ranks)
+        other = plan_cluster(
+            [rank.host for rank in plan.ranks], plan.global_batch_size, micro_batch_sizes=sizes, curves=curves
+        )
+        then = (other.predicted_step_seconds or 0.0) - other.sync_seconds
         if other.shares == plan.shares or now <= then * (1 + self.settings.replan_threshold):
             return None
         # Short runs end before a change pays, and their steps are so short that mere noise looks like drift.
@@ -124,9 +147,15 @@ class Schedule:
         usual = float(np.median(list(factors.values())))
         most_changed = sorted(factors, key=lambda rank: -abs(np.log(factors[rank] / usual)))[:4]
         speeds = [f"rank {rank} ({plan.ranks[rank].host}) {rates[rank]:.4g}" for rank in sorted(most_changed)]
-        reason = f"measured up to step {step}: {now:.4g} s a step in the old shares, {then:.4g} s in the new; pairs/s of {', '.join(speeds)}"
+        reason = (
+            f"measured up to step {step}: {now:.4g} s a step in the old shares, {then:.4g} s in the new; "
+            f"pairs/s of {', '.join(speeds)}"
+        )
         # Speeds alone are what the summary's efficiency compares with; they were not measured again.
-        ranks = [replace(new, solo_pairs_per_second=old.solo_pairs_per_second) for new, old in zip(other.ranks, plan.ranks, strict=True)]
+        ranks = [
+            replace(new, solo_pairs_per_second=old.solo_pairs_per_second)
+            for new, old in zip(other.ranks, plan.ranks, strict=True)
+        ]
         return replace(
             plan,
             ranks=tuple(ranks),
@@ -136,8 +165,13 @@ class Schedule:
             predictions=(),
         )
 
-    def _curves_at(self, plan: ClusterPlan, rates: np.ndarray) -> tuple[list[Curve], list[int] | None, dict[int, float]]:
-        """Curves that give each rank its measured time, micro-batch sizes to keep, and how much slower each rank is than its plan (or in itself)."""
+    def _curves_at(
+        self, plan: ClusterPlan, rates: np.ndarray
+    ) -> tuple[list[Curve], list[int] | None, dict[int, float]]:
+        """Curves that give each rank its measured time, micro-batch sizes to keep, and each rank's slowdown.
+
+        The slowdown is against its plan; without a calibration, seconds a pair.
+        """
         measured = [curve for curve in plan.curves if curve is not None]
         if len(measured) == len(rates):
             factors = {
@@ -147,12 +181,18 @@ class Schedule:
             }
             usual = float(np.median(list(factors.values())))  # of a rank without work nothing is known
             given = list(self.settings.micro_batch_sizes) if self.settings.micro_batch_sizes else None
-            return [slower(curve, factors.get(rank, usual)) for rank, curve in enumerate(measured)], given, factors
-        # Nothing was calibrated: a pair takes what it took, in micro-batches no larger than those that have run.
+            return (
+                [slower(curve, factors.get(rank, usual)) for rank, curve in enumerate(measured)],
+                given,
+                factors,
+            )
+        # Nothing was calibrated: a pair takes what it took, in micro-batches no larger than those that ran.
         sizes = [max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks]
         known = rates[rates > 0]
         pace = [float(rate) if rate else float(np.median(known)) for rate in rates]
-        curves = [Curve.from_rates({1: rate, max(size, 2): rate}) for rate, size in zip(pace, sizes, strict=True)]
+        curves = [
+            Curve.from_rates({1: rate, max(size, 2): rate}) for rate, size in zip(pace, sizes, strict=True)
+        ]
         return curves, sizes, {rank: 1 / float(rate) for rank, rate in enumerate(rates) if rate}
 
     def _forget(self) -> None:
@@ -162,12 +202,15 @@ class Schedule:
     # ---- In a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a resumed run needs to go on after `step` with the same work: the plan in force and those to come."""
+        """What a run resumed after `step` needs to go on alike: the plan in force, and any to come."""
         current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0][0])
         return {
             **self._identity(),
             "plans": [
-                {"first_step": first, "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks]}
+                {
+                    "first_step": first,
+                    "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks],
+                }
                 for first, plan in self.plans
                 if first >= current
             ],
@@ -191,5 +234,7 @@ class Schedule:
         return {
             "hosts": [rank.host for rank in plan.ranks],
             "global_batch_size": plan.global_batch_size,
-            "settings": self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"}),
+            "settings": self.settings.model_dump(
+                mode="json", exclude={"calibration_dir", "require_calibration"}
+            ),
         }

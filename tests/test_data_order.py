@@ -140,7 +140,7 @@ def test_deal_balances_tokens_and_pads_less_than_rows_dealt_one_by_one(seed, sha
 
 @pytest.mark.parametrize(("layout", "excess"), [(padded, 1.03), (ragged, 1.002)])
 def test_deal_keeps_planned_shares_right_on_ragged_lengths(layout, excess):
-    """At the default window, over an epoch: how much more the slowest rank computes for its share than the mean."""
+    """At the default window, over an epoch: the slowest rank's excess over the mean, for its share."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.7, 64 * 64), 16, 2048).astype(int)
     order = epoch_order(lengths, 0, 0, 64, 32)
     for shares in ([48, 16], [40, 16, 8], [16] * 4):

@@ -358,3 +358,20 @@ def test_distribute_work() -> None:
         shares = distribute_work(total, list(ratios))
         assert sum(shares) == total
         assert np.all(np.abs(np.array(shares) - total * ratios / ratios.sum()) < 1)
+
+
+def test_what_a_step_costs_once_is_weighed_against_pairs() -> None:
+    """The update takes each rank its own time, whatever its share: by every division of the pairs."""
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        curves = [
+            random_curve(rng, "launch cost").model_copy(update={"step_overhead_seconds": float(rng.uniform(0, 2))})
+            for _ in range(2)
+        ]
+        pairs = int(rng.integers(1, 40))
+        tables = [np.array(plain_times(curve, pairs)) + curve.step_overhead_seconds for curve in curves]
+        shared = min(max(tables[0][n], tables[1][pairs - n]) for n in range(1, pairs)) if pairs > 1 else np.inf
+        optimum = min(shared, tables[0][pairs], tables[1][pairs])
+        plan = plan_cluster(names(2), pairs, curves=curves)
+        assert plan.predicted_step_seconds is not None
+        assert optimum * (1 - 1e-9) <= plan.predicted_step_seconds <= optimum * 1.02, plan.shares

@@ -1,4 +1,4 @@
-"""A run's schedule: plans made again from measured times, alike on all ranks, kept through a resume. Times are invented."""
+"""Plans made again from measured times, alike on all ranks, kept through a resume. Times are invented."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def configured(batch: int, *words: str) -> Config:
     return settings.load(None, ["model.path=m", "data.train=d", f"train.global_batch_size={batch}", *words])
 
 
-def played(schedule: Schedule, steps: int, seconds: Seconds, seed: int = 0) -> tuple[list[tuple[int, ClusterPlan]], list[float]]:
-    """Runs invented steps; returns (deciding step, new plan) and each step's time. Lengths change from step to step."""
+def played(
+    schedule: Schedule, steps: int, seconds: Seconds, seed: int = 0
+) -> tuple[list[tuple[int, ClusterPlan]], list[float]]:
+    """Runs invented steps of changing lengths; returns (deciding step, new plan) and each step's time."""
     rng = np.random.default_rng(seed)
     decided, times = [], []
     for step in range(1, steps + 1):
@@ -64,11 +66,13 @@ def test_an_equal_split_on_unequal_hosts_mends_itself(speeds: tuple[float, ...])
     assert len(decided) == 1 and decided[0][0] <= 6
     ideal = 128 / sum(speeds)
     assert times[0] > 1.3 * ideal and times[-1] <= ideal / 0.95
-    assert max(schedule.at(30).ranks[0].micro_batch_sizes) <= max(schedule.at(1).ranks[0].micro_batch_sizes), "larger than proven"
+    assert max(schedule.at(30).ranks[0].micro_batch_sizes) <= max(
+        schedule.at(1).ranks[0].micro_batch_sizes
+    ), "larger than proven"
 
 
 def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
-    """From measured curves: rank 1 takes twice as long from step 20 on; the new plan is within 5 % of the new optimum."""
+    """Rank 1 takes twice as long from step 20 on; the new plan is within 5 % of the new optimum."""
     curves = [Curve.from_rates({1: 20.0, 4: 60.0, 8: 80.0}), Curve.from_rates({1: 8.0, 2: 15.0, 4: 20.0})]
     config = configured(64)
     schedule = Schedule(make_plan(config, ["a", "b"], curves), config.plan, LEAD, steps=100_000)
@@ -76,11 +80,13 @@ def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
 
     def seconds(step: int, rank: int, sizes: Sequence[int]) -> float:
         noise = 1 + 0.01 * np.sin(17 * step + rank)
-        return float(curves[rank].seconds(np.array(sizes)).sum() * noise * (2 if rank == 1 and step >= 20 else 1))
+        return float(
+            curves[rank].seconds(np.array(sizes)).sum() * noise * (2 if rank == 1 and step >= 20 else 1)
+        )
 
     decided, times = played(schedule, 40, seconds)
-    (step, plan), = decided
-    assert 20 <= step and step + LEAD <= 30
+    ((step, plan),) = decided
+    assert step >= 20 and step + LEAD <= 30
     assert schedule.at(step + LEAD - 1).shares == before and schedule.at(step + LEAD) is plan
     slow = Curve.from_rates({1: 4.0, 2: 7.5, 4: 10.0})
     optimum = plan_cluster(["a", "b"], 64, curves=[curves[0], slow]).predicted_step_seconds
@@ -91,7 +97,11 @@ def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
 
 def test_it_comes_back_when_the_heat_is_gone() -> None:
     schedule = uncalibrated(64, 2)
-    decided, _ = played(schedule, 60, lambda step, rank, sizes: sum(sizes) / (10 if rank == 0 or step < 15 or step > 35 else 5))
+    decided, _ = played(
+        schedule,
+        60,
+        lambda step, rank, sizes: sum(sizes) / (10 if rank == 0 or step < 15 or step > 35 else 5),
+    )
     assert len(decided) == 2 and decided[0][1].shares[0] in (42, 43) and decided[1][1].shares == [32, 32]
 
 
@@ -107,7 +117,9 @@ def test_a_uniformly_wrong_calibration_changes_nothing() -> None:
     curves = [Curve.from_rates({1: 10.0, 8: 40.0}), Curve.from_rates({1: 10.0, 8: 20.0})]
     config = configured(48)
     schedule = Schedule(make_plan(config, ["a", "b"], curves), config.plan, LEAD, steps=100_000)
-    decided, _ = played(schedule, 30, lambda step, rank, sizes: 10 * float(curves[rank].seconds(np.array(sizes)).sum()))
+    decided, _ = played(
+        schedule, 30, lambda step, rank, sizes: 10 * float(curves[rank].seconds(np.array(sizes)).sum())
+    )
     assert not decided
 
 
@@ -118,13 +130,13 @@ def test_what_the_user_fixed_stands(words: tuple[str, ...]) -> None:
 
 def test_given_micro_batch_sizes_stay() -> None:
     schedule = uncalibrated(32, 2, "plan.micro_batch_sizes=[4,2]")
-    (_, plan), = played(schedule, 20, constant(3.0, 1.0))[0]
+    ((_, plan),) = played(schedule, 20, constant(3.0, 1.0))[0]
     assert plan.shares == [24, 8]
     assert [set(rank.micro_batch_sizes) for rank in plan.ranks] == [{4}, {2}]
 
 
 def test_steps_that_say_too_little_are_passed_over() -> None:
-    """The first step of a plan compiles; a ragged batch may leave a rank without rows; a time may not be a number."""
+    """A plan's first step compiles; a ragged batch may leave a rank without rows; a time may be no number."""
     schedule = uncalibrated(32, 2)
     assert schedule.observe(1, [16.0, 16.0], [50.0, 1.0]) is None
     for step in range(2, 30):
@@ -147,7 +159,7 @@ def test_a_rank_too_slow_for_one_pair_is_left_out() -> None:
     assert times[-1] == pytest.approx(0.08)
 
 
-# ---- In a checkpoint ---------------------------------------------------------------------------------------------------
+# ---- In a checkpoint ---------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_goes_on_with_the_plans_in_force_and_to_come() -> None:
@@ -177,22 +189,30 @@ def test_another_world_or_other_settings_are_planned_anew(change: str) -> None:
     assert not schedule.restore(state) and schedule.plans == before
 
 
-# ---- The first plan, from calibrations ---------------------------------------------------------------------------------
+# ---- The first plan, from calibrations ---------------------------------------------------------------------
 
 
-def calibrated(host: str, rates: dict[int, float], key: CurveKey = KEY, device: Any = "metal", **curve: Any) -> HostCalibration:
+def calibrated(
+    host: str, rates: dict[int, float], key: CurveKey = KEY, device: Any = "metal", **curve: Any
+) -> HostCalibration:
     measured = Curve.from_rates(rates, curve.pop("peaks", None), curve.pop("limit", None))
     measured = measured.model_copy(update={"key": key, "gradient_bytes": 10**6, **curve})
     link = Link(backend="mpi", latency_seconds=0.001, bandwidth_bytes_per_second=1e8)
-    return HostCalibration(machine=Machine(host=host, device_name="chip", device=device), curves=(measured,), links=(link,))
+    return HostCalibration(
+        machine=Machine(host=host, device_name="chip", device=device), curves=(measured,), links=(link,)
+    )
 
 
-def planned(config: Config, hosts: list[str], calibrations: Sequence[HostCalibration | None], longest: int = 128) -> ClusterPlan:
+def planned(
+    config: Config, hosts: list[str], calibrations: Sequence[HostCalibration | None], longest: int = 128
+) -> ClusterPlan:
     return plan_run(config, hosts, calibrations, KEY, longest=longest, backend="mpi", versions={})
 
 
 def test_measured_hosts_are_planned_with_their_link_and_compared() -> None:
-    plan = planned(configured(32), ["a", "b"], [calibrated("a", {1: 10.0, 8: 30.0}), calibrated("b", {1: 5.0, 8: 10.0})])
+    plan = planned(
+        configured(32), ["a", "b"], [calibrated("a", {1: 10.0, 8: 30.0}), calibrated("b", {1: 5.0, 8: 10.0})]
+    )
     assert plan.calibrated and plan.shares == [24, 8]
     assert plan.sync_seconds == pytest.approx(0.001 + 0.01)
     names = [way.strategy for way in plan.predictions]
@@ -219,18 +239,24 @@ def test_ranks_that_share_a_machine_share_its_speed_and_memory() -> None:
     plan = planned(configured(32), ["box", "box"], own)
     assert plan.shares == [24, 8] and not plan.warnings
     gpus = calibrated("box", {1: 10.0, 8: 30.0}, device="cuda")
-    assert planned(configured(32), ["box", "box"], [gpus, gpus]).solo_sum_pairs_per_second == pytest.approx(60)
+    assert planned(configured(32), ["box", "box"], [gpus, gpus]).solo_sum_pairs_per_second == pytest.approx(
+        60
+    )
 
 
 def test_memory_is_that_of_the_longest_rows() -> None:
     host = calibrated("a", {1: 10.0, 8: 30.0}, peaks={1: 10**9, 8: 8 * 10**9}, limit=10**10)
-    sizes = [planned(configured(32), ["a"], [host], longest).ranks[0].micro_batch_sizes for longest in (128, 256)]
+    sizes = [
+        planned(configured(32), ["a"], [host], longest).ranks[0].micro_batch_sizes for longest in (128, 256)
+    ]
     assert max(sizes[0]) == 8 and max(sizes[1]) <= 4
 
 
 def test_gradient_checkpointing_where_a_pair_does_not_fit_without() -> None:
     large = calibrated("a", {1: 10.0, 2: 11.0}, peaks={1: 12 * 10**9, 2: 20 * 10**9}, limit=8 * 10**9)
-    with pytest.raises(UserError, match=r"one pair needs 12.00 GB, but it has 8.00 GB.*try model.gradient_checkpointing"):
+    with pytest.raises(
+        UserError, match=r"one pair needs 12.00 GB, but it has 8.00 GB.*try model.gradient_checkpointing"
+    ):
         planned(configured(8), ["a"], [large])
     key = KEY.model_copy(update={"gradient_checkpointing": True})
     small = calibrated("a", {1: 7.0, 2: 8.0}, key=key, peaks={1: 3 * 10**9, 2: 5 * 10**9}, limit=8 * 10**9)
@@ -253,11 +279,15 @@ def test_a_host_without_calibration_among_hosts_that_have_one() -> None:
 
 def test_another_models_curves_compare_hosts_but_promise_no_seconds() -> None:
     other = KEY.model_copy(update={"model": "other"})
-    plan = planned(configured(32), ["a", "b"], [calibrated("a", {1: 10.0, 8: 30.0}, other), calibrated("b", {1: 5.0, 8: 10.0}, other)])
+    plan = planned(
+        configured(32),
+        ["a", "b"],
+        [calibrated("a", {1: 10.0, 8: 30.0}, other), calibrated("b", {1: 5.0, 8: 10.0}, other)],
+    )
     assert plan.shares == [24, 8] and not plan.calibrated and "another measurement" in plan.warnings[0]
 
 
-# ---- Costs -------------------------------------------------------------------------------------------------------------
+# ---- Costs -------------------------------------------------------------------------------------------------
 
 
 def test_costs_by_the_hour() -> None:
@@ -280,11 +310,34 @@ def test_electricity_and_rent_of_each_host_and_of_all() -> None:
     assert any("no host of this run is called typo" in warning for warning in plan.warnings)
 
 
-# ---- On real ranks -----------------------------------------------------------------------------------------------------
+def test_a_plan_says_which_global_batch_would_keep_the_hosts_busy() -> None:
+    hosts = [calibrated("a", {1: 10.0, 8: 30.0}), calibrated("b", {1: 5.0, 8: 10.0})]
+    small, large = planned(configured(8), ["a", "b"], hosts), planned(configured(64), ["a", "b"], hosts)
+    assert (small.efficiency or 0) < 0.95 <= (large.efficiency or 0)
+    assert "a global batch of 32 would reach 95%" in small.reason and "would reach" not in large.reason
+    assert (planned(configured(32), ["a", "b"], hosts).efficiency or 0) >= 0.95
+
+
+# ---- The benchmark -----------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_balance_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import balance
+
+    monkeypatch.setattr(balance.os, "geteuid", lambda: 1000)
+    with pytest.raises(
+        UserError, match=r"^this benchmark throttles a rank: it needs root, cgroup v1 .* and two cores$"
+    ):
+        balance.main([])
+
+
+# ---- On real ranks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 is said to be three times as fast: the shares follow, and the weights are those of one rank."""
     import train as script
     from lib import runtime, sync
@@ -293,10 +346,18 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(tm
     world = sync.start(runtime.launch_environment(), timeout_seconds=60)
     folder = Path(world.broadcast_text(str(tmp_path)))
     mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
-    words = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.steps=16", "checkpoint.every=1", "checkpoint.keep=20", "plan.replan_seconds=0"]
+    words = [
+        *json.loads(world.broadcast_text(json.dumps(mine))),
+        "train.steps=16",
+        "checkpoint.every=1",
+        "checkpoint.keep=20",
+        "plan.replan_seconds=0",
+    ]
     observe = Schedule.observe
 
-    def invented(self: Schedule, step: int, tokens: Sequence[float], measured: Sequence[float]) -> ClusterPlan | None:
+    def invented(
+        self: Schedule, step: int, tokens: Sequence[float], measured: Sequence[float]
+    ) -> ClusterPlan | None:
         assert len(measured) == len(tokens)
         return observe(self, step, tokens, [n / (3.0 if rank == 0 else 1.0) for rank, n in enumerate(tokens)])
 
@@ -309,7 +370,9 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(tm
 
     alone, run = train(f"alone{world.rank}", sync.World()), train("planned-again")
     plans = [record for record in read_records(run / "logs" / "rank-001.jsonl") if record["kind"] == "plan"]
-    assert [record["shares_before"] for record in plans] == [make_plan(configured(8), ["h"] * world.size).shares]
+    assert [record["shares_before"] for record in plans] == [
+        make_plan(configured(8), ["h"] * world.size).shares
+    ]
     first, shares = plans[0]["first_step"], plans[0]["shares"]
     assert plans[0]["step"] + 3 == first <= 12 and sum(shares) == 8 and shares[0] >= 8 - 2 * (world.size - 1)
     for record in tiny.steps_of(run, 0):

@@ -1,0 +1,512 @@
+"""Two real ranks, one slower than the other: does the planned split keep both busy?
+
+    python benchmarks/balance.py               skews 1, 2, 4 and 8, and a rank that is throttled in mid-run
+    python benchmarks/balance.py --quick       skew 4 alone, fewer steps
+    python benchmarks/balance.py --throttle    only the rank that is throttled in mid-run
+
+As root on Linux with cgroup v1. Each rank has a core of its own; rank 1 gets a part of its core's time, in
+periods of 10 ms. For each skew, one after another in the same processes: a curve of a few micro-batch sizes
+on each rank, each rank alone while the other sleeps, an equal split, and the planned split, at a global batch
+that the plan calls large enough. Efficiency is pairs/s over the sum of what the ranks do alone; the ideal is
+1. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+
+from lib import runtime  # noqa: E402
+from lib.config import UserError  # noqa: E402
+
+CGROUP = Path("/sys/fs/cgroup/cpu")
+PERIOD_MICROSECONDS = 10_000
+TARGET = 0.98  # efficiency that the plan must promise: a little above what has to be reached
+TOKENS, VOCABULARY = 32, 256  # of a prompt and of each completion
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+
+
+# ---- The launching side ------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--skews", default="1,2,4,8", help="how many times slower rank 1 is, comma-separated")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, metavar="S", help="about, for each run that is measured"
+    )
+    parser.add_argument("--throttle", action="store_true", help="only the rank that is throttled in mid-run")
+    parser.add_argument("--quick", action="store_true", help="skew 4 alone, fewer steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the folder that the ranks share
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.skews, options.seconds = "4", min(options.seconds, 5.0)
+    if options.worker:
+        work(options)
+        return
+    if os.geteuid() != 0 or not (CGROUP / "cpu.cfs_quota_us").exists() or len(os.sched_getaffinity(0)) < 2:
+        raise UserError(
+            "this benchmark throttles a rank: "
+            f"it needs root, cgroup v1 ({CGROUP}/cpu.cfs_quota_us) and two cores"
+        )
+    try:
+        skews = [float(word) for word in options.skews.split(",")]
+    except ValueError:
+        skews = [0.0]
+    if min(skews) < 1:
+        raise UserError(f"--skews {options.skews}: expected numbers of at least 1, e.g. 1,2,4,8")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the control groups go, too
+    with tempfile.TemporaryDirectory() as name, groups() as joined:
+        write_inputs(Path(name), options.seed)
+        runtime.prepare()  # mpirun's variables
+        environment = os.environ | {
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "TANDEM_CGROUPS": ",".join(map(str, joined)),
+        }
+        command = [
+            str(runtime.mpirun_path()),
+            "-n",
+            "2",
+            "--bind-to",
+            "none",
+            sys.executable,
+            str(Path(__file__)),
+            "--worker",
+            name,
+        ]
+        command += [f"--skews={options.skews}", f"--seconds={options.seconds}", f"--seed={options.seed}"]
+        process = subprocess.Popen(
+            [*command, *(["--throttle"] if options.throttle else [])], env=environment, cwd=ROOT
+        )
+        try:
+            status = process.wait()
+        finally:
+            process.terminate()  # mpirun ends its ranks, if it is not killed outright
+            process.wait()
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def groups() -> Iterator[list[Path]]:
+    """A control group for each rank, preferred over whatever else runs here; removed at the end."""
+    made = [CGROUP / f"tandem-balance-{os.getpid()}-{rank}" for rank in range(2)]
+    try:
+        for group in made:
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+            (group / "cpu.shares").write_text("65536")
+        yield made
+    finally:
+        for group in made:
+            with contextlib.suppress(OSError):  # its last process may be ending still
+                time.sleep(0.2)
+                group.rmdir()
+
+
+def write_inputs(folder: Path, seed: int) -> None:
+    """A small model's shape, and pairs of random tokens, all of one length."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    rng = np.random.default_rng(seed)
+
+    def ids() -> list[int]:
+        return [int(token) for token in rng.integers(2, VOCABULARY, TOKENS)]
+
+    with (folder / "train.jsonl").open("w") as file:
+        for _ in range(1024):
+            file.write(json.dumps({"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()}) + "\n")
+
+
+# ---- On each rank ------------------------------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace) -> None:
+    """Pins this rank, joins its control group, and goes through the measurements with the other one."""
+    launch = runtime.launch_environment()
+    os.sched_setaffinity(
+        0, {sorted(os.sched_getaffinity(0))[launch.rank]}
+    )  # threads that start later inherit it
+    runtime.prepare()
+    import train  # noqa: F401
+    from lib import evaluate, sync  # noqa: F401  what a run needs is loaded at full speed
+
+    world = sync.start(launch)
+    bench = Bench(world, options)
+    paths = bench.groups = [Path(path) for path in os.environ["TANDEM_CGROUPS"].split(",")]
+    (paths[world.rank] / "cgroup.procs").write_text(str(os.getpid()))  # all threads of it
+    rows: list[dict[str, Any]] = []
+    if not options.throttle:
+        for skew in map(float, options.skews.split(",")):
+            rows.append(bench.row(skew))
+            bench.say(f"skew {skew:g}: " + describe(rows[-1]))
+    throttled = bench.throttled() if options.throttle or "," in options.skews else None
+    bench.throttle(1.0)
+    if world.rank == 0:
+        show(rows, throttled)
+        print(json.dumps({"rows": rows, "throttled": throttled, "seed": options.seed}))
+
+
+class Bench:
+    """The measurements, each a training run of train.py in this process."""
+
+    groups: list[Path]
+
+    def __init__(self, world: Any, options: argparse.Namespace) -> None:
+        self.world, self.options, self.folder = world, options, options.worker
+        self.runs = self.turns = 0
+
+    def say(self, text: str) -> None:
+        if self.world.rank == 0:
+            print(text, flush=True)
+
+    def throttle(self, skew: float) -> None:
+        """Rank 1's part of its core from now on."""
+        quota = -1 if skew == 1 else round(PERIOD_MICROSECONDS / skew)
+        if self.world.rank == 0:
+            (self.groups[1] / "cpu.cfs_quota_us").write_text(str(quota))
+        self.world.gather_text("throttled")
+
+    def train(
+        self, world: Any, batch: int, steps: int, *words: str, name: str | None = None
+    ) -> list[dict[str, Any]]:
+        """A run's step records on this rank."""
+        import train as script
+        from lib import config as settings
+        from lib.performance import read_records
+
+        self.runs += 1
+        name = name or f"run-{self.runs}-{self.world.rank if world.size == 1 else 'all'}"
+        common = [
+            f"model.path={self.folder}/model",
+            "model.random_init=true",
+            f"data.train={self.folder}/train.jsonl",
+        ]
+        common += [
+            f"run.dir={self.folder}/runs-{self.world.rank if world.size == 1 else 'all'}",
+            f"run.name={name}",
+            f"plan.calibration_dir={self.folder}/calibration",
+        ]
+        common += [
+            f"train.global_batch_size={batch}",
+            f"train.steps={steps}",
+            "evaluate.samples=0",
+            f"checkpoint.every={steps}",
+        ]
+        config = settings.load(None, [*common, *words])
+        with contextlib.redirect_stdout(io.StringIO()):
+            script.train(config, world, resume=False, dry_run=False)
+        log = Path(config.run.dir) / name / "logs" / f"rank-{world.rank:03d}.jsonl"
+        return [record for record in read_records(log) if record["kind"] in ("step", "plan")]
+
+    def in_turn(self, measure: Any) -> list[Any]:
+        """Each rank's measurement while the other sleeps, on all ranks."""
+        result = None
+        for rank in range(self.world.size):
+            self.turns += 1
+            done = self.folder / f"turn-{self.turns}"
+            if self.world.rank == rank:
+                result = measure()
+                done.touch()
+            while not done.exists():
+                time.sleep(0.02)
+        return [json.loads(text) for text in self.world.gather_long_text(json.dumps(result))]
+
+    def row(self, skew: float) -> dict[str, Any]:
+        """One skew: alone, equal, planned."""
+        from lib.calibration import Curve
+        from lib.plan import equal_shares, plan_cluster, sufficient_global_batch
+
+        self.throttle(skew)
+        curves = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
+        self.calibrate(curves)
+        hosts = [f"rank {rank}" for rank in range(2)]
+        sync_seconds = self.sync_seconds(curves[0])
+        batch = sufficient_global_batch(hosts, curves, 16, sync_seconds, TARGET) or 16 * 64
+        plan = plan_cluster(hosts, batch, curves=curves, sync_seconds=sync_seconds)
+        shown = [{p.batch_size: round(p.pairs_per_second, 1) for p in curve.points} for curve in curves]
+        self.say(
+            f"skew {skew:g}: pairs/s by micro-batch {shown}; sync {sync_seconds:.4f} s, besides "
+            f"{max(c.step_overhead_seconds for c in curves):.4f} s; {batch} pairs a step"
+        )
+        solo = self.in_turn(lambda: self.alone(curves[self.world.rank], batch))
+        equal = equal_shares(batch, 2)
+        slower = max(share / speed for share, speed in zip(equal, solo, strict=True))
+        speeds = {}
+        for kind, words, predicted in (
+            ("equal", [f"plan.shares={equal}"], slower),
+            ("planned", ["plan.replan=false"], plan.predicted_step_seconds or 1.0),
+        ):
+            records = self.train(self.world, batch, self.steps(predicted), *words)
+            speeds[kind] = pairs_per_second(records, batch)
+        mine = float(np.median([record["compute_seconds"] for record in records[2:]]))
+        took = [float(text) for text in self.world.gather_text(repr(mine))]
+        return {
+            "skew": skew,
+            "global_batch_size": batch,
+            "shares": plan.shares,
+            "solo_pairs_per_second": [round(speed, 2) for speed in solo],
+            "solo_sum_pairs_per_second": round(sum(solo), 2),
+            "pairs_per_second": round(speeds["planned"], 2),
+            "efficiency": round(speeds["planned"] / sum(solo), 4),
+            "predicted_efficiency": round(plan.efficiency or 0.0, 4),
+            # Against the curve's: what both at work cost each other, and noise.
+            "compute_over_predicted": [
+                round(seconds / (rank.predicted_compute_seconds or seconds), 3)
+                for seconds, rank in zip(took, plan.ranks, strict=True)
+            ],
+            "equal_split_pairs_per_second": round(speeds["equal"], 2),
+            "equal_split_efficiency": round(speeds["equal"] / sum(solo), 4),
+            "ideal_equal_split_efficiency": round(batch / slower / sum(solo), 4),
+        }
+
+    def throttled(self) -> dict[str, Any]:
+        """A rank that is throttled twofold in mid-run: when a new plan begins, and what it is worth."""
+        from lib.calibration import Curve
+        from lib.plan import plan_cluster, sufficient_global_batch
+
+        self.throttle(1.0)
+        fast = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
+        self.calibrate(fast)
+        sync_seconds = self.sync_seconds(fast[0])
+        hosts = ["rank 0", "rank 1"]
+        batch = sufficient_global_batch(hosts, fast, 16, sync_seconds, TARGET) or 16 * 64
+        before = plan_cluster(hosts, batch, curves=fast, sync_seconds=sync_seconds)
+        steps, when = 40, 12
+        log = self.folder / "runs-all" / "throttled" / "logs" / "rank-000.jsonl"
+
+        def soon() -> None:
+            while not log.exists() or f'"step": {when}' not in log.read_text():
+                time.sleep(0.005)
+            (self.groups[1] / "cpu.cfs_quota_us").write_text(str(PERIOD_MICROSECONDS // 2))
+
+        if self.world.rank == 0:
+            threading.Thread(target=soon, daemon=True).start()
+        records = self.train(self.world, batch, steps, "plan.replan_seconds=0", name="throttled")
+        self.throttle(2.0)
+        slow = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
+        self.calibrate(slow)
+        best = plan_cluster(hosts, batch, curves=slow, sync_seconds=sync_seconds)
+        optimum = pairs_per_second(
+            self.train(
+                self.world, batch, self.steps(best.predicted_step_seconds or 1.0), "plan.replan=false"
+            ),
+            batch,
+        )
+        plans = [record for record in records if record["kind"] == "plan" and record["step"] > when]
+        first = plans[0]["first_step"] if plans else steps
+        after = pairs_per_second(
+            [record for record in records if record["kind"] == "step" and record["step"] >= first], batch
+        )
+        return {
+            "throttled_after_step": when,
+            "new_plan_from_step": plans[0]["first_step"] if plans else None,
+            "shares_before": before.shares,
+            "shares_after": plans[-1]["shares"] if plans else None,
+            "best_shares": best.shares,
+            "pairs_per_second_before": round(
+                pairs_per_second([r for r in records if r["kind"] == "step" and r["step"] <= when], batch), 2
+            ),
+            "pairs_per_second_between": round(
+                pairs_per_second(
+                    [r for r in records if r["kind"] == "step" and when + 1 < r["step"] < first],
+                    batch,
+                    skip=0,
+                ),
+                2,
+            ),
+            "pairs_per_second_after": round(after, 2),
+            "optimum_pairs_per_second": round(optimum, 2),
+            "of_the_optimum": round(after / optimum, 4),
+        }
+
+    def steps(self, seconds_each: float) -> int:
+        """About `--seconds` of them."""
+        return max(5, min(60, round(self.options.seconds / seconds_each) + 2))
+
+    def alone(self, curve: Any, batch: int) -> float:
+        """Pairs/s of this rank by itself, at its best micro-batch."""
+        from lib.plan import solo_pairs_per_second
+        from lib.sync import World
+
+        best = curve.best_point.batch_size
+        steps = self.steps(batch / solo_pairs_per_second(curve))
+        return pairs_per_second(self.train(World(), batch, steps, f"plan.micro_batch_sizes=[{best}]"), batch)
+
+    def curve(self) -> dict[str, Any]:
+        """Times of a few micro-batch sizes on this rank, and of what a step does besides."""
+        from lib import config as settings
+        from lib import model as models
+        from lib.calibration import Curve
+        from lib.data import collate, load_dataset
+        from lib.forward import cannot_share_prompts, length_multiple
+        from lib.step import make_optimizer, make_step
+        from lib.sync import World
+
+        words = [
+            f"model.path={self.folder}/model",
+            "model.random_init=true",
+            f"data.train={self.folder}/train.jsonl",
+        ]
+        config = settings.load(None, words)
+        data = load_dataset(
+            config.data.train, config.data, "preference", None, **models.vocabulary(config.model)
+        )
+        model = models.load(config.model, 0)
+        models.make_trainable(model, config.model, 0)
+        step = make_step(model, make_optimizer(config.train), config.train, World(), dropout=False)
+        share = cannot_share_prompts(model) is None
+        rates, overheads = {}, []
+        for size in (1, 2, 4, 8, 16):
+            batch = collate([data[row] for row in range(size)], length_multiple(config.data), share)
+            computes: list[float] = []
+            began = time.perf_counter()
+            while len(computes) < 4 or (
+                time.perf_counter() - began < self.options.seconds / 6 and len(computes) < 100
+            ):
+                started = time.perf_counter()
+                computes.append(step(0, 1, [(batch, np.zeros((size, 2), np.float32))]).compute_seconds[0])
+                overheads.append(time.perf_counter() - started - computes[-1])
+            rates[size] = size / float(np.median(computes[1:]))
+        gradient_bytes = sum(array.nbytes for array in models.trainable(model).values())
+        measured = Curve.from_rates(rates).model_copy(
+            update={"gradient_bytes": gradient_bytes, "step_overhead_seconds": float(np.median(overheads))}
+        )
+        return measured.model_dump()
+
+    def sync_seconds(self, curve: Any) -> float:
+        """One sum of the gradients over both ranks."""
+        import mlx.core as mx
+
+        array = mx.zeros(curve.gradient_bytes // 4)
+        seconds = []
+        for _ in range(20):
+            started = time.perf_counter()
+            self.world.all_sum(array, "a probe")
+            seconds.append(time.perf_counter() - started)
+        return max(json.loads(text) for text in self.world.gather_text(json.dumps(float(np.median(seconds)))))
+
+    def calibrate(self, curves: Sequence[Any]) -> None:
+        """Puts the curves where train.py looks for them: a file for each rank of this host."""
+        from lib import calibration, machine, sync
+        from lib import config as settings
+        from lib.calibration import HostCalibration, Link
+        from lib.data import padded_lengths
+        from lib.forward import length_multiple
+
+        config = settings.load(
+            None, [f"model.path={self.folder}/model", "model.random_init=true", "data.train=unused"]
+        )
+        length = int(padded_lengths(np.array([2 * TOKENS - 1]), length_multiple(config.data))[0])
+        key = calibration.curve_key(config, self.folder / "model", length)
+        name = f"{sync.host_name()}-{self.world.rank}"
+        curve = curves[self.world.rank].model_copy(update={"key": key, "versions": machine.versions()})
+        seconds = self.sync_seconds(curve)
+        link = Link(
+            backend="mpi",
+            latency_seconds=seconds / 2,
+            bandwidth_bytes_per_second=curve.gradient_bytes / (seconds / 2),
+        )
+        calibration.write_calibration(
+            self.folder / "calibration" / f"{name}.json",
+            HostCalibration(machine=machine.identify(name), curves=(curve,), links=(link,)),
+        )
+        self.world.gather_text("calibrated")
+
+
+def pairs_per_second(records: Sequence[dict[str, Any]], batch: int, skip: int = 2) -> float:
+    """By the median step; the first ones compile and allocate."""
+    seconds = [record["step_seconds"] for record in records if record["kind"] == "step"][skip:]
+    return batch / float(np.median(seconds)) if seconds else 0.0
+
+
+# ---- What a person sees ------------------------------------------------------------------------------------
+
+
+def describe(row: dict[str, Any]) -> str:
+    shares = " + ".join(map(str, row["shares"]))
+    equal = row["equal_split_efficiency"]
+    return f"{shares} pairs, efficiency {row['efficiency']:.3f}, equal split {equal:.3f}"
+
+
+def show(rows: Sequence[dict[str, Any]], throttled: dict[str, Any] | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(
+        width=140, force_terminal=False, highlight=False, markup=False
+    )  # mpirun gives its ranks a terminal
+    table = Table(
+        title="two ranks, rank 1 slower: pairs/s over the sum of what both do alone; the ideal is 1"
+    )
+    for column in (
+        "skew",
+        "alone, pairs/s",
+        "global batch",
+        "planned shares",
+        "planned",
+        "predicted",
+        "equal split",
+        "its ideal",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        alone = " + ".join(f"{speed:.1f}" for speed in row["solo_pairs_per_second"])
+        shares = " + ".join(map(str, row["shares"]))
+        figures = [
+            f"{row[key]:.3f}"
+            for key in (
+                "efficiency",
+                "predicted_efficiency",
+                "equal_split_efficiency",
+                "ideal_equal_split_efficiency",
+            )
+        ]
+        table.add_row(f"{row['skew']:g}:1", alone, str(row["global_batch_size"]), shares, *figures)
+    if rows:
+        console.print(table)
+    if throttled:
+        console.print(
+            f"throttled twofold after step {throttled['throttled_after_step']}: "
+            f"new plan {throttled['shares_after']} from step {throttled['new_plan_from_step']}, "
+            f"{throttled['of_the_optimum']:.1%} of the optimum {throttled['best_shares']}"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
