@@ -1,10 +1,10 @@
 """Tandem: preference training on machines that do not match.
 
-    python train.py                                            the quickstart, offline, in about two minutes
-    python train.py --config configs/X.yaml train.beta=0.2     any setting as key=value
-    python train.py --config configs/X.yaml --dry-run          the plan, and what would be trained
-    python train.py --resume runs/NAME                         go on from the last good checkpoint
-    mpirun -n 2 python train.py plan.shares=[12,4]             the same file on two unequal ranks
+python train.py                                            the quickstart, offline, in about two minutes
+python train.py --config configs/X.yaml train.beta=0.2     any setting as key=value
+python train.py --config configs/X.yaml --dry-run          the plan, and what would be trained
+python train.py --resume runs/NAME                         go on from the last good checkpoint
+mpirun -n 2 python train.py plan.shares=[12,4]             the same file on two unequal ranks
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full or read-only disk: what was saved before is whole
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume", file=sys.stderr)
+        print(
+            f"error: {error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume",
+            file=sys.stderr,
+        )
         return 2
     except (Stopped, KeyboardInterrupt) as error:
         print(f"stopped: {str(error) or 'interrupted'}; go on from the last checkpoint with --resume", file=sys.stderr)
@@ -82,8 +85,16 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     with world.agreeing("reading the data"):
         tokenizer = models.load_tokenizer_of(config.model)
-        data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model))
-        valid = load_dataset(config.data.valid, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model)) if config.data.valid else None
+        data = load_dataset(
+            config.data.train, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model)
+        )
+        valid = (
+            load_dataset(
+                config.data.valid, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model)
+            )
+            if config.data.valid
+            else None
+        )
         questions = evaluate.load_questions(config, tokenizer)
     world.require_equal("tokenised training data", data.digest)
     batch_size = config.train.global_batch_size
@@ -135,9 +146,15 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         logps = scoring.cached_logps(cache, key, dataset, world)
         if logps is None:
             with world.agreeing("loading the reference"):
-                judge = model if config.model.reference == "initial" else models.load_reference(config.model, config.train.seed)
+                judge = (
+                    model
+                    if config.model.reference == "initial"
+                    else models.load_reference(config.model, config.train.seed)
+                )
             with say.counting(f"reference log-probabilities of the {name} pairs", len(dataset)) as done:
-                logps = scoring.dataset_logps(judge, dataset, world, plan.shares, config.evaluate.batch_size, config.data, done)
+                logps = scoring.dataset_logps(
+                    judge, dataset, world, plan.shares, config.evaluate.batch_size, config.data, done
+                )
             with world.agreeing("keeping the reference's log-probabilities"):
                 scoring.keep_logps(cache, key, logps, world)
         return logps
@@ -165,7 +182,13 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Training ----------------------------------------------------------------------------------------------------
 
     tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank])
-    tracker.record("start", **report.provenance(), resumed_from_step=progress.step if resume else None, config=config.model_dump(mode="json"), plan=plan.to_dict())
+    tracker.record(
+        "start",
+        **report.provenance(),
+        resumed_from_step=progress.step if resume else None,
+        config=config.model_dump(mode="json"),
+        plan=plan.to_dict(),
+    )
     take_step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
 
     # Unlike devices pad unlike, but all ranks deal alike.
@@ -182,10 +205,20 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             dealt, tokens = deal(rows, lengths, [rank.micro_batch_sizes for rank in schedule.at(step).ranks], cost)
             own = dealt[world.rank]
             position = advance(position, len(rows), len(data))
-            yield epoch, position, len(rows), tokens, [int(row) for part in own for row in part], [
-                (collate([data[row] for row in part.tolist()], multiple, shares_prompts), None if reference is None else reference[part])
-                for part in own
-            ]
+            yield (
+                epoch,
+                position,
+                len(rows),
+                tokens,
+                [int(row) for part in own for row in part],
+                [
+                    (
+                        collate([data[row] for row in part.tolist()], multiple, shares_prompts),
+                        None if reference is None else reference[part],
+                    )
+                    for part in own
+                ],
+            )
 
     answers: list[list[str]] = []  # to the questions, one list an evaluation
 
@@ -193,9 +226,18 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         """Held-out metrics and greedy answers, over all ranks; recorded and printed."""
         values: dict[str, float | None] = {}
         if valid is not None:
-            values |= evaluate.metrics_of(valid, evaluate.policy_logps(model, valid, config, world, schedule.at(step + 1).shares), valid_reference, config)
+            values |= evaluate.metrics_of(
+                valid,
+                evaluate.policy_logps(model, valid, config, world, schedule.at(step + 1).shares),
+                valid_reference,
+                config,
+            )
         if questions:
-            answers.append(evaluate.greedy(model, tokenizer, [question.prompt_ids for question in questions], config.evaluate.max_tokens, world))
+            answers.append(
+                evaluate.greedy(
+                    model, tokenizer, [question.prompt_ids for question in questions], config.evaluate.max_tokens, world
+                )
+            )
             values["exact_match"] = evaluate.exact_match(questions, answers[-1], config)
         if values:
             tracker.record("evaluation", step=step, **values)
@@ -207,7 +249,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         checkpoint.share(world, model, optimizer)
         with world.agreeing(f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"):
             if world.rank == 0:
-                path = checkpoint.save(folder / "checkpoints", progress, model, optimizer, config, schedule.at(progress.step + 1).to_dict())
+                path = checkpoint.save(
+                    folder / "checkpoints", progress, model, optimizer, config, schedule.at(progress.step + 1).to_dict()
+                )
                 checkpoint.prune(folder / "checkpoints", config.checkpoint.keep, progress.best_step)
                 tracker.record("checkpoint", step=step, path=str(path))
 
@@ -235,10 +279,21 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             )
             show(step, f"{report.describe(result.means)}  {pairs / seconds:.1f} pairs/s")
             if changed is not None:
-                tracker.record("plan", step=step, first_step=step + schedule.lead, shares_before=schedule.at(step).shares, **changed.to_dict())
-                say.line(f"step {step}: from step {step + schedule.lead} on shares {' + '.join(map(str, changed.shares))}: {changed.reason}", "bold")
+                tracker.record(
+                    "plan",
+                    step=step,
+                    first_step=step + schedule.lead,
+                    shares_before=schedule.at(step).shares,
+                    **changed.to_dict(),
+                )
+                say.line(
+                    f"step {step}: from step {step + schedule.lead} on shares {' + '.join(map(str, changed.shares))}: {changed.reason}",
+                    "bold",
+                )
             if result.skipped:
-                say.warning(f"step {step}: loss or gradient is not finite; update {progress.skipped_in_row} in a row left out")
+                say.warning(
+                    f"step {step}: loss or gradient is not finite; update {progress.skipped_in_row} in a row left out"
+                )
                 if progress.skipped_in_row >= config.train.max_skipped_steps:
                     raise Stopped(
                         f"{progress.skipped_in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
@@ -283,11 +338,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """
 
     parser = settings.Parser(
-        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=settings.help_text(), allow_abbrev=False
+        prog="train.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=settings.help_text(),
+        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help=f"settings as YAML (default: {QUICKSTART})")
     parser.add_argument("--resume", metavar="RUN", help="folder of a run to go on with")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and what would be trained; write nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan and what would be trained; write nothing"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that overrule the file")
     options = parser.parse_intermixed_args(arguments)
     if options.resume and options.config:
@@ -308,7 +369,9 @@ def read_config(options: argparse.Namespace) -> Config:
     else:
         path = Path(options.resume) / "config.yaml"
         if not path.is_file():
-            raise UserError(f"--resume {options.resume}: no run there (it has no config.yaml); runs are folders in run.dir")
+            raise UserError(
+                f"--resume {options.resume}: no run there (it has no config.yaml); runs are folders in run.dir"
+            )
         config = settings.resume(path, options.overrides)
         run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
     return config.model_copy(update={"run": config.run.model_copy(update=run)})

@@ -58,13 +58,9 @@ MODEL = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skews", default="1,2,4,8", help="how many times slower rank 1 is, comma-separated")
-    parser.add_argument(
-        "--seconds", type=float, default=15.0, metavar="S", help="about, for each run that is measured"
-    )
+    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="about, for each run that is measured")
     parser.add_argument("--throttle", action="store_true", help="only the rank that is throttled in mid-run")
     parser.add_argument("--quick", action="store_true", help="skew 4 alone, fewer steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -77,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if os.geteuid() != 0 or not (CGROUP / "cpu.cfs_quota_us").exists() or len(os.sched_getaffinity(0)) < 2:
         raise UserError(
-            "this benchmark throttles a rank: "
-            f"it needs root, cgroup v1 ({CGROUP}/cpu.cfs_quota_us) and two cores"
+            f"this benchmark throttles a rank: it needs root, cgroup v1 ({CGROUP}/cpu.cfs_quota_us) and two cores"
         )
     try:
         skews = [float(word) for word in options.skews.split(",")]
@@ -107,9 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name,
         ]
         command += [f"--skews={options.skews}", f"--seconds={options.seconds}", f"--seed={options.seed}"]
-        process = subprocess.Popen(
-            [*command, *(["--throttle"] if options.throttle else [])], env=environment, cwd=ROOT
-        )
+        process = subprocess.Popen([*command, *(["--throttle"] if options.throttle else [])], env=environment, cwd=ROOT)
         try:
             status = process.wait()
         finally:
@@ -155,9 +148,7 @@ def write_inputs(folder: Path, seed: int) -> None:
 def work(options: argparse.Namespace) -> None:
     """Pins this rank, joins its control group, and goes through the measurements with the other one."""
     launch = runtime.launch_environment()
-    os.sched_setaffinity(
-        0, {sorted(os.sched_getaffinity(0))[launch.rank]}
-    )  # threads that start later inherit it
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[launch.rank]})  # threads that start later inherit it
     runtime.prepare()
     import train  # noqa: F401
     from lib import evaluate, sync  # noqa: F401  what a run needs is loaded at full speed
@@ -198,9 +189,7 @@ class Bench:
             (self.groups[1] / "cpu.cfs_quota_us").write_text(str(quota))
         self.world.gather_text("throttled")
 
-    def train(
-        self, world: Any, batch: int, steps: int, *words: str, name: str | None = None
-    ) -> list[dict[str, Any]]:
+    def train(self, world: Any, batch: int, steps: int, *words: str, name: str | None = None) -> list[dict[str, Any]]:
         """A run's step records on this rank."""
         import train as script
         from lib import config as settings
@@ -319,9 +308,7 @@ class Bench:
         self.calibrate(slow)
         best = plan_cluster(hosts, batch, curves=slow, sync_seconds=sync_seconds)
         optimum = pairs_per_second(
-            self.train(
-                self.world, batch, self.steps(best.predicted_step_seconds or 1.0), "plan.replan=false"
-            ),
+            self.train(self.world, batch, self.steps(best.predicted_step_seconds or 1.0), "plan.replan=false"),
             batch,
         )
         plans = [record for record in records if record["kind"] == "plan" and record["step"] > when]
@@ -380,9 +367,7 @@ class Bench:
             f"data.train={self.folder}/train.jsonl",
         ]
         config = settings.load(None, words)
-        data = load_dataset(
-            config.data.train, config.data, "preference", None, **models.vocabulary(config.model)
-        )
+        data = load_dataset(config.data.train, config.data, "preference", None, **models.vocabulary(config.model))
         model = models.load(config.model, 0)
         models.make_trainable(model, config.model, 0)
         step = make_step(model, make_optimizer(config.train), config.train, World(), dropout=False)
@@ -392,9 +377,7 @@ class Bench:
             batch = collate([data[row] for row in range(size)], length_multiple(config.data), share)
             computes: list[float] = []
             began = time.perf_counter()
-            while len(computes) < 4 or (
-                time.perf_counter() - began < self.options.seconds / 6 and len(computes) < 100
-            ):
+            while len(computes) < 4 or (time.perf_counter() - began < self.options.seconds / 6 and len(computes) < 100):
                 started = time.perf_counter()
                 computes.append(step(0, 1, [(batch, np.zeros((size, 2), np.float32))]).compute_seconds[0])
                 overheads.append(time.perf_counter() - started - computes[-1])
@@ -425,9 +408,7 @@ class Bench:
         from lib.data import padded_lengths
         from lib.forward import length_multiple
 
-        config = settings.load(
-            None, [f"model.path={self.folder}/model", "model.random_init=true", "data.train=unused"]
-        )
+        config = settings.load(None, [f"model.path={self.folder}/model", "model.random_init=true", "data.train=unused"])
         length = int(padded_lengths(np.array([2 * TOKENS - 1]), length_multiple(config.data))[0])
         key = calibration.curve_key(config, self.folder / "model", length)
         name = f"{sync.host_name()}-{self.world.rank}"
@@ -467,9 +448,7 @@ def show(rows: Sequence[dict[str, Any]], throttled: dict[str, Any] | None) -> No
     console = Console(
         width=140, force_terminal=False, highlight=False, markup=False
     )  # mpirun gives its ranks a terminal
-    table = Table(
-        title="two ranks, rank 1 slower: pairs/s over the sum of what both do alone; the ideal is 1"
-    )
+    table = Table(title="two ranks, rank 1 slower: pairs/s over the sum of what both do alone; the ideal is 1")
     for column in (
         "skew",
         "alone, pairs/s",

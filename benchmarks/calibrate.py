@@ -101,9 +101,7 @@ class Prober:
         own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
         command = [sys.executable, str(PROBE), json.dumps(request)]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit, env=own, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=own, check=False)
         except subprocess.TimeoutExpired:
             return f"not done within {limit:.0f} s"
         if done.returncode < 0:
@@ -346,9 +344,7 @@ def measure_host(
                 return ask(what, "step", seconds=seconds, batch_size=size, micro_batches=counts, **row)
 
             def out_of_time() -> bool:
-                return (
-                    deadline - time.monotonic() < 3 * probe_seconds
-                )  # this point, and two probes after the curve
+                return deadline - time.monotonic() < 3 * probe_seconds  # this point, and two probes after the curve
 
             found = climb(probe, sizes, options.rounds, prober.seconds, limit, out_of_time)
             lost |= found.lost

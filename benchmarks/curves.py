@@ -38,8 +38,7 @@ def draw(
         rates.plot(sizes, speeds, "o-", color=f"C{index}", label=one.machine.host)
         low = [p.batch_size / (p.seconds_median + p.seconds_spread / 2) for p in curve.points]
         high = [
-            p.batch_size / max(p.seconds_median - p.seconds_spread / 2, 0.1 * p.seconds_median)
-            for p in curve.points
+            p.batch_size / max(p.seconds_median - p.seconds_spread / 2, 0.1 * p.seconds_median) for p in curve.points
         ]
         rates.fill_between(sizes, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
         peaks = [(point.peak_memory_bytes or 0) / 1e9 for point in curve.points]

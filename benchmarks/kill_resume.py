@@ -44,7 +44,15 @@ def main() -> None:
     rng, started, rows = random.Random(options.seed), time.perf_counter(), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = [*tiny.settings(folder, rows=45), "train.steps=60", "checkpoint.every=3", "evaluate.every=7", "model.dropout=0.1", "--config", str(tiny.config_file(folder))]
+        words = [
+            *tiny.settings(folder, rows=45),
+            "train.steps=60",
+            "checkpoint.every=3",
+            "evaluate.every=7",
+            "model.dropout=0.1",
+            "--config",
+            str(tiny.config_file(folder)),
+        ]
         subprocess.run(command(words, folder / "runs" / "whole"), check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
         reference = outcome(folder / "runs" / "whole")
         kills = 0
@@ -62,7 +70,11 @@ def main() -> None:
         table.add_row(str(i), str(row["kills"]), ", ".join(row["moments"]), "yes" if row["identical"] else "NO")
     Console().print(table)
     different = sum(not row["identical"] for row in rows)
-    print(json.dumps({"kills": kills, "runs": len(rows), "different_runs": different, "seconds": time.perf_counter() - started}))
+    print(
+        json.dumps(
+            {"kills": kills, "runs": len(rows), "different_runs": different, "seconds": time.perf_counter() - started}
+        )
+    )
     sys.exit(1 if different else 0)
 
 
@@ -75,7 +87,9 @@ def finish_or_kill(words: list[str], run: Path, rng: random.Random, moments: lis
     """Starts the run or resumes it; True if it finished by itself, False if it was killed, with the moment noted."""
     log = run / "logs" / "rank-000.jsonl"
     early, records, jitter = rng.random() < 1 / 8, rng.randint(1, 25), rng.uniform(0, 0.05)
-    process = subprocess.Popen(command(words, run), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(words, run), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     if early:
         time.sleep(rng.uniform(0, 2))
     else:

@@ -84,9 +84,7 @@ def why(row: dict[str, Any]) -> str:
         return f"the fastest that holds it; with {others} by shares {row['together']:.2f} times as fast"
     if row["fits"]:
         return "the only one that holds it"
-    return (
-        "sharded: no machine holds it alone" if row["machine"] else "more than all of them hold: quantise it"
-    )
+    return "sharded: no machine holds it alone" if row["machine"] else "more than all of them hold: quantise it"
 
 
 def known_hosts(names: str | None, folder: Path = FOLDER) -> dict[str, HostCalibration]:
@@ -130,9 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     table = Table(box=None, title_justify="left")
-    table.title = (
-        f"{options.bytes_per_parameter:g} bytes a parameter, {options.overhead:.0%} more beside them"
-    )
+    table.title = f"{options.bytes_per_parameter:g} bytes a parameter, {options.overhead:.0%} more beside them"
     for column in ("model", "needs", "machine", "why"):
         table.add_column(column, justify="right" if column in ("model", "needs") else "left")
     for row in rows:

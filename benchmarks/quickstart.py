@@ -54,21 +54,43 @@ def main() -> None:
                 "labels as they are": run(1, [*common, f"run.name=plain{seed}"]),
                 "labels shuffled": run(1, [*common, f"run.name=shuffled{seed}", f"data.train={shuffled}"]),
                 "labels inverted": run(1, [*common, f"run.name=inverted{seed}", f"data.train={inverted}"]),
-                "two unequal ranks": run(2, [*common, f"run.name=two{seed}", f"plan.shares=[{3 * batch // 4},{batch - 3 * batch // 4}]"]),
+                "two unequal ranks": run(
+                    2, [*common, f"run.name=two{seed}", f"plan.shares=[{3 * batch // 4},{batch - 3 * batch // 4}]"]
+                ),
             }
             difference = tiny.difference(folder / f"plain{seed}", folder / f"two{seed}")
             for control, summary in runs.items():
                 gain = summary["exact_match_after"] - summary["exact_match_before"]
-                rows.append({"seed": seed, "control": control, "before": summary["exact_match_before"], "after": summary["exact_match_after"], "gain": gain, "seconds": summary["seconds"]})
+                rows.append(
+                    {
+                        "seed": seed,
+                        "control": control,
+                        "before": summary["exact_match_before"],
+                        "after": summary["exact_match_after"],
+                        "gain": gain,
+                        "seconds": summary["seconds"],
+                    }
+                )
                 if control == "two unequal ranks":
                     rows[-1]["relative_difference"] = difference
-                print(f"seed {seed}, {control}: exact match {summary['exact_match_before']:.1%} -> {summary['exact_match_after']:.1%}", flush=True)
+                print(
+                    f"seed {seed}, {control}: exact match {summary['exact_match_before']:.1%} -> {summary['exact_match_after']:.1%}",
+                    flush=True,
+                )
     table = Table(title="exact match on held-out prompts, greedy")
     for column in ("seed", "control", "before", "after", "gain (points)", "seconds", "weights' relative difference"):
         table.add_column(column)
     for row in rows:
         different = f"{row['relative_difference']:.1e}" if "relative_difference" in row else ""
-        table.add_row(str(row["seed"]), row["control"], f"{row['before']:.1%}", f"{row['after']:.1%}", f"{100 * row['gain']:+.1f}", f"{row['seconds']:.0f}", different)
+        table.add_row(
+            str(row["seed"]),
+            row["control"],
+            f"{row['before']:.1%}",
+            f"{row['after']:.1%}",
+            f"{100 * row['gain']:+.1f}",
+            f"{row['seconds']:.0f}",
+            different,
+        )
     Console().print(table)
     print(json.dumps({"rows": rows}))
 

@@ -153,14 +153,10 @@ def save_tokenizer(texts: list[str], folder: Path) -> None:
 
 
 def prompt_ids(tokenizer: TokenizerWrapper, problem: Problem) -> list[int]:
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": problem.prompt}], add_generation_prompt=True
-    )
+    return tokenizer.apply_chat_template([{"role": "user", "content": problem.prompt}], add_generation_prompt=True)
 
 
-def sft_batch(
-    tokenizer: TokenizerWrapper, problems: list[Problem], rng: random.Random
-) -> tuple[mx.array, mx.array]:
+def sft_batch(tokenizer: TokenizerWrapper, problems: list[Problem], rng: random.Random) -> tuple[mx.array, mx.array]:
     """Worked answers: token ids, int32 [problems, MAX_LENGTH], and whether each of ids[:, 1:] is learnt."""
     ids = np.full((len(problems), MAX_LENGTH), tokenizer.pad_token_id, dtype=np.int32)
     learnt = np.zeros((len(problems), MAX_LENGTH), dtype=bool)
@@ -206,9 +202,7 @@ def train_sft(
     return float(np.mean(losses[-50:]))
 
 
-def complete(
-    model: nn.Module, tokenizer: TokenizerWrapper, problems: list[Problem], greedy: bool
-) -> list[str]:
+def complete(model: nn.Module, tokenizer: TokenizerWrapper, problems: list[Problem], greedy: bool) -> list[str]:
     """One completion a problem: the greedy one, or a sample at temperature 1."""
     return batch_generate(
         model,
@@ -272,9 +266,7 @@ def make_model(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; it replaces files there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="the shipped model, a tenth of the pairs")
@@ -292,9 +284,7 @@ def main() -> None:
         model, tokenizer = load(str(SHIPPED_MODEL))[:2]
         loss = None
     else:
-        model, tokenizer, loss = make_model(
-            arguments.out / "model", tokenizer_problems, sft_problems, arguments.seed
-        )
+        model, tokenizer, loss = make_model(arguments.out / "model", tokenizer_problems, sft_problems, arguments.seed)
     sft_seconds = time.perf_counter() - started
 
     write_jsonl(arguments.out / "answers.jsonl", [{"prompt": p.prompt, "answer": p.answer} for p in held_out])

@@ -42,7 +42,16 @@ def main() -> None:
     options = parser.parse_args()
     steps = 40 if options.quick else options.steps
     trials = {
-        "SFT, GSM8K": (options.data / "gsm8k/train.jsonl", ["train.loss=sft", "data.prompt=question", "data.completion=answer", "train.learning_rate=2e-3", "model.method=full"]),
+        "SFT, GSM8K": (
+            options.data / "gsm8k/train.jsonl",
+            [
+                "train.loss=sft",
+                "data.prompt=question",
+                "data.completion=answer",
+                "train.learning_rate=2e-3",
+                "model.method=full",
+            ],
+        ),
         "DPO, GSM8K pairs": (options.data / "gsm8k/prefs.jsonl", ["train.learning_rate=1e-3"]),
         "DPO, PandaLM pairs": (options.data / "pandalm/prefs.jsonl", ["train.learning_rate=1e-3"]),
     }
@@ -52,8 +61,21 @@ def main() -> None:
         model = make_model(folder / "model", [path for path, _ in trials.values()])
         for title, (path, words) in trials.items():
             run = title.replace(", ", "-").replace(" ", "-")
-            common = [f"model.path={model}", "model.random_init=true", f"data.train={path}", "data.max_length=512", f"run.dir={folder}/runs", f"run.name={run}"]
-            common += [f"train.steps={steps}", "train.global_batch_size=16", f"train.seed={options.seed}", "evaluate.samples=0", "run.log_every=50"]
+            common = [
+                f"model.path={model}",
+                "model.random_init=true",
+                f"data.train={path}",
+                "data.max_length=512",
+                f"run.dir={folder}/runs",
+                f"run.name={run}",
+            ]
+            common += [
+                f"train.steps={steps}",
+                "train.global_batch_size=16",
+                f"train.seed={options.seed}",
+                "evaluate.samples=0",
+                "run.log_every=50",
+            ]
             if train.main([*common, *words, "--config", str(tiny.config_file(folder))]) != 0:
                 sys.exit(f"{title} failed")
             rows.append({"trial": title, **measure(folder / "runs" / run, path)})
@@ -73,14 +95,34 @@ def make_model(folder: Path, files: list[Path]) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    texts = (str(value) for file in files for line in file.open(encoding="utf-8") for value in json.loads(line).values())
+    texts = (
+        str(value) for file in files for line in file.open(encoding="utf-8") for value in json.loads(line).values()
+    )
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
-    trainer = trainers.BpeTrainer(vocab_size=4096, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    tiny.model_folder(folder, hidden_size=128, intermediate_size=384, num_hidden_layers=4, vocab_size=4096, eos_token_id=0, tie_word_embeddings=True)
+    tiny.model_folder(
+        folder,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        vocab_size=4096,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    configuration = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>", "chat_template": template}
+    configuration = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|end|>",
+        "chat_template": template,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(configuration))
     return folder
 

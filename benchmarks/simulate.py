@@ -53,9 +53,7 @@ class Weather:
     """What plans do not know: each host's slowdown at each step, and the steps at which some host fails."""
 
     slowdown: np.ndarray  # float64 [steps, hosts], about 1
-    state: (
-        np.ndarray
-    )  # float64 [steps, hosts], the part of it that lasts for many steps: what replanning can see
+    state: np.ndarray  # float64 [steps, hosts], the part of it that lasts for many steps: what replanning can see
     fails: np.ndarray  # bool [steps]
 
 
@@ -146,9 +144,7 @@ def replan(
     for step in range(settings.steps):
         if step and step % settings.replan_every == 0 and (weather.state[step - 1] != planned_at).any():
             planned_at = weather.state[step - 1]
-            seen = [
-                slower(curve, factor) for curve, factor in zip(curves, weather.state[step - 1], strict=True)
-            ]
+            seen = [slower(curve, factor) for curve, factor in zip(curves, weather.state[step - 1], strict=True)]
             shares = plan(None, seen).shares
             current = plan(shares)  # the played times are the curves', times the weather
         plans.append(current)
@@ -231,12 +227,8 @@ def draw(rows: Sequence[dict[str, Any]], plans: dict[str, ClusterPlan], path: Pa
             ticks.append(y)
             labels.append(f"{rank.host}: {rank.share}")
         end = plan.predicted_step_seconds or 0.0
-        left.plot(
-            [end, end], [block * (shown + 1) - 0.5, block * (shown + 1) + shown - 0.5], "k--", linewidth=1
-        )
-        left.text(
-            end, block * (shown + 1) + shown - 0.45, f"{name}, {plan.efficiency:.2f}", ha="right", va="top"
-        )
+        left.plot([end, end], [block * (shown + 1) - 0.5, block * (shown + 1) + shown - 0.5], "k--", linewidth=1)
+        left.text(end, block * (shown + 1) + shown - 0.45, f"{name}, {plan.efficiency:.2f}", ha="right", va="top")
     left.set_yticks(ticks, labels, fontsize=8)
     left.set_ylim(2 * shown + 1.2, -0.8)
     left.set_xlabel("seconds of one step; pairs by host")
@@ -270,9 +262,7 @@ def show(console: Console, rows: Sequence[dict[str, Any]], plan: ClusterPlan) ->
             table.add_row(*rank.values())
         console.print(table)
         console.print(plan.reason)
-        console.print(
-            f"predicted {plan.predicted_step_seconds:.4f} s a step, efficiency {plan.efficiency:.3f}"
-        )
+        console.print(f"predicted {plan.predicted_step_seconds:.4f} s a step, efficiency {plan.efficiency:.3f}")
     table = Table(title="efficiency: predicted / played with noise, drift and failures")
     for column in ("hosts", "global batch", "sync s", "failures", *divisions(rows[0]), "ideal"):
         table.add_column(column, justify="right")
@@ -288,9 +278,7 @@ def show(console: Console, rows: Sequence[dict[str, Any]], plan: ClusterPlan) ->
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def number(option: str, default: float | None, meaning: str) -> None:
         parser.add_argument(option, type=float, metavar="X", default=default, help=meaning)
@@ -302,9 +290,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", default="2,4,8,16,32,64,128,256,512,1000", help="how many invented hosts")
     number("--pairs-per-second", 4.0, "of the fastest invented host")
     number("--skew", 4.0, "fastest over slowest invented host")
-    parser.add_argument(
-        "--models", type=int, default=40, metavar="N", help="different invented machines at most"
-    )
+    parser.add_argument("--models", type=int, default=40, metavar="N", help="different invented machines at most")
     parser.add_argument("--steps", type=int, default=400, metavar="N", help="played")
     number("--noise", 0.02, "spread of a step's time")
     number("--drift", 0.2, "spread of the lasting slowdowns; 0 for none")

@@ -80,11 +80,7 @@ def main() -> int:
                     else f"{lengths:>18} {batch_size:>6} {row['layout']:>7} {row['error']}",
                     flush=True,
                 )
-    print(
-        json.dumps(
-            {"benchmark": "step", "device": report.device_name(), "settings": vars(options), "rows": rows}
-        )
-    )
+    print(json.dumps({"benchmark": "step", "device": report.device_name(), "settings": vars(options), "rows": rows}))
     return 0
 
 
@@ -125,8 +121,7 @@ def measure(step: Any, batches: dict[str, Batch], options: argparse.Namespace) -
             "peak_memory_bytes": peaks[name],
         }
         rows.append(
-            row
-            | {"pairs_per_second": len(batch.rows) / median, "tokens_per_second": batch.real_tokens / median}
+            row | {"pairs_per_second": len(batch.rows) / median, "tokens_per_second": batch.real_tokens / median}
         )
     return rows
 
@@ -161,9 +156,7 @@ def model_folder(options: argparse.Namespace) -> Path:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
@@ -180,9 +173,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--multiple", type=int, help="pad lengths to this; by default as in training")
     parser.add_argument("--compile", default="null", choices=["null", "true", "false"])
-    parser.add_argument(
-        "--checkpoint", action="store_true", help="recompute activations in the backward pass"
-    )
+    parser.add_argument("--checkpoint", action="store_true", help="recompute activations in the backward pass")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument("--quick", action="store_true")

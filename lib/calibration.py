@@ -26,9 +26,7 @@ from lib.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "calibration"
-MEMORY_HEADROOM = (
-    0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
-)
+MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -54,9 +52,7 @@ class BatchPoint(_Record):
     def _rate_follows_from_time(cls, point: object) -> object:
         """The rate is in the file for its readers; it is never a second opinion on the time."""
         match point:
-            case {"batch_size": int(pairs), "seconds_median": int() | float() as seconds, **rest} if (
-                seconds > 0
-            ):
+            case {"batch_size": int(pairs), "seconds_median": int() | float() as seconds, **rest} if seconds > 0:
                 return {
                     **rest,
                     "batch_size": pairs,
@@ -74,9 +70,7 @@ class CurveKey(_Record):
     dtype: str
     sequence_length: PositiveInt  # tokens that the model sees, prompt and completion, as padded
     gradient_checkpointing: bool = False
-    records: Literal["preference", "sft"] = (
-        "preference"  # a pair is two rows of the model's, an SFT example one
-    )
+    records: Literal["preference", "sft"] = "preference"  # a pair is two rows of the model's, an SFT example one
 
     def __str__(self) -> str:
         sft = ", SFT" if self.records == "sft" else ""
@@ -94,9 +88,7 @@ class Curve(_Record):
     points: tuple[BatchPoint, ...]
     memory_limit_bytes: PositiveInt | None = None  # what a process may use there
     key: CurveKey | None = None  # None: published without saying for which model
-    step_overhead_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        0.0  # once a step: the update, ...
-    )
+    step_overhead_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # once a step: the update, ...
     gradient_bytes: PositiveInt | None = None  # what a step's collective carries
     reference_pairs_per_second: PositiveFloat | None = None
     generation_tokens_per_second: PositiveFloat | None = None
@@ -177,8 +169,7 @@ class Curve(_Record):
                 "batch_size": point.batch_size,
                 "seconds_median": point.seconds_median * ratio,
                 "seconds_spread": point.seconds_spread * ratio,
-                "peak_memory_bytes": point.peak_memory_bytes
-                and math.ceil(point.peak_memory_bytes * max(1.0, ratio)),
+                "peak_memory_bytes": point.peak_memory_bytes and math.ceil(point.peak_memory_bytes * max(1.0, ratio)),
             }
             for point in self.points
         ]
@@ -213,9 +204,7 @@ class Link(_Record):
         """One message of that size: linear between measured sizes, beyond them by latency and bandwidth."""
         sizes = [transfer.bytes for transfer in self.transfers]
         if sizes and sizes[0] <= size_bytes <= sizes[-1]:
-            return float(
-                np.interp(size_bytes, sizes, [transfer.seconds_median for transfer in self.transfers])
-            )
+            return float(np.interp(size_bytes, sizes, [transfer.seconds_median for transfer in self.transfers]))
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
@@ -284,9 +273,7 @@ def write_calibration(path: Path, calibration: HostCalibration) -> None:
     """Writes one file so that a reader sees the old or the new content, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(
-        calibration.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8"
-    )
+    unfinished.write_text(calibration.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -367,9 +354,7 @@ def choose_curves(
     found = [known[chip] for chip in chips if chip in known]
     if len(found) == len(hosts) and len({c.source for c in found}) == 1:
         warnings = (f"{lacking}; planned from published figures, which compare the chips only",)
-        return CurveChoice(
-            tuple(c.curves[0] for c in found), f"figures published in {found[0].source}", warnings
-        )
+        return CurveChoice(tuple(c.curves[0] for c in found), f"figures published in {found[0].source}", warnings)
 
     return CurveChoice(None, f"{lacking}; until then the shares are equal")
 
@@ -404,20 +389,12 @@ def _common_key(calibrations: Sequence[HostCalibration | None], key: CurveKey) -
     return min(common, key=distance, default=None)
 
 
-def _other_versions(
-    hosts: Sequence[str], curves: Sequence[Curve], versions: Mapping[str, str]
-) -> tuple[str, ...]:
+def _other_versions(hosts: Sequence[str], curves: Sequence[Curve], versions: Mapping[str, str]) -> tuple[str, ...]:
     warnings = []
     for host, curve in zip(hosts, curves, strict=True):
-        changed = [
-            f"{p} {old} (now {versions[p]})"
-            for p, old in curve.versions.items()
-            if versions.get(p, old) != old
-        ]
+        changed = [f"{p} {old} (now {versions[p]})" for p, old in curve.versions.items() if versions.get(p, old) != old]
         if changed:
-            warnings.append(
-                f"calibration of {host} was made with {', '.join(changed)}; run make calibrate there"
-            )
+            warnings.append(f"calibration of {host} was made with {', '.join(changed)}; run make calibrate there")
     return tuple(_once(warnings))
 
 
@@ -450,9 +427,7 @@ def curve_key(config: Config, model_folder: Path, sequence_length: int) -> Curve
     if quantization := stored.get("quantization"):
         dtype = f"{quantization.get('bits', 4)}-bit"
     else:
-        as_stored = (
-            "float32" if config.model.random_init else stored.get("torch_dtype") or stored.get("dtype")
-        )
+        as_stored = "float32" if config.model.random_init else stored.get("torch_dtype") or stored.get("dtype")
         dtype = config.model.dtype or str(as_stored or "float32")
     return CurveKey(
         model=f"{Path(config.model.path).name} {digest}",
@@ -489,9 +464,7 @@ class HardwareCalibrator:
     hardware["device_name"], hardware["optimal_batch_size"], hardware["gflops"]
     """
 
-    def __init__(
-        self, config: Path | str | None = None, overrides: Sequence[str] = (), quick: bool = True
-    ) -> None:
+    def __init__(self, config: Path | str | None = None, overrides: Sequence[str] = (), quick: bool = True) -> None:
         """config: whose model and data; by default the quickstart's."""
         self.folder = ROOT if config is None else Path.cwd()  # where the configuration's paths start
         self.arguments = [*(["--config", str(config)] if config else []), *(["--quick"] if quick else [])]
@@ -516,9 +489,7 @@ class HardwareCalibrator:
             check=False,
         )
         if done.returncode:
-            lines = done.stderr.strip().splitlines() or [
-                f"benchmarks/calibrate.py ended with status {done.returncode}"
-            ]
+            lines = done.stderr.strip().splitlines() or [f"benchmarks/calibrate.py ended with status {done.returncode}"]
             raise UserError(lines[-1].removeprefix("error: "))
         hardware: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         return hardware

@@ -46,7 +46,9 @@ class Progress:
     best_step: int | None = None
     best_loss: float | None = None
     before: dict[str, float | None] = field(default_factory=dict)  # the evaluation before the first step
-    schedule: dict[str, Any] = field(default_factory=dict)  # the plans in force and to come, as lib/schedule.py keeps them
+    schedule: dict[str, Any] = field(
+        default_factory=dict
+    )  # the plans in force and to come, as lib/schedule.py keeps them
 
     def count(self, step: int, position: Position, pairs: int, tokens: int, seconds: float, skipped: bool) -> None:
         """Adds one step."""
@@ -72,7 +74,9 @@ def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool) -
     """
     lock = _claim(folder)
     if (folder / "config.yaml").exists() and not resume:
-        raise UserError(f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name")
+        raise UserError(
+            f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
+        )
     _write(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
     _write(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
     return lock
@@ -93,14 +97,18 @@ def _claim(folder: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        raise UserError(f"run folder {folder} is in use by process {lock.read().strip() or '?'}; wait for it, or give another run.name") from None
+        raise UserError(
+            f"run folder {folder} is in use by process {lock.read().strip() or '?'}; wait for it, or give another run.name"
+        ) from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
 
 
-def save(folder: Path, progress: Progress, model: nn.Module, optimizer: optim.Optimizer, config: Config, plan: dict[str, Any]) -> Path:
+def save(
+    folder: Path, progress: Progress, model: nn.Module, optimizer: optim.Optimizer, config: Config, plan: dict[str, Any]
+) -> Path:
     """Writes `folder/step-XXXXXXXX`, all of it or nothing.
 
     Raises:
@@ -127,7 +135,9 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: optim.Op
     except RuntimeError as error:  # what MLX raises when a write fails
         shutil.rmtree(unfinished, ignore_errors=True)
         free = shutil.disk_usage(folder).free
-        raise OSError(None, f"cannot be written, {free:,} bytes are free there ({str(error).splitlines()[0]})", str(final)) from None
+        raise OSError(
+            None, f"cannot be written, {free:,} bytes are free there ({str(error).splitlines()[0]})", str(final)
+        ) from None
     except OSError:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -160,7 +170,9 @@ def restore(path: Path, model: nn.Module, optimizer: optim.Optimizer, data_diges
     """
     progress = Progress(**json.loads((path / STATE).read_text()))
     if progress.data_digest != data_digest:
-        raise UserError(f"{path}: data.train is no longer what this run was trained on; put the file back, or start a new run with model.adapter={path}")
+        raise UserError(
+            f"{path}: data.train is no longer what this run was trained on; put the file back, or start a new run with model.adapter={path}"
+        )
     models.load_trained(model, path, "checkpoint")
     optimizer.state = tree_unflatten(list(mx.load(str(path / OPTIMIZER)).items()))
     mx.eval(model.trainable_parameters(), optimizer.state)
@@ -177,7 +189,9 @@ def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Newest first."""
-    return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=_step, reverse=True)
+    return sorted(
+        (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=_step, reverse=True
+    )
 
 
 def _step(path: Path) -> int:

@@ -20,15 +20,23 @@ from typing import Annotated, Any, Literal, NoReturn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
-RESUMABLE: tuple[str, ...] = ("plan.", "cost.", "sync.", "checkpoint.", "evaluate.", "run.log_every", "strategy", "train.steps", "train.epochs")
+RESUMABLE: tuple[str, ...] = (
+    "plan.",
+    "cost.",
+    "sync.",
+    "checkpoint.",
+    "evaluate.",
+    "run.log_every",
+    "strategy",
+    "train.steps",
+    "train.epochs",
+)
 RESUMABLE += ("train.compile", "train.max_skipped_steps", "model.gradient_checkpointing", "run.dir", "run.name")
 
 
 class UserError(ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
-
 
 
 class Parser(argparse.ArgumentParser):
@@ -157,7 +165,9 @@ class Train(_Section):
     """Steps over which the learning rate rises from zero."""
     final_learning_rate: NonNegative = 0.0
     """Learning rate at the last step (linear, cosine)."""
-    optimizer: Literal["adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"] = "adamw"
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
+    ] = "adamw"
     """Optimizer of MLX, by name."""
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
@@ -259,16 +269,30 @@ class Config(_Section):
     def _settings_agree(self) -> Config:
         plan, batch = self.plan, self.train.global_batch_size
         if plan.shares is not None and sum(plan.shares) != batch:
-            raise ValueError(f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal")
-        if plan.shares is not None and plan.micro_batch_sizes is not None and len(plan.shares) != len(plan.micro_batch_sizes):
-            raise ValueError(f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes {len(plan.micro_batch_sizes)}; give one a rank")
+            raise ValueError(
+                f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal"
+            )
+        if (
+            plan.shares is not None
+            and plan.micro_batch_sizes is not None
+            and len(plan.shares) != len(plan.micro_batch_sizes)
+        ):
+            raise ValueError(
+                f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes {len(plan.micro_batch_sizes)}; give one a rank"
+            )
         if self.model.dropout and self.model.gradient_checkpointing:
             # MLX's checkpoint draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
-            raise ValueError("model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; set one of them to 0 or false")
+            raise ValueError(
+                "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; set one of them to 0 or false"
+            )
         if self.train.label_smoothing and self.train.loss not in ("sigmoid", "robust"):
-            raise ValueError(f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0")
+            raise ValueError(
+                f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0"
+            )
         if self.train.rpo_alpha and self.train.loss == "sft":
-            raise ValueError("train.rpo_alpha adds an SFT term to a preference loss, but train.loss is sft; leave it at 0")
+            raise ValueError(
+                "train.rpo_alpha adds an SFT term to a preference loss, but train.loss is sft; leave it at 0"
+            )
         return self
 
     @property
@@ -286,7 +310,9 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
     for word in overrides:
         key, separator, text = word.partition("=")
         if not separator:
-            raise UserError(f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys")
+            raise UserError(
+                f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
+            )
         if key not in (k for k, *_ in settings()):
             raise UserError(f"{word}: unknown setting {key}{_did_you_mean(key)}")
         section = tree
@@ -314,13 +340,21 @@ def resume(path: Path, overrides: list[str]) -> Config:
     before, after = load(path), load(path, overrides)
     for key, *_ in settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
-            raise UserError(f"{key}={_at(after, key)}: the run was started with {_at(before, key)} and cannot change it; start a new run instead")
+            raise UserError(
+                f"{key}={_at(after, key)}: the run was started with {_at(before, key)} and cannot change it; start a new run instead"
+            )
     return after
 
 
 def learning_digest(config: Config) -> str:
     """A digest of what all ranks must agree on: everything but the places of files, which may differ from host to host."""
-    places: Any = {"run": ..., "model": {"path", "reference", "adapter"}, "data": {"train", "valid"}, "plan": {"calibration_dir"}, "evaluate": {"answers"}}
+    places: Any = {
+        "run": ...,
+        "model": {"path", "reference", "adapter"},
+        "data": {"train", "valid"},
+        "plan": {"calibration_dir"},
+        "evaluate": {"answers"},
+    }
     return hashlib.sha256(config.model_dump_json(exclude=places).encode()).hexdigest()
 
 
@@ -417,7 +451,9 @@ def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> st
 def _did_you_mean(key: str) -> str:
     known = [k for k, *_ in settings()]
     section, _, leaf = key.rpartition(".")
-    abbreviated = [k for k in known if k.startswith(section) and "".join(w[0] for w in k.rpartition(".")[2].split("_")) == leaf]
+    abbreviated = [
+        k for k in known if k.startswith(section) and "".join(w[0] for w in k.rpartition(".")[2].split("_")) == leaf
+    ]
     close = abbreviated or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if not close:
         leaves = {k.rpartition(".")[2]: k for k in known}

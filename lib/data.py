@@ -127,9 +127,7 @@ def load_dataset(
     truncated_count = 0
     source = records.read(path, settings)
     while chunk := list(islice(source, CHUNK_RECORDS)):
-        parsed = [
-            record if isinstance(record, Unusable) else _parse(record, settings, kind) for _, record in chunk
-        ]
+        parsed = [record if isinstance(record, Unusable) else _parse(record, settings, kind) for _, record in chunk]
         for (line, _), record, ids in zip(chunk, parsed, _encode(parsed, encoder, path), strict=True):
             try:
                 example, is_cut = _finish(ids, settings.max_length, encoder, vocab_size)
@@ -145,18 +143,14 @@ def load_dataset(
         raise UserError(f"{skipped[0]}{total}; mend the file, or leave them out with data.skip_invalid=true")
     if not pieces:
         if skipped:
-            raise UserError(
-                f"{path}: none of its {len(skipped):,} records can be used, the first: {skipped[0]}"
-            )
+            raise UserError(f"{path}: none of its {len(skipped):,} records can be used, the first: {skipped[0]}")
         raise UserError(f"{path} is empty: it has no records; name another file")
     tokens = np.concatenate(pieces)
     bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     digest = hashlib.sha256(kind.encode())
     for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
         digest.update(array.astype(dtype, copy=False).data)
-    return Dataset(
-        path, kind, "; ".join(columns), truncated_count, skipped, digest.hexdigest(), tokens, bounds
-    )
+    return Dataset(path, kind, "; ".join(columns), truncated_count, skipped, digest.hexdigest(), tokens, bounds)
 
 
 def _parse(record: dict[str, Any], settings: Data, kind: Kind) -> Tokens | Plain | Chat | Unusable:
@@ -204,9 +198,7 @@ def _finish(
     if not all(completions):
         raise Unusable("empty completion: the tokenizer makes no tokens of it")
     if len(prompt) > max_length:
-        raise Unusable(
-            f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it"
-        )
+        raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
     if len(completions) > 1 and completions[0] == completions[1]:
         raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
     bos_token_id = encoder.bos_token_id if encoder else None
@@ -238,9 +230,7 @@ def truncate(
     return prompt, [completion[: max_length - kept] for completion in completions], True
 
 
-def encode_prompt(
-    prompt: str | list[Message], settings: Data, tokenizer: Any, eos_token_id: int | None
-) -> list[int]:
+def encode_prompt(prompt: str | list[Message], settings: Data, tokenizer: Any, eos_token_id: int | None) -> list[int]:
     """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
 
     Raises UserError where the chat template refuses it.
@@ -340,9 +330,7 @@ class Encoder:
                     "model; set data.chat_template=false"
                 )
                 continue
-            yield Plain(
-                prompt, tuple(self._strip_after_end(whole[len(prompt) :]) for whole in answers), chat.columns
-            )
+            yield Plain(prompt, tuple(self._strip_after_end(whole[len(prompt) :]) for whole in answers), chat.columns)
 
     def _apply_template(self, conversations: list[list[Message]], add_generation_prompt: bool) -> list[Any]:
         """Text of each conversation, or Unusable."""
@@ -542,7 +530,7 @@ def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: b
     scored, targets = np.zeros((2, scored_count), np.int32)
     mask = np.arange(width) < counts[:, None]
     places = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(width), 0)
-    for index, (prompt, completion) in enumerate(sequences):
+    for index, (_, completion) in enumerate(sequences):
         positions = np.arange(seen[index] - counts[index], seen[index])
         behind_prefix = rows * prefix + slots[index, np.maximum(positions - prefix, 0)]
         where = places[index, : counts[index]]

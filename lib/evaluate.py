@@ -51,7 +51,9 @@ class Question:
 # ---- Pairs -------------------------------------------------------------------------------------------------------------
 
 
-def policy_logps(model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]) -> np.ndarray:
+def policy_logps(
+    model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]
+) -> np.ndarray:
     """log pi of every completion, float32 [N, K], as `scoring.dataset_logps` gives them at the evaluation batch size."""
     return scoring.dataset_logps(model, dataset, world, shares, settings.evaluate.batch_size, settings.data)
 
@@ -66,9 +68,14 @@ def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: 
     """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss."""
     arrays = _arrays(dataset, policy, reference)
     per_pair, _ = objective(settings.train, *arrays)
-    pairs = [losses.LogProbs(logps[:, 0], logps[:, 1], arrays[1][:, 0], arrays[1][:, 1]) for logps in (arrays[0], mx.array(reference))]
+    pairs = [
+        losses.LogProbs(logps[:, 0], logps[:, 1], arrays[1][:, 0], arrays[1][:, 1])
+        for logps in (arrays[0], mx.array(reference))
+    ]
     assert settings.train.loss != "sft"
-    reward_chosen, reward_rejected = losses.implicit_rewards(settings.train.loss, pairs[0], pairs[1], settings.train.beta)
+    reward_chosen, reward_rejected = losses.implicit_rewards(
+        settings.train.loss, pairs[0], pairs[1], settings.train.beta
+    )
     columns = {
         "policy_chosen_logp": policy[:, 0],
         "policy_rejected_logp": policy[:, 1],
@@ -84,7 +91,9 @@ def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: 
             file.write(json.dumps({name: float(column[row]) for name, column in columns.items()}) + "\n")
 
 
-def _arrays(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None) -> tuple[mx.array, mx.array, mx.array | None]:
+def _arrays(
+    dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None
+) -> tuple[mx.array, mx.array, mx.array | None]:
     return mx.array(policy), mx.array(dataset.scored_tokens), None if reference is None else mx.array(reference)
 
 
@@ -108,9 +117,17 @@ def load_questions(settings: Config, tokenizer: Any) -> list[Question]:
             raise UserError(f"{path}:{line}: {record}")
         prompt, answer = record.get(settings.data.prompt), record.get("answer")
         if not isinstance(prompt, str | list) or not isinstance(answer, str | int | float):
-            raise UserError(f"{path}:{line}: a question needs {settings.data.prompt!r} and 'answer'; it has {', '.join(record)}")
+            raise UserError(
+                f"{path}:{line}: a question needs {settings.data.prompt!r} and 'answer'; it has {', '.join(record)}"
+            )
         shown = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
-        questions.append(Question(shown, encode_prompt(prompt, settings.data, tokenizer, models.vocabulary(settings.model)["eos_token_id"]), str(answer).strip()))
+        questions.append(
+            Question(
+                shown,
+                encode_prompt(prompt, settings.data, tokenizer, models.vocabulary(settings.model)["eos_token_id"]),
+                str(answer).strip(),
+            )
+        )
         if len(questions) == settings.evaluate.answers_limit:
             break
     if not questions:
@@ -124,7 +141,9 @@ def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_t
     mine = list(range(world.rank, len(prompts), world.size))
     tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
     if mine:
-        response = batch_generate(model, tokenizer, [prompts[i] for i in mine], max_tokens=max_tokens, return_token_ids=True)
+        response = batch_generate(
+            model, tokenizer, [prompts[i] for i in mine], max_tokens=max_tokens, return_token_ids=True
+        )
         for i, generated in zip(mine, response.token_ids or [], strict=True):
             ids = [token for token in generated if token not in tokenizer.eos_token_ids][:max_tokens]
             tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
@@ -134,7 +153,9 @@ def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_t
 
 def exact_match(questions: list[Question], texts: list[str], settings: Config) -> float:
     """The share of questions whose continuation gives the right answer; the pattern's last match is what it gives."""
-    return sum(_is_right(question, text, settings) for question, text in zip(questions, texts, strict=True)) / len(questions)
+    return sum(_is_right(question, text, settings) for question, text in zip(questions, texts, strict=True)) / len(
+        questions
+    )
 
 
 def _is_right(question: Question, text: str, settings: Config) -> bool:
@@ -149,12 +170,16 @@ def extract(pattern: str, text: str) -> str | None:
     return None if found is None else found.group(min(1, found.re.groups)).strip()
 
 
-def show_samples(say: Report, model: nn.Module, tokenizer: Any, dataset: Dataset, settings: Config, world: World, when: str) -> None:
+def show_samples(
+    say: Report, model: nn.Module, tokenizer: Any, dataset: Dataset, settings: Config, world: World, when: str
+) -> None:
     """Prints the greedy continuations of the first few prompts, which are the same before and after."""
     examples = [dataset[row] for row in range(min(settings.evaluate.samples, len(dataset)))]
     if tokenizer is None or not examples or any(len(example.prompt_ids) == 0 for example in examples):
         return
-    texts = greedy(model, tokenizer, [example.prompt_ids.tolist() for example in examples], settings.evaluate.max_tokens, world)
+    texts = greedy(
+        model, tokenizer, [example.prompt_ids.tolist() for example in examples], settings.evaluate.max_tokens, world
+    )
     say.line(f"greedy answers {when} training", "bold")
     for example, text in zip(examples, texts, strict=True):
         say.line(f"  {_one_line(tokenizer.decode(example.prompt_ids.tolist()))} -> {_one_line(text)}")
@@ -162,14 +187,22 @@ def show_samples(say: Report, model: nn.Module, tokenizer: Any, dataset: Dataset
 
 def show_changes(say: Report, questions: list[Question], before: list[str], after: list[str], settings: Config) -> None:
     """Prints a few questions whose answer training changed, right for wrong and wrong for right in their proportion."""
-    judged = [(q, b, a, _is_right(q, b, settings), _is_right(q, a, settings)) for q, b, a in zip(questions, before, after, strict=True)]
+    judged = [
+        (q, b, a, _is_right(q, b, settings), _is_right(q, a, settings))
+        for q, b, a in zip(questions, before, after, strict=True)
+    ]
     changed = [row for row in judged if row[3] != row[4]]
     if not changed:
         return
     mended = sum(row[4] for row in changed)
-    say.line(f"of {len(questions)} held-out questions {mended} are right now that were wrong, {len(changed) - mended} wrong that were right; for example", "bold")
+    say.line(
+        f"of {len(questions)} held-out questions {mended} are right now that were wrong, {len(changed) - mended} wrong that were right; for example",
+        "bold",
+    )
     for question, was, now, _, _ in changed[: settings.evaluate.samples]:
-        say.line(f"  {_one_line(question.prompt)}  ({question.answer})\n    before  {_one_line(was)}\n    after   {_one_line(now)}")
+        say.line(
+            f"  {_one_line(question.prompt)}  ({question.answer})\n    before  {_one_line(was)}\n    after   {_one_line(now)}"
+        )
 
 
 def _one_line(text: str, limit: int = 160) -> str:
@@ -203,15 +236,25 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     say, shares = Report(world), [1] * world.size
     with world.agreeing("reading the data"):
         tokenizer = models.load_tokenizer_of(settings.model)
-        dataset = load_dataset(settings.data.valid or settings.data.train, settings.data, settings.record_kind, tokenizer, **models.vocabulary(settings.model))
+        dataset = load_dataset(
+            settings.data.valid or settings.data.train,
+            settings.data,
+            settings.record_kind,
+            tokenizer,
+            **models.vocabulary(settings.model),
+        )
         questions = load_questions(settings, tokenizer)
-    wants_reference = settings.train.loss != "sft" and (options.per_pair is not None or losses.needs_reference(settings.train.loss))
+    wants_reference = settings.train.loss != "sft" and (
+        options.per_pair is not None or losses.needs_reference(settings.train.loss)
+    )
     reference = None
     if wants_reference:
         with world.agreeing("loading the reference"):
             judge = models.load_reference(settings.model, settings.train.seed)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
-            reference = scoring.dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress)
+            reference = scoring.dataset_logps(
+                judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress
+            )
         del judge  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
         model = models.load(settings.model, settings.train.seed)
@@ -223,7 +266,9 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     policy = policy_logps(model, dataset, settings, world, shares)
     values = metrics_of(dataset, policy, reference, settings)
     if questions:
-        texts = greedy(model, tokenizer, [question.prompt_ids for question in questions], settings.evaluate.max_tokens, world)
+        texts = greedy(
+            model, tokenizer, [question.prompt_ids for question in questions], settings.evaluate.max_tokens, world
+        )
         values["exact_match"] = exact_match(questions, texts, settings)
     with world.agreeing("writing the pairs"):
         if options.per_pair is not None and world.rank == 0:
@@ -235,10 +280,17 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = config.Parser(prog="python -m lib.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = config.Parser(
+        prog="python -m lib.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
     parser.add_argument("--model", metavar="PATH", help="policy to evaluate")
-    parser.add_argument("--reference", metavar="PATH", help="reference model (default: the policy itself, as it stands)")
+    parser.add_argument(
+        "--reference", metavar="PATH", help="reference model (default: the policy itself, as it stands)"
+    )
     parser.add_argument("--data", metavar="FILE", help="records to evaluate on (default: the run's held-out ones)")
     parser.add_argument("--per-pair", metavar="OUT", help="write one JSON line a pair")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")

@@ -33,9 +33,7 @@ def length_multiple(settings: Data) -> int:
 
 def arrays_of(inputs: dict[str, Any]) -> dict[str, Any]:
     """A batch's `inputs` on the device."""
-    return {
-        name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()
-    }
+    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
 
 
 def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
@@ -116,9 +114,7 @@ class Stream:
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
 
-        def attention(
-            q: mx.array, k: mx.array, v: mx.array
-        ) -> mx.array:  # [sequences, heads, length, head_dim]
+        def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
             causal = "causal" if mask is None else mask.over(q.shape[2], k.shape[2])
             out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=causal, **options)
             return out.swapaxes(1, 2).flatten(0, 1)
@@ -131,9 +127,7 @@ class Stream:
         tails = [self._spread(x[cut:]).reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for x in whole]
         if self.prefix:
             for i in (1, 2):
-                tails[i] = mx.concatenate(
-                    [mx.repeat(prefixes[i], self.completions, axis=0), tails[i]], axis=2
-                )
+                tails[i] = mx.concatenate([mx.repeat(prefixes[i], self.completions, axis=0), tails[i]], axis=2)
         outputs.append(self._gather(attention(*tails)))
         return mx.concatenate(outputs)[:, :, None]
 
@@ -176,9 +170,7 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
         total = None
         for i in range(inverse.shape[1]):
             source = inverse[:, i]
-            part = mx.where(
-                (source >= 0).reshape(shape), mx.take(cotangent, mx.maximum(source, 0), axis=0), 0
-            )
+            part = mx.where((source >= 0).reshape(shape), mx.take(cotangent, mx.maximum(source, 0), axis=0), 0)
             total = part if total is None else total + part
         return total
 
@@ -209,9 +201,7 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
     It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there.
     """
     _hear_streams(model)
-    prompt, long, short = (
-        np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1))
-    )
+    prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
     mask = mx.ones((1, 2, 1))
     rows = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
     stream = {
@@ -230,7 +220,9 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
             mx.linalg.norm(hidden_states(model, stream).astype(mx.float32) - wanted) / mx.linalg.norm(wanted)
         ).item()
     except Exception as reason:  # a family's own code, handed what it does not expect, may raise anything
-        return f"its blocks do not take a stream of tokens ({type(reason).__name__}: {str(reason).splitlines()[0][:80]})"
+        return (
+            f"its blocks do not take a stream of tokens ({type(reason).__name__}: {str(reason).splitlines()[0][:80]})"
+        )
     finally:
         model.train(was_training)
     is_exact = all(a.dtype in (mx.float32, mx.uint32) for _, a in tree_flatten(model.parameters()))
@@ -272,9 +264,7 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
 def _logps(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     """Log-probabilities of the targets and the logarithm of the partition function, float32 [M] each."""
     partition = mx.logsumexp(logits.astype(mx.float32), axis=-1)
-    return mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1).astype(
-        mx.float32
-    ) - partition, partition
+    return mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1).astype(mx.float32) - partition, partition
 
 
 @mx.compile

@@ -76,9 +76,7 @@ def processor_name() -> str:
     if platform.system() == "Darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    named = (
-        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    )
+    named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return named[1].strip() if named else platform.machine()
 
 

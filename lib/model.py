@@ -44,12 +44,20 @@ def resolve(path: str, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]))
+            folder = Path(
+                snapshot_download(
+                    path,
+                    revision=revision,
+                    allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"],
+                )
+            )
         except Exception as error:  # the hub client raises a dozen unrelated types: not found, gated, offline
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"model.path {path}: no such folder here, and the hub did not give it: {reason}") from None
     if not (folder / "config.json").is_file():
-        raise UserError(f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it")
+        raise UserError(
+            f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
+        )
     return folder
 
 
@@ -65,11 +73,15 @@ def load(settings: config.Model, seed: int, lazy: bool = False) -> nn.Module:
         if settings.random_init:
             with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights that lie beside it
                 shutil.copy(folder / "config.json", only_config)
-                model, _ = load_model(Path(only_config), lazy=True, strict=False, trust_remote_code=settings.trust_remote_code)
+                model, _ = load_model(
+                    Path(only_config), lazy=True, strict=False, trust_remote_code=settings.trust_remote_code
+                )
         else:
             model, _ = load_model(folder, lazy=True, trust_remote_code=settings.trust_remote_code)
     except FileNotFoundError:
-        raise UserError(f"model.path {settings.path}: no model*.safetensors in the folder (model.random_init=true draws new weights)") from None
+        raise UserError(
+            f"model.path {settings.path}: no model*.safetensors in the folder (model.random_init=true draws new weights)"
+        ) from None
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {str(error).splitlines()[0]}") from None
     if settings.dtype is not None:
@@ -86,13 +98,18 @@ def load_tokenizer_of(settings: config.Model) -> Any:
         UserError: there are tokenizer files, but they cannot be loaded.
     """
     folder = resolve(settings.path, settings.revision)
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")):
+    if not any(
+        (folder / name).exists()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
+    ):
         return None
     end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
     try:
         return load_tokenizer(folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=end)
     except Exception as error:  # transformers raises whatever its parser met
-        raise UserError(f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def vocabulary(settings: config.Model) -> dict[str, int | None]:
@@ -155,7 +172,9 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
     _take_lean_swiglu(model)
     if settings.method == "full":
         if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
-            raise UserError(f"model.method=full cannot train {settings.path}: its weights are quantised; use model.method=lora")
+            raise UserError(
+                f"model.method=full cannot train {settings.path}: its weights are quantised; use model.method=lora"
+            )
         for part in [model] if settings.blocks is None else model.layers[-blocks:]:
             part.unfreeze()
     else:
@@ -169,8 +188,17 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
         except ValueError as error:
             raise UserError(f"model.method={settings.method} does not fit {settings.path}: {error}") from None
     if not tree_flatten(model.trainable_parameters()):
-        keys = sorted({name for layer in model.layers for name, module in layer.named_modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)})
-        raise UserError(f"model.keys {list(settings.keys or [])}: no such layer in {settings.path}; its linear layers are {', '.join(keys)}")
+        keys = sorted(
+            {
+                name
+                for layer in model.layers
+                for name, module in layer.named_modules()
+                if isinstance(module, nn.Linear | nn.QuantizedLinear)
+            }
+        )
+        raise UserError(
+            f"model.keys {list(settings.keys or [])}: no such layer in {settings.path}; its linear layers are {', '.join(keys)}"
+        )
     if settings.adapter is not None:
         _load_adapter(model, settings)
     if settings.gradient_checkpointing:
@@ -277,9 +305,13 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
     wanted = trainable(model)
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
-            raise UserError(f"{where} {folder} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}")
+            raise UserError(
+                f"{where} {folder} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}"
+            )
         if loaded[name].shape != wanted[name].shape:
-            raise UserError(f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, the model wants {wanted[name].shape}")
+            raise UserError(
+                f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, the model wants {wanted[name].shape}"
+            )
     model.update(tree_unflatten([(name, array.astype(wanted[name].dtype)) for name, array in loaded.items()]))
 
 
@@ -300,11 +332,20 @@ def _load_adapter(model: nn.Module, settings: config.Model) -> None:
     try:
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that mlx-lm or a run saved") from None
+        raise UserError(
+            f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that mlx-lm or a run saved"
+        ) from None
     ours = _adapter_config(model, settings)
-    theirs = {"method": stored.get("fine_tune_type", "lora"), **{k: stored.get("lora_parameters", {}).get(k) for k in ("rank", "scale")}}
+    theirs = {
+        "method": stored.get("fine_tune_type", "lora"),
+        **{k: stored.get("lora_parameters", {}).get(k) for k in ("rank", "scale")},
+    }
     wanted = {"method": ours["fine_tune_type"], "rank": settings.rank, "scale": settings.scale}
-    different = [f"model.{k}={theirs[k]}" for k in theirs if theirs[k] != wanted[k] and (k == "method" or settings.method != "full")]
+    different = [
+        f"model.{k}={theirs[k]}"
+        for k in theirs
+        if theirs[k] != wanted[k] and (k == "method" or settings.method != "full")
+    ]
     if different:
         raise UserError(f"model.adapter {folder} was made with other settings; add {' '.join(different)}")
     load_trained(model, folder, "model.adapter")
@@ -329,7 +370,9 @@ def _checkpoint_while_training(layer: nn.Module) -> None:
     checkpointed = type(layer).__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (checkpointed if self.training and getattr(self, "is_checkpointed", False) else plain)(self, *args, **kwargs)
+        return (checkpointed if self.training and getattr(self, "is_checkpointed", False) else plain)(
+            self, *args, **kwargs
+        )
 
     call.only_where_asked = True  # type: ignore[attr-defined]
     type(layer).__call__ = call

@@ -22,9 +22,7 @@ class Position:
     cursor: int = 0
 
 
-def epoch_order(
-    lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int, length_window: int
-) -> np.ndarray:
+def epoch_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: int, length_window: int) -> np.ndarray:
     """Every row of the data set once, in the order of this epoch: int64 [n].
 
     lengths: int [n], what the model sees of each row. Rows are permuted; each window of `length_window`
@@ -180,7 +178,6 @@ def _deal_neighbours(
         i, j = np.unravel_index(np.argmin(after), after.shape)
         owners[mine[i]], owners[theirs[j]] = owners[theirs[j]], heaviest
     dealt = [
-        [batch for batch, owner in zip(batches, owners, strict=True) if owner == rank]
-        for rank in range(len(sizes))
+        [batch for batch, owner in zip(batches, owners, strict=True) if owner == rank] for rank in range(len(sizes))
     ]
     return dealt, np.bincount(owners, costs, len(sizes)).tolist()

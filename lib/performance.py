@@ -40,12 +40,23 @@ class PerformanceTracker:
         self._file.flush()
         return entry
 
-    def log_batch(self, batch_num: int, batch_size: int, batch_time: float, loss: float | None, kl: float | None, **fields: Any) -> dict[str, Any]:
+    def log_batch(
+        self, batch_num: int, batch_size: int, batch_time: float, loss: float | None, kl: float | None, **fields: Any
+    ) -> dict[str, Any]:
         """Records one step: `batch_num` is the step, `batch_size` this rank's pairs, `batch_time` its seconds."""
         self.examples += batch_size
         self.seconds += batch_time
         rate = batch_size / batch_time if batch_time > 0 else 0.0
-        return self.record("step", step=batch_num, pairs=batch_size, step_seconds=batch_time, pairs_per_second=rate, loss=loss, kl=kl, **fields)
+        return self.record(
+            "step",
+            step=batch_num,
+            pairs=batch_size,
+            step_seconds=batch_time,
+            pairs_per_second=rate,
+            loss=loss,
+            kl=kl,
+            **fields,
+        )
 
     def get_average_throughput(self) -> float:
         """Pairs a second over all logged batches; 0 before the first."""
@@ -100,9 +111,7 @@ def rewind(path: Path, step: int) -> int:
 # ---- Costs -------------------------------------------------------------------------------------------------
 
 
-def calculate_training_cost(
-    total_examples: int, throughput: float, cost_per_hour: float = 0.0
-) -> dict[str, float]:
+def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
     """Time and cost of training on `total_examples` at `throughput` examples a second, by the hour.
 
     The hourly price may be any sum of rent and electricity; `hosts_cost` works it out from the settings.

@@ -235,9 +235,7 @@ def plan_cluster(
     )
 
 
-def with_micro_batches(
-    plan: ClusterPlan, micro_batch_sizes: Sequence[Sequence[int]], reason: str
-) -> ClusterPlan:
+def with_micro_batches(plan: ClusterPlan, micro_batch_sizes: Sequence[Sequence[int]], reason: str) -> ClusterPlan:
     """The same hosts with other work, as a checkpoint keeps it."""
     ranks = [
         replace(
@@ -316,9 +314,7 @@ def plan_run(
         return replace(choice, curves=tuple(_with_memory_of(curve, other) for curve, other in pairs))
 
     def planned() -> ClusterPlan:
-        return make_plan(
-            config, hosts, choice.curves, _sync_seconds(calibrations, backend, choice.curves or ())
-        )
+        return make_plan(config, hosts, choice.curves, _sync_seconds(calibrations, backend, choice.curves or ()))
 
     choice = choose(key)
     checkpointed = False
@@ -341,9 +337,7 @@ def plan_run(
 
     reason = plan.reason
     if choice.curves is None:
-        reason = (
-            choice.reason if plan.reason.startswith("equal shares") else f"{plan.reason}; {choice.reason}"
-        )
+        reason = choice.reason if plan.reason.startswith("equal shares") else f"{plan.reason}; {choice.reason}"
     elif config.plan.shares is None:
         reason = f"{plan.reason} ({choice.reason})"
     if len(hosts) == 1 and choice.curves is None:
@@ -352,12 +346,7 @@ def plan_run(
     strangers = {name for prices in priced if isinstance(prices, dict) for name in prices} - set(hosts)
     if strangers:
         warnings = (*warnings, f"cost: no host of this run is called {_listed(sorted(strangers))}")
-    if (
-        plan.efficiency is not None
-        and plan.efficiency < GOOD_EFFICIENCY
-        and 1 < len(hosts) <= 64
-        and choice.curves
-    ):
+    if plan.efficiency is not None and plan.efficiency < GOOD_EFFICIENCY and 1 < len(hosts) <= 64 and choice.curves:
         sync_seconds = _sync_seconds(calibrations, backend, choice.curves)
         enough = sufficient_global_batch(hosts, choice.curves, plan.global_batch_size, sync_seconds)
         if enough and enough > plan.global_batch_size and config.plan.shares is None:
@@ -395,9 +384,7 @@ def _at_work_together(
         if calibration is not None:
             own = calibration.machine.host != host or calibration.machine.device == "cuda"
             sharing = 1 if own else ranks_of[host]
-            curves = [
-                slower(curve, curve.slowdown_together or sharing, sharing) for curve in calibration.curves
-            ]
+            curves = [slower(curve, curve.slowdown_together or sharing, sharing) for curve in calibration.curves]
             calibration = calibration.model_copy(update={"curves": tuple(curves)})
             if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
                 warnings.append(
@@ -438,9 +425,7 @@ def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
         beyond = max(0.0, point.batch_size - sizes[-1])
         peak = float(np.interp(point.batch_size, sizes, peaks)) + beyond * max(0.0, a_pair_more)
         points.append(point.model_copy(update={"peak_memory_bytes": int(peak)}))
-    return curve.model_copy(
-        update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes}
-    )
+    return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes})
 
 
 def _sync_seconds(
@@ -449,9 +434,7 @@ def _sync_seconds(
     """One sum of the gradients over the slowest link; 0 for a single host, and where nothing was measured."""
     size = max((curve.gradient_bytes or 0 for curve in curves if curve), default=0)
     links = [link for c in calibrations if c for link in c.links if link.backend == backend]
-    return max((link.seconds(size) for link in links if link.operation == "all_sum"), default=0.0) * (
-        len(curves) > 1
-    )
+    return max((link.seconds(size) for link in links if link.operation == "all_sum"), default=0.0) * (len(curves) > 1)
 
 
 def _predict(plan: ClusterPlan, sync_seconds: float) -> tuple[Prediction, ...]:
@@ -525,8 +508,7 @@ def check_shares(shares: Sequence[int], global_batch_size: int, world_size: int)
     listed = list(shares)
     if len(listed) != world_size:
         raise UserError(
-            f"plan.shares {listed} has {len(listed)} numbers, but there are {world_size} ranks; "
-            "give one a rank"
+            f"plan.shares {listed} has {len(listed)} numbers, but there are {world_size} ranks; give one a rank"
         )
     if min(listed) < 0:
         raise UserError(f"plan.shares {listed}: a share of {min(listed)} pairs; the least is 0")
@@ -550,9 +532,7 @@ def check_micro_batch_sizes(micro_batch_sizes: Sequence[int], world_size: int) -
             "give one a rank"
         )
     if min(listed) < 1:
-        raise UserError(
-            f"plan.micro_batch_sizes {listed}: a micro-batch of {min(listed)} pairs; the least is 1"
-        )
+        raise UserError(f"plan.micro_batch_sizes {listed}: a micro-batch of {min(listed)} pairs; the least is 1")
 
 
 def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
@@ -657,9 +637,7 @@ class _Kinds:
             self.of_rank[rank] = numbers[identity]
         self.counts = np.bincount(self.of_rank)
         self.fixed = np.array([size or 0 for _, size in members])
-        self.measured = [
-            [p.batch_size for p in c.points if p.batch_size <= c.max_batch_size] for c, _ in members
-        ]
+        self.measured = [[p.batch_size for p in c.points if p.batch_size <= c.max_batch_size] for c, _ in members]
         widest = max(size or curve.max_batch_size for curve, size in members)
         self.tau = np.full((len(members), widest), np.inf)
         for kind, (curve, size) in enumerate(members):
@@ -701,9 +679,7 @@ class _Kinds:
     def divide(self, pairs: int) -> tuple[list[int], float, float]:
         """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE; its time, and the least."""
         every = np.arange(len(self.counts))
-        length = min(
-            pairs, int(2 * pairs * self.rates.max() / (self.rates @ self.counts)) + self.tau.shape[1]
-        )
+        length = min(pairs, int(2 * pairs * self.rates.max() / (self.rates @ self.counts)) + self.tau.shape[1])
         while True:
             times = self.times(every, length)
             # Beyond the table no host is done before this: t(n) >= n / rate.
@@ -820,9 +796,7 @@ def _identity(curve: Curve) -> tuple[Any, ...]:
 def _run_lengths(sizes: Sequence[int]) -> str:
     """(8, 8, 4) as "2 x 8, 4"."""
     counts = {size: list(sizes).count(size) for size in dict.fromkeys(sizes)}
-    return (
-        ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in counts.items()) or "none"
-    )
+    return ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in counts.items()) or "none"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

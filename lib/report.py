@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -73,7 +72,14 @@ class Report:
             yield lambda done: None
             self.line(f"{what}: {total} in {time.perf_counter() - started:.1f} s")
             return
-        with Progress(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console, transient=True) as bar:
+        with Progress(
+            TextColumn(what),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        ) as bar:
             task = bar.add_task(what, total=total)
             yield lambda done: bar.update(task, completed=done)
 
@@ -88,7 +94,14 @@ class Report:
 
             yield plain
             return
-        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
+        columns = (
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self.console) as bar:
             task = bar.add_task("", total=total, completed=done)
             yield lambda step, text: bar.update(task, completed=step, description=text)
@@ -113,9 +126,18 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
     batch = config.train.global_batch_size
     lengths = data.lengths
     rows = [
-        ("model", f"{config.model.path} ({config.model.method}{'' if config.model.method == 'full' else f', rank {config.model.rank}'})"),
-        ("loss", config.train.loss if config.train.loss == "sft" else f"{config.train.loss}, beta {config.train.beta:g}"),
-        ("training data", f"{data.path}: {len(data):,} rows, {int(lengths.sum()):,} tokens, longest {int(lengths.max())}"),
+        (
+            "model",
+            f"{config.model.path} ({config.model.method}{'' if config.model.method == 'full' else f', rank {config.model.rank}'})",
+        ),
+        (
+            "loss",
+            config.train.loss if config.train.loss == "sft" else f"{config.train.loss}, beta {config.train.beta:g}",
+        ),
+        (
+            "training data",
+            f"{data.path}: {len(data):,} rows, {int(lengths.sum()):,} tokens, longest {int(lengths.max())}",
+        ),
     ]
     if valid is not None:
         rows.append(("held-out data", f"{valid.path}: {len(valid):,} rows"))
@@ -133,9 +155,14 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
         say.warning(warning)
     for dataset in (data, valid):
         if dataset is not None and dataset.truncated_count:
-            say.warning(f"{dataset.path}: {dataset.truncated_count} of {len(dataset)} rows cut to data.max_length={config.data.max_length} tokens")
+            say.warning(
+                f"{dataset.path}: {dataset.truncated_count} of {len(dataset)} rows cut to data.max_length={config.data.max_length} tokens"
+            )
         if dataset is not None and dataset.skipped:
-            say.warning(f"{dataset.path}: {len(dataset.skipped)} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}" + (" ..." if len(dataset.skipped) > 5 else ""))
+            say.warning(
+                f"{dataset.path}: {len(dataset.skipped)} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}"
+                + (" ..." if len(dataset.skipped) > 5 else "")
+            )
 
 
 def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int) -> None:
@@ -190,7 +217,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def summarise(config: Config, plan: ClusterPlan, progress: checkpoint.Progress, after: dict[str, float | None], wall_seconds: float) -> dict[str, Any]:
+def summarise(
+    config: Config,
+    plan: ClusterPlan,
+    progress: checkpoint.Progress,
+    after: dict[str, float | None],
+    wall_seconds: float,
+) -> dict[str, Any]:
     """The final figures, as summary.json holds them; held-out ones where there is held-out data."""
     keys = ("loss", "reward_accuracy", "reward_margin", "kl")
     speed = progress.pairs / progress.seconds if progress.seconds else 0.0
@@ -206,7 +239,9 @@ def summarise(config: Config, plan: ClusterPlan, progress: checkpoint.Progress, 
         "wall_seconds": wall_seconds,
         "pairs_per_second": speed,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
-        "efficiency": speed / plan.solo_sum_pairs_per_second if plan.calibrated and plan.solo_sum_pairs_per_second else None,
+        "efficiency": speed / plan.solo_sum_pairs_per_second
+        if plan.calibrated and plan.solo_sum_pairs_per_second
+        else None,
         "cost": hosts_cost([rank.host for rank in plan.ranks], wall_seconds, config.cost),
         **{key: after.get(key) for key in keys},
         **{f"{key}_before": progress.before.get(key) for key in keys},
@@ -217,22 +252,36 @@ def summarise(config: Config, plan: ClusterPlan, progress: checkpoint.Progress, 
 
 def show_end(say: Report, folder: Path, summary: dict[str, Any]) -> None:
     """The closing table, where the files are, and the summary as one line of JSON."""
-    names = {"loss": "loss", "reward_accuracy": "reward accuracy", "reward_margin": "reward margin", "kl": "KL to the reference", "exact_match": "exact match"}
+    names = {
+        "loss": "loss",
+        "reward_accuracy": "reward accuracy",
+        "reward_margin": "reward margin",
+        "kl": "KL to the reference",
+        "exact_match": "exact match",
+    }
     rows = []
     for key, label in names.items():
         before, after = summary.get(f"{key}_before"), summary.get("exact_match_after" if key == "exact_match" else key)
         if after is not None:
             percent = key in ("reward_accuracy", "exact_match")
-            show = (lambda x: "-" if x is None else f"{100 * x:.1f} %") if percent else (lambda x: "-" if x is None else f"{x:.4f}")
+            show = (
+                (lambda x: "-" if x is None else f"{100 * x:.1f} %")
+                if percent
+                else (lambda x: "-" if x is None else f"{x:.4f}")
+            )
             rows.append((label, show(before), show(after)))
     if rows:
         say.table("held out", ["", "before", "after"], rows)
-    say.line(f"{summary['steps']:,} steps, {summary['pairs']:,} pairs in {summary['seconds']:.1f} s: {summary['pairs_per_second']:.1f} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s")
+    say.line(
+        f"{summary['steps']:,} steps, {summary['pairs']:,} pairs in {summary['seconds']:.1f} s: {summary['pairs_per_second']:.1f} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s"
+    )
     if summary["efficiency"] is not None:
         say.line(f"efficiency {summary['efficiency']:.1%} of what the hosts do alone, added up")
     if cost := summary["cost"]:
         for host in [*cost["hosts"], {"host": "all hosts", **cost}] if len(cost["hosts"]) > 1 else cost["hosts"]:
-            say.line(f"cost of {host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, together {host['cost']:.2f}")
+            say.line(
+                f"cost of {host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, together {host['cost']:.2f}"
+            )
     say.line(f"adapter, summary and curves: {folder}")
     say.line(f"try it: python -m mlx_lm generate --model {summary['model']} --adapter-path {folder} --prompt ...")
     say.line(json.dumps(summary))
@@ -248,11 +297,18 @@ def plot_curves(log: Path, picture: Path) -> None:
     records = read_records(log)
     steps = [r for r in records if r["kind"] == "step"]
     evaluations = [r for r in records if r["kind"] == "evaluation"]
-    panels = [("loss", "loss"), ("reward_accuracy", "reward accuracy"), ("reward_margin", "reward margin"), ("exact_match", "exact match")]
+    panels = [
+        ("loss", "loss"),
+        ("reward_accuracy", "reward accuracy"),
+        ("reward_margin", "reward margin"),
+        ("exact_match", "exact match"),
+    ]
     panels = [(key, label) for key, label in panels if any(r.get(key) is not None for r in steps + evaluations)]
     if not panels:
         return
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 2.8), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(3.4 * len(panels), 2.8), squeeze=False, layout="constrained"
+    )
     for axis, (key, label) in zip(axes[0], panels, strict=True):
         trained = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
         held_out = [(r["step"], r[key]) for r in evaluations if r.get(key) is not None]
@@ -261,7 +317,9 @@ def plot_curves(log: Path, picture: Path) -> None:
             smooth = _running_mean([value for _, value in trained], max(1, len(trained) // 20))
             axis.plot([step for step, _ in trained], smooth, color="#2171b5", linewidth=1.6, label="running mean")
         if held_out:
-            axis.plot(*zip(*held_out, strict=True), "o-", color="#d94801", linewidth=1.4, markersize=4, label="held out")
+            axis.plot(
+                *zip(*held_out, strict=True), "o-", color="#d94801", linewidth=1.4, markersize=4, label="held out"
+            )
         if key in ("reward_accuracy", "exact_match"):
             axis.set_ylim(-0.02, 1.02)
         axis.set_title(label, fontsize=10)

@@ -40,9 +40,7 @@ def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarr
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
-    agreed = json.loads(
-        world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())}))
-    )
+    agreed = json.loads(world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())})))
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
     chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
     with world.agreeing("planning"):
@@ -81,9 +79,7 @@ class Schedule:
         """The plan of a step."""
         return next(plan for first, plan in reversed(self.plans) if first <= step)
 
-    def observe(
-        self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]
-    ) -> ClusterPlan | None:
+    def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
         """Takes in a step's tokens (or what costs as much) and seconds by rank; a new plan, if it is time.
 
         A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the
@@ -97,23 +93,15 @@ class Schedule:
         # A plan's first step compiles and allocates; a step without some rank's rows says too little.
         counts, seconds = np.array(tokens, dtype=np.float64), np.array(compute_seconds, dtype=np.float64)
         comparable = (
-            worked.any()
-            and (counts[worked] > 0).all()
-            and (seconds[worked] > 0).all()
-            and np.isfinite(seconds).all()
+            worked.any() and (counts[worked] > 0).all() and (seconds[worked] > 0).all() and np.isfinite(seconds).all()
         )
         if not self.is_open or step <= first or not comparable:
             return None
         speeds = np.divide(counts, seconds, out=np.zeros_like(counts), where=worked)
         self._speeds.append(speeds)
         self._costs.append(counts.sum() / plan.global_batch_size)
-        self._excess.append(
-            (shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1
-        )
-        if (
-            len(self._excess) < self.settings.replan_steps
-            or min(self._excess) <= self.settings.replan_threshold
-        ):
+        self._excess.append((shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1)
+        if len(self._excess) < self.settings.replan_steps or min(self._excess) <= self.settings.replan_threshold:
             return None
         other = self._plan_again(plan, step)
         self._forget()
@@ -124,15 +112,11 @@ class Schedule:
     def _plan_again(self, plan: ClusterPlan, step: int) -> ClusterPlan | None:
         """The best plan at the medians of what was just seen, if it is worth a change."""
         relative = np.median([speeds / speeds.sum() for speeds in self._speeds], axis=0)
-        pairs_per_second = float(
-            np.median([s.sum() / c for s, c in zip(self._speeds, self._costs, strict=True)])
-        )
+        pairs_per_second = float(np.median([s.sum() / c for s, c in zip(self._speeds, self._costs, strict=True)]))
         rates = relative / relative.sum() * pairs_per_second
         curves, sizes, factors = self._curves_at(plan, rates)
         now = max(
-            plan.shares[rank] / rate + curves[rank].step_overhead_seconds
-            for rank, rate in enumerate(rates)
-            if rate
+            plan.shares[rank] / rate + curves[rank].step_overhead_seconds for rank, rate in enumerate(rates) if rate
         )
         # A rank that is left out stays in the world and its collectives: leaving it out saves no sync.
         other = plan_cluster(
@@ -190,9 +174,7 @@ class Schedule:
         sizes = [max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks]
         known = rates[rates > 0]
         pace = [float(rate) if rate else float(np.median(known)) for rate in rates]
-        curves = [
-            Curve.from_rates({1: rate, max(size, 2): rate}) for rate, size in zip(pace, sizes, strict=True)
-        ]
+        curves = [Curve.from_rates({1: rate, max(size, 2): rate}) for rate, size in zip(pace, sizes, strict=True)]
         return curves, sizes, {rank: 1 / float(rate) for rank, rate in enumerate(rates) if rate}
 
     def _forget(self) -> None:
@@ -234,7 +216,5 @@ class Schedule:
         return {
             "hosts": [rank.host for rank in plan.ranks],
             "global_batch_size": plan.global_batch_size,
-            "settings": self.settings.model_dump(
-                mode="json", exclude={"calibration_dir", "require_calibration"}
-            ),
+            "settings": self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"}),
         }

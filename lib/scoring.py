@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def cached_logps(folder: Path, key: str, dataset: Dataset, world: World) -> np.n
     if world.rank == 0:
         try:
             stored = np.load(folder / f"{key}.npy", allow_pickle=False)
-            found = stored if stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all() else None
+            found = (
+                stored if stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all() else None
+            )
         except (OSError, ValueError, EOFError):
             found = None
     hit = world.broadcast({"hit": mx.array(int(found is not None))})["hit"].item()
@@ -86,7 +89,7 @@ def keep_logps(folder: Path, key: str, logps: np.ndarray, world: World) -> None:
     """
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / f".{key}.npy"
-        with unfinished.open("wb") as file:
-            np.save(file, logps)
-        unfinished.replace(folder / f"{key}.npy")
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # runs that start together may each make the same pass
+            unfinished = Path(own, "logps.npy")
+            np.save(unfinished, logps)
+            unfinished.replace(folder / f"{key}.npy")

@@ -64,7 +64,9 @@ class StepResult:
         }
 
 
-def objective(train: Train, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None) -> tuple[mx.array, dict[str, mx.array]]:
+def objective(
+    train: Train, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None
+) -> tuple[mx.array, dict[str, mx.array]]:
     """The loss and the metrics of some examples.
 
     Args:
@@ -128,7 +130,9 @@ def make_optimizer(train: Train) -> optim.Optimizer:
     kind = kinds[train.optimizer]
     known = inspect.signature(kind).parameters
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
-    options: dict[str, Any] = {name: value for name, value in {"bias_correction": True, "relative_step": False}.items() if name in known}
+    options: dict[str, Any] = {
+        name: value for name, value in {"bias_correction": True, "relative_step": False}.items() if name in known
+    }
     if train.weight_decay:
         options["weight_decay"] = train.weight_decay
     options |= train.optimizer_options
@@ -138,7 +142,9 @@ def make_optimizer(train: Train) -> optim.Optimizer:
     return kind(learning_rate=train.learning_rate, **options)
 
 
-def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world: World, dropout: bool) -> Callable[..., StepResult]:
+def make_step(
+    model: nn.Module, optimizer: optim.Optimizer, train: Train, world: World, dropout: bool
+) -> Callable[..., StepResult]:
     """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None)."""
 
     def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
@@ -167,7 +173,9 @@ def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world:
             rank_tokens += batch.real_tokens
             padded_tokens += batch.computed_tokens
             shapes.add(batch.shapes)
-            (_, micro_sums), micro = gradients_of(arrays_of(batch.inputs), None if reference is None else mx.array(reference))
+            (_, micro_sums), micro = gradients_of(
+                arrays_of(batch.inputs), None if reference is None else mx.array(reference)
+            )
             gradients = tree_map(lambda total, g: total + g.astype(mx.float32), gradients, micro)
             sums = sums + micro_sums
             mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
@@ -176,7 +184,9 @@ def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world:
 
         # Each rank puts its seconds in a slot of its own: after the sum all ranks know who waited for whom.
         seconds = [compute_seconds if rank == world.rank else 0.0 for rank in range(world.size)]
-        gradients, both = world.sum_gradients(gradients, mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])]))
+        gradients, both = world.sum_gradients(
+            gradients, mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])])
+        )
         gradients = tree_map(lambda g: g / both[SUMS.index("count")], gradients)
         norm = mx.sqrt(sum(mx.square(g).sum() for _, g in tree_flatten(gradients)))
         mx.eval(norm, both)
@@ -211,6 +221,3 @@ def make_step(model: nn.Module, optimizer: optim.Optimizer, train: Train, world:
         )
 
     return step
-
-
-

@@ -125,7 +125,9 @@ class World:
         values = self.gather_text(value, f"every rank's {what}")
         others = [str(rank) for rank, theirs in enumerate(values) if theirs != values[0]]
         if others:
-            raise AgreedError(f"rank {', '.join(others)} has another {what} than rank 0; copy the same files and settings to every host")
+            raise AgreedError(
+                f"rank {', '.join(others)} has another {what} than rank 0; copy the same files and settings to every host"
+            )
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:

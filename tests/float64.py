@@ -9,7 +9,9 @@ import numpy as np
 Weights = dict[str, np.ndarray]
 
 
-def llama_logits(weights: Weights, tokens: list[int], heads: int, kv_heads: int, theta: float = 10000.0, eps: float = 1e-5) -> np.ndarray:
+def llama_logits(
+    weights: Weights, tokens: list[int], heads: int, kv_heads: int, theta: float = 10000.0, eps: float = 1e-5
+) -> np.ndarray:
     """Logits [L, V] of one unpadded sequence; `weights` by mlx-lm's names, adapters already merged in."""
     x = weights["model.embed_tokens.weight"][tokens]
     layers = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
@@ -17,7 +19,11 @@ def llama_logits(weights: Weights, tokens: list[int], heads: int, kv_heads: int,
     head_dim = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // heads
     causal = np.triu(np.full((length, length), -np.inf), 1)
     for i in range(layers):
-        w = {name.removeprefix(f"model.layers.{i}."): value for name, value in weights.items() if name.startswith(f"model.layers.{i}.")}
+        w = {
+            name.removeprefix(f"model.layers.{i}."): value
+            for name, value in weights.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
         h = _rms_norm(x, w["input_layernorm.weight"], eps)
         q = _rope((h @ w["self_attn.q_proj.weight"].T).reshape(length, heads, head_dim), theta)
         k = _rope((h @ w["self_attn.k_proj.weight"].T).reshape(length, kv_heads, head_dim), theta)
@@ -59,7 +65,9 @@ def numerical_gradient(f: Callable[[], float], array: np.ndarray, step: float = 
     return gradient
 
 
-def preference_loss(name: str, pw: float, pl: float, rw: float, rl: float, tokens: tuple[int, int], beta: float) -> float:
+def preference_loss(
+    name: str, pw: float, pl: float, rw: float, rl: float, tokens: tuple[int, int], beta: float
+) -> float:
     """One pair's loss, written from the papers, with the defaults of the configuration."""
     h = (pw - rw) - (pl - rl)
     match name:

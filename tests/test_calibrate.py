@@ -86,9 +86,7 @@ def test_the_climb_ends_before_memory_does() -> None:
     ("lost", "expected"),
     [({4: "killed"}, [1, 2, 4, 8, 16]), ({1: "x"}, [1, 2, 4, 8, 16]), ({4: "x", 8: "x"}, [1, 2, 4, 8])],
 )
-def test_a_lost_point_is_a_lost_point_and_two_in_a_row_are_the_end(
-    lost: dict[int, str], expected: list[int]
-) -> None:
+def test_a_lost_point_is_a_lost_point_and_two_in_a_row_are_the_end(lost: dict[int, str], expected: list[int]) -> None:
     probe, asked = recorder(lost)
     found = calibrate.climb(probe, [1, 2, 4, 8, 16], rounds=0, seconds=10, memory_limit_bytes=None)
     assert asked == expected and found.lost == lost
@@ -223,10 +221,7 @@ def test_the_page_holds_all_hosts_and_asks_for_nothing(run: Run) -> None:
     (run.out / "other-host.json").write_text(other.model_dump_json())
     _, result, _, _ = run("--quick")
     page = (run.out / "curves.html").read_text()
-    assert (
-        str(run.out / "curves.html") in result["pictures"]
-        and (run.out / "curves.png").stat().st_size > 10_000
-    )
+    assert str(run.out / "curves.html") in result["pictures"] and (run.out / "curves.png").stat().st_size > 10_000
     assert "<svg" in page and "other-host" in page
     assert not re.search(r"https?:|//|<script|<link|@import|\bsrc=", page)
     assert not re.search(r'url\((?!["\']?#)|href="(?!#)', page)
@@ -319,9 +314,7 @@ def test_which_machine_for_which_model() -> None:
     ]  # fmt: skip
     assert place(405e9, 0.56) == "m3-ultra" and place(70e9, 0.56) == "m4-max"
     row = machines.machine_for(8e9, published, 2.0, 0.1)
-    assert row["fits"] == ["m4-max", "m3-ultra"] and row["together"] == pytest.approx(
-        (776 + 278) / 776, rel=1e-3
-    )
+    assert row["fits"] == ["m4-max", "m3-ultra"] and row["together"] == pytest.approx((776 + 278) / 776, rel=1e-3)
 
 
 def test_hosts_are_compared_on_one_footing_or_not_at_all(tmp_path: Path) -> None:
@@ -356,9 +349,7 @@ def test_this_machine_is_known() -> None:
 
 
 @pytest.mark.parametrize(("registry", "cores"), [('  "gpu-core-count" = 40\n', 40), ("", None)])
-def test_a_mac_is_asked_by_its_own_means(
-    monkeypatch: pytest.MonkeyPatch, registry: str, cores: int | None
-) -> None:
+def test_a_mac_is_asked_by_its_own_means(monkeypatch: pytest.MonkeyPatch, registry: str, cores: int | None) -> None:
     words = {"ioreg": registry, "hw.memsize": "137438953472\n", "machdep.cpu.brand_string": "Apple M4 Max\n"}
 
     def output(command: list[str]) -> str:
@@ -381,9 +372,7 @@ def test_a_mac_is_asked_by_its_own_means(
 
 
 def test_a_cuda_machine_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        machine, "mlx_device", lambda: ("cuda", {"device_name": "NVIDIA H200", "total_memory": 10**11})
-    )
+    monkeypatch.setattr(machine, "mlx_device", lambda: ("cuda", {"device_name": "NVIDIA H200", "total_memory": 10**11}))
     found = machine.identify("box")
     assert (found.device_name, found.memory_bytes, found.gpu_cores) == ("NVIDIA H200", 10**11, None)
     assert machine.memory_limit_bytes() == 10**11

@@ -28,9 +28,7 @@ KEY = CurveKey(model="m", method="lora", dtype="bfloat16", sequence_length=512)
 VERSIONS = {"mlx": "0.32.4"}
 
 
-def calibration(
-    host: str, *keys: CurveKey, versions: dict[str, str] = VERSIONS, chip: str = "c"
-) -> HostCalibration:
+def calibration(host: str, *keys: CurveKey, versions: dict[str, str] = VERSIONS, chip: str = "c") -> HostCalibration:
     curve = Curve.from_rates({1: 10, 4: 30}, {1: 10**9, 4: 2 * 10**9}, 10**10)
     curves = [{**curve.model_dump(), "key": key.model_dump(), "versions": versions} for key in keys]
     machine = {"host": host, "device_name": chip, "device": "metal"}
@@ -63,9 +61,7 @@ def test_unknown_keys_of_a_newer_version_are_passed_over(tmp_path: Path) -> None
     assert read_calibration(path) == calibration("a", KEY)
 
 
-def test_a_write_that_fails_half_way_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     write_calibration(path, calibration("a", KEY))
 
@@ -148,9 +144,7 @@ def test_times_between_below_and_beyond_the_measured_sizes() -> None:
     assert seconds == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.35, 0.5, 1.0])
 
 
-@pytest.mark.parametrize(
-    ("limit", "largest"), [(None, 8), (100, 8), (10, 8), (9, 7), (5, 3), (2.3, 1), (2, 0)]
-)
+@pytest.mark.parametrize(("limit", "largest"), [(None, 8), (100, 8), (10, 8), (9, 7), (5, 3), (2.3, 1), (2, 0)])
 def test_largest_micro_batch_in_memory(limit: float | None, largest: int) -> None:
     """Peaks 2, 3, 5, 9 for 1, 2, 4, 8 pairs, so 1 + b; a tenth of the limit stays free."""
     peaks = {size: 1000 * (1 + size) for size in (1, 2, 4, 8)}
@@ -162,10 +156,7 @@ def test_largest_micro_batch_in_memory(limit: float | None, largest: int) -> Non
 def test_published_machines() -> None:
     published = read_published()
     assert sorted(published) == ["m3-ultra", "m4-max"]
-    best = {
-        name: max(c.curves[0].points, key=lambda point: point.pairs_per_second)
-        for name, c in published.items()
-    }
+    best = {name: max(c.curves[0].points, key=lambda point: point.pairs_per_second) for name, c in published.items()}
     assert (best["m4-max"].batch_size, round(best["m4-max"].pairs_per_second)) == (32, 776)
     assert (best["m3-ultra"].batch_size, round(best["m3-ultra"].pairs_per_second)) == (4, 278)
     for c in published.values():

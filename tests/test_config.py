@@ -60,7 +60,10 @@ def test_a_wrong_word_is_one_clear_line(word: str, expected: str) -> None:
     ("text", "expected"),
     [
         ("", "empty or not a mapping"),
-        ("model: {path: m}\ndata: {train: t}\ntrain: {learning_rat: 1}", "x.yaml:3: unknown setting train.learning_rat; did you mean train.learning_rate?"),
+        (
+            "model: {path: m}\ndata: {train: t}\ntrain: {learning_rat: 1}",
+            "x.yaml:3: unknown setting train.learning_rat; did you mean train.learning_rate?",
+        ),
         ("model: {path: m}\ndata: {train: t}\ntrain:\n  beta: strong", "x.yaml:4: train.beta"),
         ("model: {path: m}\nmodel: {path: n}\ndata: {train: t}", "x.yaml:2: model is given twice"),
         ("model: {path: m", "x.yaml:1: not valid YAML"),

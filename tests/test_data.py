@@ -66,9 +66,7 @@ def byte_level(
     special = [AddedToken(token, special=True) for token in SPECIAL]
     model.train_from_iterator(
         corpus,
-        trainers.BpeTrainer(
-            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     if bos:
         model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -94,9 +92,7 @@ def sentencepiece(template: str | None = None) -> PreTrainedTokenizerFast:
     model.decoder = decoders.Metaspace(prepend_scheme="first")
     model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     wrapped.chat_template = template
     return wrapped
 
@@ -115,9 +111,7 @@ def write(path: Path, records: list[Any]) -> str:
 def load(tmp_path):
     """load(records, kind, tokenizer, **settings) ➜ the data set, through a file."""
 
-    def call(
-        records: list[Any], kind: str = "preference", tokenizer: Any = PLAIN, **settings: Any
-    ) -> Dataset:
+    def call(records: list[Any], kind: str = "preference", tokenizer: Any = PLAIN, **settings: Any) -> Dataset:
         vocab_size = settings.pop("vocab_size", None)
         path = write(tmp_path / "data.jsonl", records)
         eos = None if tokenizer is None else tokenizer.eos_token_id
@@ -167,9 +161,7 @@ def test_every_form_of_a_pair_gives_the_same_tokens(load, record, wrap):
     inner = getattr(tokenizer, "_tokenizer", tokenizer) if wrap is TokenizerWrapper else tokenizer
     whole = inner.apply_chat_template([USER, GOOD], tokenize=True, return_dict=False)
     example = dataset[0]
-    assert [*example.prompt_ids, *example.completions[0]] == whole[
-        : whole.index(3, len(example.prompt_ids)) + 1
-    ]
+    assert [*example.prompt_ids, *example.completions[0]] == whole[: whole.index(3, len(example.prompt_ids)) + 1]
 
 
 @pytest.mark.parametrize("record", [PAIR, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}])
@@ -215,14 +207,10 @@ def test_a_sentencepiece_completion_begins_without_a_space_of_its_own(load):
     """Tokenised alone, `42.` would become `▁42.`, and `answer` after `[/INST] ` would get two spaces."""
     tokenizer = sentencepiece()
     example = load([{"prompt": "What is", "chosen": "42.", "rejected": " 42."}], tokenizer=tokenizer)[0]
-    names = [
-        tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (example.prompt_ids, *example.completions)
-    ]
+    names = [tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (example.prompt_ids, *example.completions)]
     assert names == [["<s>", "▁What", "▁is"], ["42.", "</s>"], ["▁42.", "</s>"]]
     chat = sentencepiece(ALTERNATING.replace("+ ' ' + eos_token", "+ eos_token"))
-    example = load(
-        [{"prompt": "What is", "chosen": "The answer is 42.", "rejected": "Blue."}], tokenizer=chat
-    )[0]
+    example = load([{"prompt": "What is", "chosen": "The answer is 42.", "rejected": "Blue."}], tokenizer=chat)[0]
     assert chat.convert_ids_to_tokens(example.prompt_ids.tolist()) == [
         "<s>",
         "[INST]",
@@ -501,9 +489,7 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
         load(records, tokenizer=alternating)
     assert len(load(records, tokenizer=alternating, skip_invalid=True)) == 2
     reshaping = byte_level(CORPUS, template=ENDLESS.replace("'assistant: '", "'assistant: <think>'"))
-    with pytest.raises(
-        UserError, match=r"jsonl:1: the chat template does not begin .*data.chat_template=false"
-    ):
+    with pytest.raises(UserError, match=r"jsonl:1: the chat template does not begin .*data.chat_template=false"):
         load([PAIR], tokenizer=reshaping)
 
 
@@ -516,9 +502,7 @@ def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str
 
 def test_unreadable_files_each_give_one_line(tmp_path):
     write(tmp_path / "train.jsonl", [PAIR])
-    assert "did you mean" in read_error(tmp_path / "trian.jsonl") and "does not exist" in read_error(
-        tmp_path / "xyz"
-    )
+    assert "did you mean" in read_error(tmp_path / "trian.jsonl") and "does not exist" in read_error(tmp_path / "xyz")
     assert "is a folder" in read_error(tmp_path)
     for blank in (b"", b"\n \n"):
         (tmp_path / "empty.jsonl").write_bytes(blank)

@@ -34,9 +34,7 @@ def test_order_differs_by_seed_and_epoch():
 
 
 def test_order_is_the_same_on_every_platform_and_numpy():
-    order = epoch_order(
-        np.array([5, 3, 8, 1, 9, 2, 7, 4, 6, 0]), seed=7, epoch=2, global_batch_size=3, length_window=2
-    )
+    order = epoch_order(np.array([5, 3, 8, 1, 9, 2, 7, 4, 6, 0]), seed=7, epoch=2, global_batch_size=3, length_window=2)
     assert order.tolist() == [0, 8, 4, 9, 6, 2, 3, 5, 1, 7]
 
 
@@ -86,9 +84,7 @@ def test_micro_batches_keep_rows_and_order(count, size):
     rows = np.arange(count) * 3
     batches = micro_batches(rows, size)
     assert np.concatenate([*batches, np.array([], int)]).tolist() == rows.tolist()
-    assert all(len(batch) == size for batch in batches[:-1]) and all(
-        0 < len(batch) <= size for batch in batches
-    )
+    assert all(len(batch) == size for batch in batches[:-1]) and all(0 < len(batch) <= size for batch in batches)
 
 
 sizes_lists = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=5).filter(

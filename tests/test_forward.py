@@ -59,9 +59,7 @@ def load(folder: Path, family: str, **changes: Any) -> nn.Module:
     models.make_trainable(model, model_settings, 0)
     mx.random.seed(1)
     model.update(
-        tree_unflatten(
-            [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()]
-        )
+        tree_unflatten([(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()])
     )
     return model.train()
 
@@ -73,10 +71,7 @@ def draw(seed: int, count: int, completions: int = 2, shortest_prompt: int = 0) 
         return random.integers(2, VOCABULARY, random.integers(low, high)).astype(np.int32)
 
     # Two tokens at least: the only token of a text without a prompt cannot be scored.
-    return [
-        Example(i, ids(shortest_prompt, 20), tuple(ids(2, 12) for _ in range(completions)))
-        for i in range(count)
-    ]
+    return [Example(i, ids(shortest_prompt, 20), tuple(ids(2, 12) for _ in range(completions))) for i in range(count)]
 
 
 def plain_logps(model: nn.Module, examples: list[Example]) -> mx.array:
@@ -117,9 +112,7 @@ def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compil
 
 
 @pytest.mark.parametrize("family", STREAMS)
-def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family)
     assert forward.cannot_share_prompts(model) is None
     layouts = set()
@@ -182,9 +175,7 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
 ) -> None:
     model = load(tmp_path, "llama", method=method)
     kind = type(model.layers[0])
-    monkeypatch.setattr(
-        kind, "__call__", kind.__call__
-    )  # checkpointing belongs to the class: undone after the test
+    monkeypatch.setattr(kind, "__call__", kind.__call__)  # checkpointing belongs to the class: undone after the test
     if checkpointing:
         models.checkpoint_blocks(model)
     monkeypatch.setattr(forward, "LOGITS_BYTES", 7 * VOCABULARY * 4)
@@ -208,24 +199,18 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
     assert_equal(model, examples, collate(examples, 4, True))
 
 
-def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = load(tmp_path, "llama"), []
     plain = forward._logps
     monkeypatch.setattr(forward, "LOGITS_BYTES", 10 * VOCABULARY * 4)
-    monkeypatch.setattr(
-        forward, "_logps", lambda logits, targets: made.append(logits.shape) or plain(logits, targets)
-    )
+    monkeypatch.setattr(forward, "_logps", lambda logits, targets: made.append(logits.shape) or plain(logits, targets))
     batch = collate(draw(0, 5), 4, False)
     mx.eval(forward.completion_logps(model, forward.arrays_of(batch.inputs)))
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans()
-)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans())
 def test_every_token_of_a_stream_is_there_once_and_found_again(
     seed: int, count: int, completions: int, multiple: int, shared: bool
 ) -> None:
@@ -235,9 +220,7 @@ def test_every_token_of_a_stream_is_there_once_and_found_again(
     real = sum(len(e.prompt_ids) + sum(len(c) - 1 for c in e.completions) for e in examples)
     assert batch.real_tokens == real <= batch.computed_tokens == len(batch.tokens)
     slots = (
-        batch.slots
-        if batch.slots is not None
-        else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
+        batch.slots if batch.slots is not None else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
     )
     for r, e in enumerate(examples):
         for k, completion in enumerate(e.completions):

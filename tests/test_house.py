@@ -36,7 +36,9 @@ def test_imports_only_go_down() -> None:
     for path in sorted((ROOT / "lib").glob("*.py")):
         for imported in imports_of(f"lib/{path.name}") - {path.stem}:
             below = floor_of[imported] < floor_of[path.stem]
-            beside = floor_of[imported] == floor_of[path.stem] and floor_of[path.stem] != 1  # decisions and mechanisms stand alone
+            beside = (
+                floor_of[imported] == floor_of[path.stem] and floor_of[path.stem] != 1
+            )  # decisions and mechanisms stand alone
             assert below or beside, f"lib/{path.name} imports lib/{imported}.py"
 
 
@@ -49,7 +51,9 @@ def test_the_lowest_floor_loads_without_mlx() -> None:
 
 def test_help_needs_neither_mlx_nor_a_model() -> None:
     started = time.perf_counter()
-    result = subprocess.run([sys.executable, "-X", "importtime", "train.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "train.py", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
     print(f"--help took {time.perf_counter() - started:.2f} s")
     assert result.returncode == 0 and "train.learning_rate=5e-05" in result.stdout
     assert not re.search(r"\b(mlx|transformers|numpy)\b", result.stderr), "--help imports what takes seconds"

@@ -65,9 +65,7 @@ def loss64(name: str, pair: Pair, o: dict[str, float]) -> float:
     if name == "sigmoid":
         loss = -(1 - epsilon) * log_sigmoid64(beta * h) - epsilon * log_sigmoid64(-beta * h)
     elif name == "robust":
-        loss = (-(1 - epsilon) * log_sigmoid64(beta * h) + epsilon * log_sigmoid64(-beta * h)) / (
-            1 - 2 * epsilon
-        )
+        loss = (-(1 - epsilon) * log_sigmoid64(beta * h) + epsilon * log_sigmoid64(-beta * h)) / (1 - 2 * epsilon)
     elif name == "ipo":
         loss = (h - 1 / (2 * beta)) ** 2
     elif name == "hinge":
@@ -128,9 +126,7 @@ def to_arrays(pairs: list[Pair]) -> tuple[LogProbs, LogProbs]:
     columns = list(zip(*pairs, strict=True))
     policy_w, policy_l, reference_w, reference_l = (mx.array(c, dtype=mx.float32) for c in columns[:4])
     tokens_w, tokens_l = (mx.array(c, dtype=mx.int32) for c in columns[4:])
-    return LogProbs(policy_w, policy_l, tokens_w, tokens_l), LogProbs(
-        reference_w, reference_l, tokens_w, tokens_l
-    )
+    return LogProbs(policy_w, policy_l, tokens_w, tokens_l), LogProbs(reference_w, reference_l, tokens_w, tokens_l)
 
 
 def close(actual: mx.array, expected: list[float]) -> None:
@@ -149,9 +145,7 @@ def gradients(name: str, policy: LogProbs, reference: LogProbs, options: dict[st
     return list(mx.grad(total, argnums=(0, 1))(policy.chosen, policy.rejected))
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"), CASES, ids=lambda v: v if isinstance(v, str) else str(sorted(v.items()))
-)
+@pytest.mark.parametrize(("name", "changed"), CASES, ids=lambda v: v if isinstance(v, str) else str(sorted(v.items())))
 def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str, float]) -> None:
     options = OPTIONS | changed
     pairs = ragged_pairs()
@@ -219,9 +213,7 @@ def test_log_sigmoid_keeps_its_digits() -> None:
     slopes = [math.exp(-max(x, 0)) / (1 + math.exp(-abs(x))) for x in values]
     x = mx.array(values)
     assert np.allclose(np.array(-log_sigmoid(x)), expected, rtol=TOLERANCE, atol=1e-37)
-    assert np.allclose(
-        np.array(mx.grad(lambda v: log_sigmoid(v).sum())(x)), slopes, rtol=TOLERANCE, atol=1e-37
-    )
+    assert np.allclose(np.array(mx.grad(lambda v: log_sigmoid(v).sum())(x)), slopes, rtol=TOLERANCE, atol=1e-37)
 
 
 def test_label_smoothing_of_one_half_breaks_robust() -> None:

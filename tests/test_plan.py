@@ -144,9 +144,7 @@ def test_published_machines() -> None:
     """The published curves: 96/32 reaches 0.91, the published 65.5/34.5 only 0.72, and 50/50 0.51."""
 
     def plan(shares: Sequence[int] | None = None) -> ClusterPlan:
-        return plan_cluster(
-            ["m4-max", "m3-ultra"], 128, shares=shares, curves=[M4_MAX, M3_ULTRA], sync_seconds=0.01
-        )
+        return plan_cluster(["m4-max", "m3-ultra"], 128, shares=shares, curves=[M4_MAX, M3_ULTRA], sync_seconds=0.01)
 
     best = plan()
     assert best.shares == [96, 32]
@@ -235,9 +233,7 @@ def test_a_thousand_hosts_in_two_seconds(kinds: int) -> None:
     plan = plan_cluster(names(1000), 16_384, curves=curves, sync_seconds=0.02)
     assert time.process_time() - started < 2
     assert sum(plan.shares) == 16_384
-    equal = plan_cluster(
-        names(1000), 16_384, shares=equal_shares(16_384, 1000), curves=curves, sync_seconds=0.02
-    )
+    equal = plan_cluster(names(1000), 16_384, shares=equal_shares(16_384, 1000), curves=curves, sync_seconds=0.02)
     assert plan.predicted_step_seconds is not None and equal.predicted_step_seconds is not None
     assert plan.predicted_step_seconds < 0.6 * equal.predicted_step_seconds
 
@@ -260,9 +256,7 @@ def test_memory_limits_the_micro_batch_not_the_share() -> None:
 
 def test_a_fixed_micro_batch_size_is_kept() -> None:
     plan = plan_cluster(["m4-max", "m3-ultra"], 128, micro_batch_sizes=[16, 8], curves=[M4_MAX, M3_ULTRA])
-    assert all(
-        set(rank.micro_batch_sizes[:-1]) == {size} for rank, size in zip(plan.ranks, (16, 8), strict=True)
-    )
+    assert all(set(rank.micro_batch_sizes[:-1]) == {size} for rank, size in zip(plan.ranks, (16, 8), strict=True))
     exhaustive = min(
         max(
             sum(c.seconds(np.array([size] * (n // size) + [n % size] * (n % size > 0))).sum() for _ in [0])
@@ -315,9 +309,7 @@ def test_a_rank_without_work_is_said() -> None:
 
 def test_one_host_without_a_curve_makes_all_equal() -> None:
     plan = make_plan(config(16), ["m4-max", "new"], [M4_MAX, None])
-    assert (
-        plan.shares == [8, 8] and "no calibration of new" in plan.reason and "make calibrate" in plan.reason
-    )
+    assert plan.shares == [8, 8] and "no calibration of new" in plan.reason and "make calibrate" in plan.reason
 
 
 @pytest.mark.parametrize(

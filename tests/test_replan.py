@@ -66,9 +66,9 @@ def test_an_equal_split_on_unequal_hosts_mends_itself(speeds: tuple[float, ...])
     assert len(decided) == 1 and decided[0][0] <= 6
     ideal = 128 / sum(speeds)
     assert times[0] > 1.3 * ideal and times[-1] <= ideal / 0.95
-    assert max(schedule.at(30).ranks[0].micro_batch_sizes) <= max(
-        schedule.at(1).ranks[0].micro_batch_sizes
-    ), "larger than proven"
+    assert max(schedule.at(30).ranks[0].micro_batch_sizes) <= max(schedule.at(1).ranks[0].micro_batch_sizes), (
+        "larger than proven"
+    )
 
 
 def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
@@ -80,9 +80,7 @@ def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
 
     def seconds(step: int, rank: int, sizes: Sequence[int]) -> float:
         noise = 1 + 0.01 * np.sin(17 * step + rank)
-        return float(
-            curves[rank].seconds(np.array(sizes)).sum() * noise * (2 if rank == 1 and step >= 20 else 1)
-        )
+        return float(curves[rank].seconds(np.array(sizes)).sum() * noise * (2 if rank == 1 and step >= 20 else 1))
 
     decided, times = played(schedule, 40, seconds)
     ((step, plan),) = decided
@@ -117,9 +115,7 @@ def test_a_uniformly_wrong_calibration_changes_nothing() -> None:
     curves = [Curve.from_rates({1: 10.0, 8: 40.0}), Curve.from_rates({1: 10.0, 8: 20.0})]
     config = configured(48)
     schedule = Schedule(make_plan(config, ["a", "b"], curves), config.plan, LEAD, steps=100_000)
-    decided, _ = played(
-        schedule, 30, lambda step, rank, sizes: 10 * float(curves[rank].seconds(np.array(sizes)).sum())
-    )
+    decided, _ = played(schedule, 30, lambda step, rank, sizes: 10 * float(curves[rank].seconds(np.array(sizes)).sum()))
     assert not decided
 
 
@@ -239,16 +235,12 @@ def test_ranks_that_share_a_machine_share_its_speed_and_memory() -> None:
     plan = planned(configured(32), ["box", "box"], own)
     assert plan.shares == [24, 8] and not plan.warnings
     gpus = calibrated("box", {1: 10.0, 8: 30.0}, device="cuda")
-    assert planned(configured(32), ["box", "box"], [gpus, gpus]).solo_sum_pairs_per_second == pytest.approx(
-        60
-    )
+    assert planned(configured(32), ["box", "box"], [gpus, gpus]).solo_sum_pairs_per_second == pytest.approx(60)
 
 
 def test_memory_is_that_of_the_longest_rows() -> None:
     host = calibrated("a", {1: 10.0, 8: 30.0}, peaks={1: 10**9, 8: 8 * 10**9}, limit=10**10)
-    sizes = [
-        planned(configured(32), ["a"], [host], longest).ranks[0].micro_batch_sizes for longest in (128, 256)
-    ]
+    sizes = [planned(configured(32), ["a"], [host], longest).ranks[0].micro_batch_sizes for longest in (128, 256)]
     assert max(sizes[0]) == 8 and max(sizes[1]) <= 4
 
 
@@ -355,9 +347,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
     ]
     observe = Schedule.observe
 
-    def invented(
-        self: Schedule, step: int, tokens: Sequence[float], measured: Sequence[float]
-    ) -> ClusterPlan | None:
+    def invented(self: Schedule, step: int, tokens: Sequence[float], measured: Sequence[float]) -> ClusterPlan | None:
         assert len(measured) == len(tokens)
         return observe(self, step, tokens, [n / (3.0 if rank == 0 else 1.0) for rank, n in enumerate(tokens)])
 
@@ -370,9 +360,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
 
     alone, run = train(f"alone{world.rank}", sync.World()), train("planned-again")
     plans = [record for record in read_records(run / "logs" / "rank-001.jsonl") if record["kind"] == "plan"]
-    assert [record["shares_before"] for record in plans] == [
-        make_plan(configured(8), ["h"] * world.size).shares
-    ]
+    assert [record["shares_before"] for record in plans] == [make_plan(configured(8), ["h"] * world.size).shares]
     first, shares = plans[0]["first_step"], plans[0]["shares"]
     assert plans[0]["step"] + 3 == first <= 12 and sum(shares) == 8 and shares[0] >= 8 - 2 * (world.size - 1)
     for record in tiny.steps_of(run, 0):

@@ -25,8 +25,12 @@ HEADS, KV_HEADS = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"]
 
 def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, config.Config]:
     """A tiny Llama whose adapters are not zero, and its settings."""
-    path = model_folder(folder / "model", hidden_size=8, intermediate_size=12, vocab_size=20, num_hidden_layers=1, **changes)
-    settings = config.load(None, [f"model.path={path}", "data.train=-", "model.random_init=true", "model.rank=2", *words])
+    path = model_folder(
+        folder / "model", hidden_size=8, intermediate_size=12, vocab_size=20, num_hidden_layers=1, **changes
+    )
+    settings = config.load(
+        None, [f"model.path={path}", "data.train=-", "model.random_init=true", "model.rank=2", *words]
+    )
     model = models.load(settings.model, 3)
     models.make_trainable(model, settings.model, 3)
     mx.random.seed(5)
@@ -39,7 +43,10 @@ def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, config.
 
 def examples(count: int = 3) -> list[Example]:
     rows = pairs(count, seed=2, vocab_size=20, longest=5)
-    return [Example(i, np.array(r["prompt_ids"]), (np.array(r["chosen_ids"]), np.array(r["rejected_ids"]))) for i, r in enumerate(rows)]
+    return [
+        Example(i, np.array(r["prompt_ids"]), (np.array(r["chosen_ids"]), np.array(r["rejected_ids"])))
+        for i, r in enumerate(rows)
+    ]
 
 
 def merged(parameters: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
@@ -61,11 +68,16 @@ def reference_logps(count: int) -> np.ndarray:
     return -np.abs(np.random.default_rng(0).normal(9.0, 2.0, (count, 2))).astype(np.float32)
 
 
-def float64_loss(parameters: dict[str, np.ndarray], batch: list[Example], reference: np.ndarray, train: config.Train, scale: float) -> float:
+def float64_loss(
+    parameters: dict[str, np.ndarray], batch: list[Example], reference: np.ndarray, train: config.Train, scale: float
+) -> float:
     """The mean loss over pairs (SFT: over tokens), one sequence at a time."""
     weights, total, tokens = merged(parameters, scale), 0.0, 0
     for example, (rw, rl) in zip(batch, reference.astype(np.float64), strict=True):
-        logps = [float64.completion_logp(weights, example.prompt_ids.tolist(), c.tolist(), HEADS, KV_HEADS) for c in example.completions]
+        logps = [
+            float64.completion_logp(weights, example.prompt_ids.tolist(), c.tolist(), HEADS, KV_HEADS)
+            for c in example.completions
+        ]
         if train.loss == "sft":
             total, tokens = total - logps[0], tokens + len(example.completions[0])
         else:
@@ -81,7 +93,14 @@ class Spy(optim.SGD):
         self.seen = {name: np.array(g, np.float64) for name, g in tree_flatten(gradients)}
 
 
-def step_gradients(model: nn.Module, settings: config.Config, batch: list[Example], reference: np.ndarray, sizes: list[int], shared: bool = True) -> tuple[Any, dict[str, np.ndarray]]:
+def step_gradients(
+    model: nn.Module,
+    settings: config.Config,
+    batch: list[Example],
+    reference: np.ndarray,
+    sizes: list[int],
+    shared: bool = True,
+) -> tuple[Any, dict[str, np.ndarray]]:
     spy, batches, start = Spy(learning_rate=0.0), [], 0
     for size in sizes:
         part = batch[start : start + size]
@@ -93,9 +112,13 @@ def step_gradients(model: nn.Module, settings: config.Config, batch: list[Exampl
     return step(0, 10, batches), spy.seen
 
 
-@pytest.mark.parametrize(("loss", "compiled"), [*((loss, False) for loss in (*PREFERENCE_LOSSES, "sft")), ("sigmoid", True), ("sft", True)])
+@pytest.mark.parametrize(
+    ("loss", "compiled"), [*((loss, False) for loss in (*PREFERENCE_LOSSES, "sft")), ("sigmoid", True), ("sft", True)]
+)
 def test_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str, compiled: bool) -> None:
-    model, settings = build(tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", f"train.compile={compiled}", "train.beta=0.5")
+    model, settings = build(
+        tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", f"train.compile={compiled}", "train.beta=0.5"
+    )
     batch, reference = examples(), reference_logps(3)
     result, gradients = step_gradients(model, settings, batch, reference, sizes=[2, 1])
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
@@ -117,7 +140,9 @@ def test_full_training_has_every_gradient_too(tmp_path: Path) -> None:
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
     assert gradients.keys() == parameters.keys()
     for name, gradient in gradients.items():
-        expected = float64.numerical_gradient(lambda: float64_loss(parameters, batch, reference, settings.train, 1.0), parameters[name])
+        expected = float64.numerical_gradient(
+            lambda: float64_loss(parameters, batch, reference, settings.train, 1.0), parameters[name]
+        )
         assert np.linalg.norm(gradient - expected) <= 1e-5 * max(np.linalg.norm(expected), 1e-3), name
 
 
@@ -128,10 +153,15 @@ def test_dora_gradients_equal_float64_with_the_norm_held(tmp_path: Path) -> None
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
     for name in [name for name in parameters if name.endswith(".lora_a")]:
         layer = name.removesuffix(".lora_a")
-        adapted = parameters[f"{layer}.linear.weight"] + settings.model.scale * (parameters[name] @ parameters[f"{layer}.lora_b"]).T
+        adapted = (
+            parameters[f"{layer}.linear.weight"]
+            + settings.model.scale * (parameters[name] @ parameters[f"{layer}.lora_b"]).T
+        )
         parameters[f"{layer}.norm"] = np.linalg.norm(adapted, axis=1)
     for name, gradient in gradients.items():
-        expected = float64.numerical_gradient(lambda: float64_loss(parameters, batch, reference, settings.train, settings.model.scale), parameters[name])
+        expected = float64.numerical_gradient(
+            lambda: float64_loss(parameters, batch, reference, settings.train, settings.model.scale), parameters[name]
+        )
         assert np.linalg.norm(gradient - expected) <= 1e-5 * np.linalg.norm(expected), name
 
 
@@ -164,7 +194,9 @@ def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -
     step = make_step(model, optimizer, settings.train, World(), dropout=False)
     result = step(0, 10, [(collate(examples(), 8, True), np.full((3, 2), np.nan, np.float32))])
     assert result.skipped
-    assert models.digest(models.trainable(model)) == before and models.digest(dict(tree_flatten(optimizer.state))) == state
+    assert (
+        models.digest(models.trainable(model)) == before and models.digest(dict(tree_flatten(optimizer.state))) == state
+    )
     assert not step(0, 10, [(collate(examples(), 8, True), reference_logps(3))]).skipped
     assert models.digest(models.trainable(model)) != before
 
@@ -181,17 +213,25 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
 def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
     train = config.Train(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
     rates = [learning_rate(train, step, 14) for step in range(15)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and rates[9] == pytest.approx(0.6) and rates[14] == pytest.approx(0.2)
+    assert (
+        rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+        and rates[9] == pytest.approx(0.6)
+        and rates[14] == pytest.approx(0.2)
+    )
     cosine = config.Train(learning_rate=1.0, schedule="cosine")
     assert [learning_rate(cosine, step, 10) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
     assert learning_rate(config.Train(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"]
+)
 def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
     model, settings = build(tmp_path, f"train.optimizer={name}")
     before = models.digest(models.trainable(model))
-    result = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)(0, 10, [(collate(examples(), 8, True), reference_logps(3))])
+    result = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)(
+        0, 10, [(collate(examples(), 8, True), reference_logps(3))]
+    )
     assert not result.skipped and models.digest(models.trainable(model)) != before
 
 

@@ -1,5 +1,6 @@
 """train.py end to end, as a user runs it: equal on any ranks, resumed as if never stopped, clear about mistakes."""
 
+import concurrent.futures
 import fcntl
 import json
 import random
@@ -15,8 +16,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib import checkpoint
+from lib import checkpoint, scoring
 from lib.performance import read_records
+from lib.sync import World
 from tests import float64, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
 
@@ -25,7 +27,9 @@ def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -
     """As a user launches it; tests/test_world.py has the other worlds, methods and losses."""
     words = [*tiny.settings(tmp_path), "train.steps=20"]
     tiny.train(tmp_path, [*words, "run.name=one"])
-    result = tiny.train(tmp_path, [*words, "plan.shares=[6,2]", "plan.micro_batch_sizes=[4,1]", "run.name=two"], ranks=2)
+    result = tiny.train(
+        tmp_path, [*words, "plan.shares=[6,2]", "plan.micro_batch_sizes=[4,1]", "run.name=two"], ranks=2
+    )
     assert difference(tmp_path / "runs" / "one", tmp_path / "runs" / "two") <= 1e-5
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
     assert summary == json.loads(result.stdout.splitlines()[-1])
@@ -40,7 +44,14 @@ def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=15", "checkpoint.every=2", "evaluate.every=5", "model.dropout=0.1", f"--config={tiny.config_file(tmp_path)}"]
+    words = [
+        *tiny.settings(tmp_path),
+        "train.steps=15",
+        "checkpoint.every=2",
+        "evaluate.every=5",
+        "model.dropout=0.1",
+        f"--config={tiny.config_file(tmp_path)}",
+    ]
     whole = tiny.train(tmp_path, [*words, "run.name=whole"])
     assert "resuming" not in whole.stdout
     reference = tiny.steps_of(tmp_path / "runs" / "whole")
@@ -60,12 +71,20 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
         assert "resuming" in resumed.stdout
         assert difference(tmp_path / "runs" / "whole", run) == 0.0
         steps = tiny.steps_of(run)
-        assert [(r["step"], r["loss"], r["rows"]) for r in steps] == [(r["step"], r["loss"], r["rows"]) for r in reference]
+        assert [(r["step"], r["loss"], r["rows"]) for r in steps] == [
+            (r["step"], r["loss"], r["rows"]) for r in reference
+        ]
     assert kills, "every run ended before it was killed"
 
 
 def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=400", "checkpoint.every=5", "run.name=run", f"--config={tiny.config_file(tmp_path)}"]
+    words = [
+        *tiny.settings(tmp_path),
+        "train.steps=400",
+        "checkpoint.every=5",
+        "run.name=run",
+        f"--config={tiny.config_file(tmp_path)}",
+    ]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *words],
         cwd=ROOT,
@@ -80,7 +99,11 @@ def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1 and errors.startswith("stopped: interrupted; go on from the last checkpoint") and errors.count("\n") == 1
+    assert (
+        process.returncode == 1
+        and errors.startswith("stopped: interrupted; go on from the last checkpoint")
+        and errors.count("\n") == 1
+    )
     resumed = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run"), "train.steps=20"])
     assert resumed.returncode == 0
 
@@ -117,7 +140,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
 
 
 def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=12", "checkpoint.every=2", "checkpoint.keep=2", "evaluate.every=3", "train.learning_rate=0.5"]
+    words = [
+        *tiny.settings(tmp_path),
+        "train.steps=12",
+        "checkpoint.every=2",
+        "checkpoint.keep=2",
+        "evaluate.every=3",
+        "train.learning_rate=0.5",
+    ]
     tiny.train(tmp_path, [*words, "run.name=run"])
     run = tmp_path / "runs" / "run"
     evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation" and r["step"]]
@@ -130,7 +160,13 @@ def test_what_is_saved_loads_in_mlx_lm(tmp_path: Path) -> None:
     from mlx_lm.utils import load_adapters, load_model
 
     for method in ("lora", "dora", "full"):
-        words = [*tiny.settings(tmp_path), "train.steps=2", f"model.method={method}", f"run.name={method}", "model.random_init=false"]
+        words = [
+            *tiny.settings(tmp_path),
+            "train.steps=2",
+            f"model.method={method}",
+            f"run.name={method}",
+            "model.random_init=false",
+        ]
         stored = stored_model(tmp_path)
         tiny.train(tmp_path, [*words, f"model.path={stored}"])
         model, _ = load_model(stored)
@@ -155,7 +191,14 @@ def stored_model(folder: Path, quantised: bool = False, seed: int = 11, **shape:
 
 def test_a_quantised_base_trains_its_adapters(tmp_path: Path) -> None:
     stored = stored_model(tmp_path, quantised=True)
-    words = [*tiny.settings(tmp_path), "train.steps=12", "model.random_init=false", f"model.path={stored}", "run.name=q", "train.learning_rate=1e-2"]
+    words = [
+        *tiny.settings(tmp_path),
+        "train.steps=12",
+        "model.random_init=false",
+        f"model.path={stored}",
+        "run.name=q",
+        "train.learning_rate=1e-2",
+    ]
     tiny.train(tmp_path, words)
     steps = tiny.steps_of(tmp_path / "runs" / "q")
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -171,6 +214,18 @@ def test_reference_log_probabilities_are_computed_once(tmp_path: Path) -> None:
     assert "reference log-probabilities" in first.stdout and "reference log-probabilities" in changed.stdout
     assert "reference log-probabilities" not in second.stdout
     assert tiny.steps_of(tmp_path / "runs" / "b")[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_runs_that_keep_the_same_reference_do_not_disturb_each_other(tmp_path: Path) -> None:
+    passes = [np.full((5000, 2), value, np.float32) for value in (1, 2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        kept = [
+            pool.submit(lambda logps=logps: [scoring.keep_logps(tmp_path, "key", logps, World()) for _ in range(50)])
+            for logps in passes
+        ]
+    assert all(future.exception() is None for future in kept)
+    assert {file.name for file in tmp_path.iterdir()} == {"key.npy"}
+    assert any((np.load(tmp_path / "key.npy") == logps).all() for logps in passes)
 
 
 @pytest.mark.parametrize("loss", ["sft", "simpo"])
@@ -204,7 +259,14 @@ def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
 
 
 def test_non_finite_updates_are_left_out_and_then_stop_the_run(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.optimizer=sgd", "train.learning_rate=1e38", "train.max_grad_norm=null", "train.max_skipped_steps=3", "run.name=run"]
+    words = [
+        *tiny.settings(tmp_path),
+        "train.optimizer=sgd",
+        "train.learning_rate=1e38",
+        "train.max_grad_norm=null",
+        "train.max_skipped_steps=3",
+        "run.name=run",
+    ]
     result = tiny.train(tmp_path, [*words, "train.epochs=9"], ranks=2, check=False)
     assert result.returncode == 1 and "3 updates in a row were not finite" in result.stderr
     run = tmp_path / "runs" / "run"
@@ -225,7 +287,9 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 7
     for line in lines:
-        assert line["reward_chosen"] == pytest.approx(0.1 * (line["policy_chosen_logp"] - line["reference_chosen_logp"]), abs=1e-5)
+        assert line["reward_chosen"] == pytest.approx(
+            0.1 * (line["policy_chosen_logp"] - line["reference_chosen_logp"]), abs=1e-5
+        )
     assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=1e-5)
 
 
@@ -234,17 +298,35 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
     reference = stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)
     records = list(tiny.pairs(9, seed=3))
     data, out = tiny.write_jsonl(tmp_path / "data.jsonl", records), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "lib.evaluate", "--model", str(policy), "--reference", str(reference), "--data", str(data), "--per-pair", str(out)]
-    result = subprocess.run([*command, "evaluate.batch_size=4", "train.beta=0.3"], cwd=ROOT, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "lib.evaluate",
+        "--model",
+        str(policy),
+        "--reference",
+        str(reference),
+        "--data",
+        str(data),
+        "--per-pair",
+        str(out),
+    ]
+    result = subprocess.run(
+        [*command, "evaluate.batch_size=4", "train.beta=0.3"], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     expected = []
     for record in records:
         row = {}
         for name, path in (("policy", policy), ("reference", reference)):
-            weights = {key: np.array(array, np.float64) for key, array in mx.load(str(path / "model.safetensors")).items()}
+            weights = {
+                key: np.array(array, np.float64) for key, array in mx.load(str(path / "model.safetensors")).items()
+            }
             for side in ("chosen", "rejected"):
-                row[f"{name}_{side}_logp"] = float64.completion_logp(weights, record["prompt_ids"], record[f"{side}_ids"], 4, 2)
+                row[f"{name}_{side}_logp"] = float64.completion_logp(
+                    weights, record["prompt_ids"], record[f"{side}_ids"], 4, 2
+                )
         row["reward_chosen"] = 0.3 * (row["policy_chosen_logp"] - row["reference_chosen_logp"])
         row["reward_rejected"] = 0.3 * (row["policy_rejected_logp"] - row["reference_rejected_logp"])
         row["loss"] = float(np.log1p(np.exp(-(row["reward_chosen"] - row["reward_rejected"]))))
@@ -345,11 +427,19 @@ def test_ranks_with_different_data_stop_together(tmp_path: Path) -> None:
     words = tiny.settings(tmp_path)
     tiny.write_jsonl(tmp_path / "other.jsonl", list(tiny.pairs(21, seed=5)))
     script = tmp_path / "rank.sh"
-    script.write_text(f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && set -- "$@" data.train={tmp_path}/other.jsonl\nexec {sys.executable} {ROOT}/train.py "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && set -- "$@" data.train={tmp_path}/other.jsonl\nexec {sys.executable} {ROOT}/train.py "$@"\n'
+    )
     script.chmod(0o755)
     from lib import runtime
 
-    result = subprocess.run([runtime.mpirun_path(), "-n", "2", str(script), "--config", str(tiny.config_file(tmp_path)), *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [runtime.mpirun_path(), "-n", "2", str(script), "--config", str(tiny.config_file(tmp_path)), *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert result.returncode == 2
     assert "rank 1 has another tokenised training data than rank 0" in result.stderr
 
@@ -369,7 +459,14 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        words = [*tiny.settings(tmp_path), f"run.dir={disk}", "run.name=run", "checkpoint.every=1", "checkpoint.keep=99", "train.steps=50"]
+        words = [
+            *tiny.settings(tmp_path),
+            f"run.dir={disk}",
+            "run.name=run",
+            "checkpoint.every=1",
+            "checkpoint.keep=99",
+            "train.steps=50",
+        ]
         result = tiny.train(tmp_path, words, check=False)
         assert_one_clear_line(result, "checkpoint of step", "earlier ones are whole")
         assert "bytes are free" in result.stderr or "No space left" in result.stderr

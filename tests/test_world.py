@@ -63,7 +63,12 @@ def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, wo
     alone = train(World(rank=0), folder, common, f"alone{world.rank}")
     for shares in SHARES.get(world.size, [[8 - world.size + 1] + [1] * (world.size - 1)]):
         sizes = [max(1, (share + 1) // 2) for share in shares]
-        run = train(world, folder, [*common, f"plan.shares={shares}", f"plan.micro_batch_sizes={sizes}"], "-".join(map(str, ("together", *shares))))
+        run = train(
+            world,
+            folder,
+            [*common, f"plan.shares={shares}", f"plan.micro_batch_sizes={sizes}"],
+            "-".join(map(str, ("together", *shares))),
+        )
         world.gather_text("finished")
         assert difference(alone, run) <= 1e-5, shares
         epochs = rows_of_epochs(run)
@@ -83,14 +88,21 @@ def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path)
     world.gather_text("moved")
     train(world, folder, [*common, "train.steps=12", "train.schedule=constant"], "moving", resume=True)
     world.gather_text("moved back")
-    straight = train(World(rank=0), folder, [*common, "train.steps=12", "train.schedule=constant"], f"straight{world.rank}")
+    straight = train(
+        World(rank=0), folder, [*common, "train.steps=12", "train.schedule=constant"], f"straight{world.rank}"
+    )
     assert difference(straight, run) <= 1e-5 < difference(alone, run)
     assert all(rows == list(range(27)) for rows in list(rows_of_epochs(run).values())[:3])
     world.gather_text("checked")
 
 
-def test_gradients_and_sums_are_added_whatever_the_order_of_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = {name: np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, (name, shape) in enumerate([("b", (3, 5)), ("a", (7,)), ("c", (1, 1, 2))])}
+def test_gradients_and_sums_are_added_whatever_the_order_of_names(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {
+        name: np.random.default_rng(i).normal(size=shape).astype(np.float32)
+        for i, (name, shape) in enumerate([("b", (3, 5)), ("a", (7,)), ("c", (1, 1, 2))])
+    }
     names = list(arrays) if world.rank == 0 else list(reversed(arrays))
     tree = {name: mx.array((world.rank + 1) * arrays[name]) for name in names}
     total = sum(range(1, world.size + 1))
@@ -103,7 +115,13 @@ def test_gradients_and_sums_are_added_whatever_the_order_of_names(world: World, 
 
 
 def test_broadcast_keeps_every_bit_of_every_type(world: World) -> None:
-    rank0 = {"f": np.array([np.nan, -0.0, np.inf, 1e-45], np.float32), "h": np.array([[1.5], [-2]], np.float16), "i": np.array(2**40, np.int64), "u": np.arange(5, dtype=np.uint8), "t": np.array([True, False])}
+    rank0 = {
+        "f": np.array([np.nan, -0.0, np.inf, 1e-45], np.float32),
+        "h": np.array([[1.5], [-2]], np.float16),
+        "i": np.array(2**40, np.int64),
+        "u": np.arange(5, dtype=np.uint8),
+        "t": np.array([True, False]),
+    }
     mine = rank0 if world.rank == 0 else {name: np.zeros_like(array) for name, array in reversed(rank0.items())}
     received = world.broadcast({name: mx.array(array) for name, array in mine.items()})
     for name, array in rank0.items():
@@ -130,7 +148,9 @@ def test_all_ranks_leave_with_the_error_of_one(world: World) -> None:
 
 
 def test_a_checkpoint_gives_every_rank_the_same_bits(world: World, folder: Path) -> None:
-    run = train(world, folder, [*settings(world, folder), "train.steps=5", "checkpoint.every=2", "model.dropout=0.1"], "run")
+    run = train(
+        world, folder, [*settings(world, folder), "train.steps=5", "checkpoint.every=2", "model.dropout=0.1"], "run"
+    )
     world.gather_text("finished")
     losses = [r["loss"] for r in steps_of(run, world.rank)]
     assert world.gather_text(json.dumps(losses)) == [json.dumps(losses)] * world.size

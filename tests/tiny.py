@@ -82,7 +82,9 @@ def config_file(folder: Path) -> Path:
     return path
 
 
-def train(folder: Path, words: list[str], ranks: int = 1, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, words: list[str], ranks: int = 1, check: bool = True, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
     """Runs train.py as a user would: here in this process, or on several ranks under mpirun."""
     from lib import runtime
 
