@@ -9,7 +9,6 @@ mpirun -n 2 python train.py plan.shares=[12,4]             the same file on two 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -19,14 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lib import command, runtime
 from lib import config as settings
-from lib import runtime
 from lib.config import Config, UserError
 
 if TYPE_CHECKING:
     from lib.sync import World
 
-QUICKSTART = "configs/quickstart.yaml"
 PREFETCHED = 2  # batches made ahead of the step
 
 
@@ -38,14 +36,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 anything else."""
     launch = None
     try:
-        options = parse(arguments)
+        options = command.parse(arguments, __doc__)
         launch = runtime.launch_environment()
         runtime.prepare()
         from lib import sync  # MLX comes in here: --help and a misspelt option answer at once
 
         world = sync.start(launch)
         with world.agreeing("the configuration"):
-            config = read_config(options)
+            config = command.read_config(options)
         name = world.broadcast_text(config.run.name or "")  # it may hold the time, which ranks see differently
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         world.require_equal("configuration", settings.learning_digest(config))
@@ -69,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
-    from lib import checkpoint, evaluate, forward, losses, report, scoring, sync
+    from lib import checkpoint, evaluate, forward, report, scoring, sync
     from lib import model as models
     from lib.data import collate, load_dataset, prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
@@ -85,16 +83,11 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     with world.agreeing("reading the data"):
         tokenizer = models.load_tokenizer_of(config.model)
-        data = load_dataset(
-            config.data.train, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model)
-        )
-        valid = (
-            load_dataset(
-                config.data.valid, config.data, config.record_kind, tokenizer, **models.vocabulary(config.model)
-            )
-            if config.data.valid
-            else None
-        )
+        words = models.vocabulary(config.model)
+        data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **words)
+        valid = None
+        if config.data.valid:
+            valid = load_dataset(config.data.valid, config.data, config.record_kind, tokenizer, **words)
         questions = evaluate.load_questions(config, tokenizer)
     world.require_equal("tokenised training data", data.digest)
     batch_size = config.train.global_batch_size
@@ -138,39 +131,16 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
-    def reference_of(dataset: Any, name: str) -> Any:
-        if dataset is None or not losses.needs_reference(config.train.loss):
-            return None
-        key = scoring.cache_key(models.reference_fingerprint(config.model, config.train.seed), dataset)
-        cache = Path(config.run.dir) / ".reference"
-        logps = scoring.cached_logps(cache, key, dataset, world)
-        if logps is None:
-            with world.agreeing("loading the reference"):
-                judge = (
-                    model
-                    if config.model.reference == "initial"
-                    else models.load_reference(config.model, config.train.seed)
-                )
-            with say.counting(f"reference log-probabilities of the {name} pairs", len(dataset)) as done:
-                logps = scoring.dataset_logps(
-                    judge, dataset, world, plan.shares, config.evaluate.batch_size, config.data, done
-                )
-            with world.agreeing("keeping the reference's log-probabilities"):
-                scoring.keep_logps(cache, key, logps, world)
-        return logps
-
-    reference, valid_reference = reference_of(data, "training"), reference_of(valid, "held-out")
+    reference, valid_reference = (
+        None if dataset is None else scoring.reference_logps(config, model, dataset, world, plan.shares, say.counting)
+        for dataset in (data, valid)
+    )
 
     # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
 
     progress = checkpoint.Progress(data_digest=data.digest)
     if resume:
-        optimizer.init(model.trainable_parameters())
-        with world.agreeing("resuming"):
-            if newest is not None:
-                progress = checkpoint.restore(newest, model, optimizer, data.digest)
-        progress = checkpoint.Progress(**json.loads(world.broadcast_text(json.dumps(dataclasses.asdict(progress)))))
-        checkpoint.share(world, model, optimizer)
+        progress = checkpoint.resume(newest, model, optimizer, progress, world)
         if progress.schedule and not schedule.restore(progress.schedule):
             say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         with world.agreeing("going back in the logs"):
@@ -224,21 +194,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     def evaluate_now(step: int) -> dict[str, float | None]:
         """Held-out metrics and greedy answers, over all ranks; recorded and printed."""
-        values: dict[str, float | None] = {}
-        if valid is not None:
-            values |= evaluate.metrics_of(
-                valid,
-                evaluate.policy_logps(model, valid, config, world, schedule.at(step + 1).shares),
-                valid_reference,
-                config,
-            )
-        if questions:
-            answers.append(
-                evaluate.greedy(
-                    model, tokenizer, [question.prompt_ids for question in questions], config.evaluate.max_tokens, world
-                )
-            )
-            values["exact_match"] = evaluate.exact_match(questions, answers[-1], config)
+        shares = schedule.at(step + 1).shares
+        values, texts = evaluate.held_out(model, tokenizer, valid, valid_reference, questions, config, world, shares)
+        answers.append(texts)
         if values:
             tracker.record("evaluation", step=step, **values)
             say.line(f"held out, step {step}: {report.describe(values)}", "bold")
@@ -325,56 +283,6 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         report.plot_curves(tracker.log_path, folder / "curves.png")
         report.show_end(say, folder, summary)
         lock.close()
-
-
-# ---- The command line --------------------------------------------------------------------------------------------------
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command's words.
-
-    Raises:
-        UserError: an option that does not exist.
-    """
-
-    parser = settings.Parser(
-        prog="train.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=settings.help_text(),
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help=f"settings as YAML (default: {QUICKSTART})")
-    parser.add_argument("--resume", metavar="RUN", help="folder of a run to go on with")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan and what would be trained; write nothing"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that overrule the file")
-    options = parser.parse_intermixed_args(arguments)
-    if options.resume and options.config:
-        raise UserError("--resume takes the run's own config.yaml; leave --config out (key=value words may follow)")
-    return options
-
-
-def read_config(options: argparse.Namespace) -> Config:
-    """The configuration that the command line names, with a name for the run.
-
-    Raises:
-        UserError: a wrong key or value, a run that cannot be resumed, or a change that a resumed run may not make.
-    """
-    if options.resume is None:
-        path = Path(options.config or QUICKSTART)
-        config = settings.load(path, options.overrides)
-        run = {"name": config.run.name or f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"}
-    else:
-        path = Path(options.resume) / "config.yaml"
-        if not path.is_file():
-            raise UserError(
-                f"--resume {options.resume}: no run there (it has no config.yaml); runs are folders in run.dir"
-            )
-        config = settings.resume(path, options.overrides)
-        run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
-    return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
 
 if __name__ == "__main__":

@@ -179,6 +179,21 @@ def restore(path: Path, model: nn.Module, optimizer: optim.Optimizer, data_diges
     return progress
 
 
+def resume(
+    newest: Path | None, model: nn.Module, optimizer: optim.Optimizer, start: Progress, world: World
+) -> Progress:
+    """Takes every rank to rank 0's newest checkpoint; to `start`, as training would begin, where there is none.
+
+    Raises:
+        AgreedError: as `restore`.
+    """
+    optimizer.init(model.trainable_parameters())
+    with world.agreeing("resuming"):
+        progress = start if newest is None else restore(newest, model, optimizer, start.data_digest)
+    share(world, model, optimizer)
+    return Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
+
+
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
     """Gives every rank rank 0's trained weights and optimizer state."""
     if world.size == 1:

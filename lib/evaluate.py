@@ -64,6 +64,28 @@ def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | Non
     return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, settings.train)
 
 
+def held_out(
+    model: nn.Module,
+    tokenizer: Any,
+    valid: Dataset | None,
+    reference: np.ndarray | None,
+    questions: list[Question],
+    settings: Config,
+    world: World,
+    shares: Sequence[int],
+) -> tuple[Metrics, list[str]]:
+    """What a run looks at as it goes: metrics of the held-out pairs, and greedy answers, by all ranks together."""
+    values: Metrics = {}
+    texts: list[str] = []
+    if valid is not None:
+        values |= metrics_of(valid, policy_logps(model, valid, settings, world, shares), reference, settings)
+    if questions:
+        prompts = [question.prompt_ids for question in questions]
+        texts = greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world)
+        values["exact_match"] = exact_match(questions, texts, settings)
+    return values, texts
+
+
 def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config) -> None:
     """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss."""
     arrays = _arrays(dataset, policy, reference)

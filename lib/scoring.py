@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from lib.config import Data
+from lib import losses
+from lib import model as models
+from lib.config import Config, Data
 from lib.data import Dataset, collate
 from lib.forward import arrays_of, cannot_share_prompts, completion_logps, length_multiple
 from lib.order import micro_batches, split
@@ -55,6 +58,39 @@ def dataset_logps(
             mine[[place[row] for row in rows.tolist()]] = np.array(completion_logps(model, arrays_of(batch.inputs)))
         logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
         progress(min(start + block_size, len(order)))
+    return logps
+
+
+def reference_logps(
+    settings: Config,
+    policy: nn.Module,
+    dataset: Dataset,
+    world: World,
+    shares: Sequence[int],
+    counting: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+) -> np.ndarray | None:
+    """The reference's log-probabilities of a data set, asked once and kept on disk; None for a loss that has none.
+
+    Args:
+        policy: before training, which is the reference where no other is named.
+        counting: `Report.counting`, for a pass that has to be made.
+
+    Returns:
+        float32 [N, K], the same on every rank.
+    """
+    if not losses.needs_reference(settings.train.loss):
+        return None
+    key = cache_key(models.reference_fingerprint(settings.model, settings.train.seed), dataset)
+    folder = Path(settings.run.dir) / ".reference"
+    logps = cached_logps(folder, key, dataset, world)
+    if logps is None:
+        with world.agreeing("loading the reference"):
+            named = settings.model.reference != "initial"
+            judge = models.load_reference(settings.model, settings.train.seed) if named else policy
+        with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
+            logps = dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress)
+        with world.agreeing("keeping the reference's log-probabilities"):
+            keep_logps(folder, key, logps, world)
     return logps
 
 

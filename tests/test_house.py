@@ -9,7 +9,7 @@ import time
 from tests.tiny import ROOT
 
 FLOORS = [
-    {"config", "records", "calibration", "performance", "runtime", "hostfile", "machine"},
+    {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine"},
     {"plan", "data", "order", "model", "losses", "sync", "forward", "lora"},
     {"step", "schedule", "scoring", "checkpoint"},
     {"evaluate", "report", "dashboard", "server"},
