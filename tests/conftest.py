@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lib import runtime
+from tests.cluster import Host, Unavailable, cluster
 
 LAUNCH = runtime.launch_environment()
 runtime.prepare()
@@ -42,3 +44,13 @@ def data_folder() -> Path | None:
     """The folder of real data: TANDEM_DATA, or shared/data beside the checkout; None where there is none."""
     folder = Path(os.environ.get("TANDEM_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
     return folder if folder.is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def three_hosts() -> Iterator[list[Host]]:
+    """Three hosts for the whole session; whoever unplugs or shapes one mends it again."""
+    try:
+        with cluster(hosts=3) as hosts:
+            yield hosts
+    except Unavailable as reason:
+        pytest.skip(f"no cluster of namespaces: {reason}")
