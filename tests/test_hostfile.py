@@ -1,0 +1,131 @@
+"""Host files: every form gives the same hosts, and whatever is wrong gives one clear line and runs nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib import hostfile
+from lib.config import UserError
+from lib.hostfile import Host, Hosts, parse
+from tests.tiny import ROOT
+
+TWO = (Host("mac-a", 1), Host("root@10.0.0.2", 3, ("10.0.0.2",)))
+
+
+def test_every_form_gives_the_same_hosts() -> None:
+    texts = [
+        "mac-a:1\nroot@10.0.0.2:3",
+        "mac-a\nroot@10.0.0.2 slots=3\n",
+        "# two\n\n  mac-a slots=1 # one\r\nroot@10.0.0.2:3\n",
+    ]
+    entries = [{"ssh": "mac-a"}, {"ssh": "root@10.0.0.2", "slots": 3}]
+    for text in [*texts, json.dumps(entries), json.dumps({"hosts": entries}), hostfile.to_text(TWO)]:
+        assert parse(text, "here") == Hosts(TWO), text
+    assert hostfile.from_words("mac-a,root@10.0.0.2:3") == Hosts(TWO)
+    assert Hosts(TWO).size == 4
+
+
+def test_mlx_own_file_keeps_addresses_devices_backend_and_variables() -> None:
+    entries = [
+        {"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"], "rdma": [None, "rdma_en5"]},
+        {"ssh": "b", "ips": [], "rdma": ["rdma_en5", None]},
+    ]
+    found = parse(
+        json.dumps({"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "A=b=c d"], "hosts": entries}), "here"
+    )
+    assert found.hosts[0] == Host("a", 1, ("10.0.0.1", "10.0.1.1"), (None, "rdma_en5"))
+    assert found.backend == "jaccl" and found.environment == {"MLX_METAL_FAST_SYNCH": "1", "A": "b=c d"}
+
+
+def test_the_example_is_one() -> None:
+    assert [host.slots for host in hostfile.read(ROOT / "hostfile.example").hosts] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "names no host"),
+        ("# nobody\n\n", "names no host"),
+        ("[]", "names no host"),
+        ("a\nb\na slots=2", "names a twice.*slots"),
+        ("a slots=0", "line 1: '0' slots.*1 to 1024"),
+        ("a\nb:0", "line 2: '0' slots"),
+        ("a:", "'' slots"),
+        ("a:-1", "'-1' slots"),
+        ("a:1.5", "'1.5' slots"),
+        ("a:٣", "slots"),
+        ("a:99999999999999999999", "slots"),
+        ("a b", "line 1: 'a b' is neither"),
+        ("a slots = 2", "is neither"),
+        ("a:1 slots=2", "is neither"),
+        ("a max_slots=2", "is neither"),
+        ("::1", "IPv6"),
+        ("[fe80::1]:2", "not JSON|IPv6"),
+        ("fe80::1 slots=2", "IPv6"),
+        ("-oProxyCommand=touch${IFS}owned:1", "cannot be a host's name"),
+        ("a;touch owned", "is neither"),
+        ("$(touch owned)", "is neither"),
+        ("`touch`", "cannot be a host's name"),
+        ("a&&b", "cannot be a host's name"),
+        ("a\x1b[2Jb", "cannot be a host's name"),
+        ("ho st:1", "is neither"),
+        ("mäc", "cannot be a host's name"),
+        ("a" * 300, "cannot be a host's name"),
+        ("[{", "not JSON"),
+        ('[{"ssh": "a", "port": 22}]', "host 0: unknown 'port'; the keys are ssh, ips, rdma, slots"),
+        ('{"hosts": [{"ssh": "a"}], "env": []}', "unknown 'env'"),
+        ('{"hosts": "a"}', 'no list "hosts"'),
+        ('{"envs": []}', 'no list "hosts"'),
+        ('["a"]', "host 0: 'a' is not of the form"),
+        ('[{"ssh": 3}]', "is not of the form"),
+        ('[{"ssh": "a b"}]', "cannot be a host's name"),
+        ('[{"ssh": "-v"}]', "cannot be a host's name"),
+        ('[{"ssh": "a", "ips": ["fe80::1"]}]', "not an IPv4 address"),
+        ('[{"ssh": "a", "ips": ["10.0.0.1; reboot"]}]', "not an IPv4 address"),
+        ('[{"ssh": "a", "ips": "10.0.0.1"}]', "are lists"),
+        ('[{"ssh": "a", "slots": 0}]', "'0' slots"),
+        ('[{"ssh": "a", "slots": true}]', "'True' slots"),
+        ('[{"ssh": "a"}, {"ssh": "a"}]', "names a twice"),
+        ('[{"ssh": "a", "ssh": "b"}]', "'ssh' is there twice"),
+        ('{"backend": "gloo", "hosts": [{"ssh": "a"}]}', "backend 'gloo' is not one of ring"),
+        ('{"envs": ["A"], "hosts": [{"ssh": "a"}]}', "'A' is not of the form NAME=VALUE"),
+        ('{"envs": ["A B=1"], "hosts": [{"ssh": "a"}]}', "NAME=VALUE"),
+        ('{"envs": {"A": 1}, "hosts": [{"ssh": "a"}]}', "NAME=VALUE"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_is_wrong_is_one_line(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told) as error:
+        parse(text, "host file x")
+    line = str(error.value)
+    assert "\n" not in line and "\x1b" not in line and len(line) < 300 and line.startswith("host file x")
+
+
+@given(st.text(alphabet=st.sampled_from(list("ab:1 =-;$`'\"#[]{}\n\t\x00é@.,slots"))) | st.text())
+def test_any_text_gives_hosts_or_one_line(text: str) -> None:
+    try:
+        hosts = parse(text, "here").hosts
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(hostfile.NAME.fullmatch(host.name) and host.slots >= 1 for host in hosts)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path, told in ((tmp_path / "none", "No such file"), (tmp_path, "directory"), (tmp_path / "binary", "not text")):
+        with pytest.raises(UserError, match=told):
+            hostfile.read(path)
+
+
+def test_a_name_that_does_not_resolve_is_one_line() -> None:
+    assert hostfile.address(Host("a", addresses=("10.0.0.7", "10.1.0.7"))) == "10.0.0.7"
+    assert hostfile.address(Host("localhost")) == "127.0.0.1"
+    with pytest.raises(UserError, match="no-such-host.invalid does not resolve.*ips") as error:
+        hostfile.address(Host("me@no-such-host.invalid"))
+    assert "\n" not in str(error.value)
