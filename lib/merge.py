@@ -164,5 +164,5 @@ def _squared_norm(terms: Sequence[tuple[float, np.ndarray, np.ndarray]]) -> floa
     """|sum of c A B|^2 in the Frobenius norm, without making a matrix as large as the weight."""
     left = np.concatenate([factor * a for factor, a, _ in terms], axis=-1)
     right = np.concatenate([b for _, _, b in terms], axis=-2)
-    core = np.linalg.qr(left, mode="r") @ np.linalg.qr(right.swapaxes(-1, -2), mode="r").swapaxes(-1, -2)
-    return float(np.square(core).sum())
+    r_left, r_right = np.linalg.qr(left)[1], np.linalg.qr(right.swapaxes(-1, -2))[1]
+    return float(np.square(r_left @ r_right.swapaxes(-1, -2)).sum())

@@ -10,7 +10,7 @@ from tests.tiny import ROOT
 
 FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine"},
-    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora"},
+    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "merge", "compression", "ledger"},
     {"step", "schedule", "scoring", "checkpoint"},
     {"evaluate", "report", "dashboard", "server"},
 ]
