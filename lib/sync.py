@@ -7,11 +7,12 @@ themselves, on evaluated arrays: a Mac's GPU may not wait for the network inside
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +130,58 @@ class World:
                 f"rank {', '.join(others)} has another {what} than rank 0; copy the same files and settings to every host"
             )
 
+    @property
+    def workers(self) -> World:
+        """Those among whom data are divided: here, every rank by itself."""
+        return self
+
+    def square_norm(self, gradients: Any) -> mx.array:
+        """The sum of the squares of summed gradients: float32 scalar, the same on every rank."""
+        return sum((mx.square(g).sum() for _, g in tree_flatten(gradients)), mx.array(0.0))
+
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A pass through the model, in which ranks may have to wait for each other. Here they do not."""
+        return contextlib.nullcontext()
+
+    # ---- Inside a graph: nothing is evaluated, and the graphs of all ranks have the same collectives in the same order
+
+    def sum_forward(self, x: mx.array) -> mx.array:
+        """The sum of all ranks' x, whose gradient is everyone's own: Megatron-LM's g (arXiv:1909.08053, section 3)."""
+        if self.size == 1:
+            return x
+        return mx.distributed.all_sum(x, group=self.group, stream=self.stream)
+
+    def sum_backward(self, x: mx.array) -> mx.array:
+        """x itself, whose gradient is summed over the ranks: Megatron-LM's f."""
+        if self.size == 1:
+            return x
+
+        @mx.custom_function
+        def pass_on(x: mx.array) -> mx.array:
+            return x
+
+        @pass_on.vjp
+        def pass_on_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
+            return mx.distributed.all_sum(cotangent, group=self.group, stream=self.stream)
+
+        return pass_on(x)
+
+    def agree_forward(self, x: mx.array) -> mx.array:
+        """Rank 0's x, whose gradient is everyone's own: for what decides, and may differ by roundings."""
+        if self.size == 1:
+            return x
+
+        @mx.custom_function
+        def agreed(x: mx.array) -> mx.array:
+            mine = x if self.rank == 0 else mx.zeros_like(x)
+            return mx.distributed.all_sum(mine, group=self.group, stream=self.stream)
+
+        @agreed.vjp
+        def agreed_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
+            return cotangent
+
+        return agreed(x)
+
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
         """Ends the block alike on all ranks: if one met a user's error, or cannot write, all raise `AgreedError`."""
@@ -168,6 +221,61 @@ class World:
         finally:
             timer.cancel()
             timer.join()
+
+
+@dataclass(frozen=True)
+class ShardedWorld(World):
+    """Ranks that hold parts of one model: every batch goes through all of them.
+
+    Args:
+        partial: parameters that every rank holds whole, but of whose gradient it makes a part.
+        divided: parameters of which every rank holds a part.
+    """
+
+    partial: frozenset[str] = frozenset()
+    divided: frozenset[str] = frozenset()
+
+    @property
+    def workers(self) -> World:
+        """All ranks as one."""
+        return Lockstep(timeout_seconds=self.timeout_seconds, backend=self.backend, ranks=self)
+
+
+def sharded(world: World, partial: Iterable[str], divided: Iterable[str]) -> ShardedWorld:
+    """The world, once its ranks hold parts of a model (lib/shard.py)."""
+    fields = {field.name: getattr(world, field.name) for field in dataclasses.fields(World)}
+    return ShardedWorld(**fields, partial=frozenset(partial), divided=frozenset(divided))
+
+
+@dataclass(frozen=True)
+class Lockstep(World):
+    """Ranks that do the same work at the same time, seen as one. What they may see differently, rank 0 says for all."""
+
+    ranks: ShardedWorld = ShardedWorld()
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        return self.ranks.all_sum(array if self.ranks.rank == 0 else mx.zeros_like(array), what)
+
+    def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
+        flat = dict(tree_flatten(gradients))
+        parts = tree_unflatten([(name, g) for name, g in flat.items() if name in self.ranks.partial])
+        total, sums = self.ranks.sum_gradients(parts, sums if self.ranks.rank == 0 else mx.zeros_like(sums))
+        return tree_unflatten(list((flat | dict(tree_flatten(total))).items())), sums
+
+    def square_norm(self, gradients: Any) -> mx.array:
+        flat = tree_flatten(gradients)
+        mine = [g for name, g in flat if name in self.ranks.divided or self.ranks.rank == 0]  # each number once
+        return self.ranks.all_sum(World.square_norm(self, mine), "the gradient's norm")
+
+    def broadcast(self, tree: Any) -> Any:
+        return self.ranks.broadcast(tree)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Ranks meet on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by."""
+        self.ranks.all_sum(mx.array(0.0), what)
+        with self.ranks.deadline(what):
+            yield
 
 
 def start(launch: Launch, timeout_seconds: float = 600.0) -> World:

@@ -9,8 +9,8 @@ import time
 from tests.tiny import ROOT
 
 FLOORS = [
-    {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine"},
-    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "merge", "compression", "ledger"},
+    {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"},
+    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "ledger"},
     {"step", "schedule", "scoring", "checkpoint"},
     {"evaluate", "report", "dashboard", "server"},
 ]

@@ -1,0 +1,259 @@
+"""A model in unequal parts is the whole model: outputs, gradients, files and memory, on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import quantize_model, save_model
+
+from lib import config, division, forward, runtime, shard, sync
+from lib import model as models
+from lib.config import UserError
+from lib.data import Batch, Example, collate
+from lib.sync import ShardedWorld, World
+from tests.tiny import model_folder
+
+mpi = pytest.mark.mpi(min_size=2)
+
+LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
+HEADS = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 2,  # one block of each kind
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+}
+MINISTRAL = {
+    "rope_theta": 1e4,
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 8,
+    "rope_type": "default",
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**LIMITS},
+    "qwen3": {"head_dim": 4, **LIMITS},
+    "qwen3_moe": {"head_dim": 4, **MOE, **LIMITS},
+    "ministral3": {"rope_parameters": MINISTRAL, "tie_word_embeddings": True, **LIMITS},
+}
+WEIGHTS = {2: [(1, 1), (1, 3)], 3: [(1, 1, 2), (5, 2, 3)]}
+UNEVEN = {2: (1, 3), 3: (5, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return sync.start(runtime.launch_environment(), timeout_seconds=60)
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_text(str(tmp_path)))
+
+
+def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, config.Model]:
+    """A model made trainable, whose trained parameters are not at a symmetric point; the same on every rank."""
+    settings = config.Model(path=str(path), **{"random_init": True, "rank": 3, **changes})
+    model = models.load(settings, seed, lazy=True)
+    models.make_trainable(model, settings, seed)
+    mx.random.seed(1)
+    model.update(
+        tree_unflatten([(name, a + 0.1 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()])
+    )
+    return model.train(), settings
+
+
+def division_of(path: Path, weights: tuple[float, ...], vocabulary: bool = False) -> division.Division:
+    return division.divide(division.shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary)
+
+
+def divide(world: World, path: Path, model: nn.Module, weights: tuple[float, ...]) -> tuple[shard.Shards, ShardedWorld]:
+    shards = shard.shard(model, division_of(path, weights), world)
+    return shards, sync.sharded(world, shards.partial, shards.parts)
+
+
+def folder_of(world: World, folder: Path, family: str) -> Path:
+    path = folder / family
+    if world.rank == 0:
+        model_folder(path, model_type=family.partition("-")[0], **HEADS, **FAMILIES[family])
+    world.gather_text("written")
+    return path
+
+
+def examples(count: int = 4) -> list[Example]:
+    random = np.random.default_rng(3)
+
+    def ids(low: int, high: int) -> np.ndarray:
+        return random.integers(2, 48, random.integers(low, high)).astype(np.int32)
+
+    return [Example(i, ids(1, 9), (ids(2, 8), ids(2, 8))) for i in range(count)]
+
+
+def batch_of(shares_prompts: bool) -> Batch:
+    return collate(examples(), 4, shares_prompts)
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[mx.array, mx.array]:
+    """A loss that gives every completion another weight, and the log-probabilities."""
+    logps = forward.completion_logps(model, inputs)
+    return (mx.arange(1.0, 1.0 + logps.size).reshape(logps.shape) * mx.square(logps / 10)).mean(), logps
+
+
+def gradients_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[mx.array, mx.array, Any]:
+    (loss, logps), gradients = nn.value_and_grad(model, loss_of)(model, inputs)
+    mx.eval(loss, logps, gradients)
+    return loss, logps, gradients
+
+
+def assert_equals_whole(
+    world: World, path: Path, weights: tuple[float, ...], shares_prompts: bool, tolerance: float = 1e-5, **changes: Any
+) -> None:
+    """Log-probabilities and every gathered gradient of the divided model against those of the whole one."""
+    whole, _ = build(path, **changes)
+    model, _ = build(path, **changes)
+    shards, together = divide(world, path, model, weights)
+    assert forward.cannot_share_prompts(whole) is None and forward.cannot_share_prompts(model) is None
+    inputs = forward.arrays_of(batch_of(shares_prompts).inputs)
+    mx.random.seed(7)
+    loss, logps, wanted = gradients_of(whole, inputs)
+    mx.random.seed(7)
+    own_loss, own_logps, gradients = gradients_of(model, inputs)
+    np.testing.assert_allclose(np.array(own_logps), np.array(logps), rtol=tolerance)
+    gradients, sums = together.workers.sum_gradients(gradients, mx.array([own_loss.item(), 1.0]))
+    assert sums.tolist() == pytest.approx([loss.item(), 1.0], rel=tolerance)  # counted once, whatever the ranks
+    norm = mx.sqrt(together.workers.square_norm(gradients)).item()
+    assert norm == pytest.approx(mx.sqrt(World().square_norm(wanted)).item(), rel=tolerance)
+    found, theirs = dict(shards.gathered(gradients)), dict(tree_flatten(wanted))
+    assert found.keys() == theirs.keys()
+    largest = max(mx.linalg.norm(gradient).item() for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        error = mx.linalg.norm(found[name] - gradient).item()
+        # A bias in front of a softmax has a gradient of nothing but roundings.
+        assert error <= tolerance * max(mx.linalg.norm(gradient).item(), 0.01 * largest), (name, error)
+
+
+@mpi
+@pytest.mark.parametrize("method", ["lora", "dora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_compute_what_the_whole_computes(world: World, folder: Path, family: str, method: str) -> None:
+    path = folder_of(world, folder, family)
+    changes: dict[str, Any] = {"method": method}
+    if (family, method) == ("qwen3_moe", "dora"):
+        changes["keys"] = ("self_attn.q_proj", "self_attn.o_proj")  # mlx-lm has no DoRA of experts
+    for i, weights in enumerate(WEIGHTS[world.size]):
+        assert_equals_whole(world, path, weights, shares_prompts=i == 1, **changes)
+    world.gather_text("compared")
+
+
+@mpi
+def test_parts_drop_what_the_whole_drops(world: World, folder: Path) -> None:
+    path = folder_of(world, folder, "qwen3_moe")
+    assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, dropout=0.3)
+    world.gather_text("compared")
+
+
+@mpi
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+    widths = {"intermediate_size": 256, "moe_intermediate_size": 96}
+    path = folder / family
+    if world.rank == 0:
+        model_folder(path, model_type=family, **(FAMILIES[family] | sizes | widths))
+        model = models.load(config.Model(path=str(path), random_init=True), 0)
+        model, stored = quantize_model(model, json.loads((path / "config.json").read_text()), 32, 4)
+        save_model(path, model)
+        (path / "config.json").write_text(json.dumps(stored))
+    world.gather_text("written")
+    for changes in ({}, {"method": "dora", "keys": ("self_attn.o_proj", "self_attn.q_proj")}):
+        assert_equals_whole(
+            world, path, UNEVEN[world.size], shares_prompts=True, tolerance=1e-4, random_init=False, **changes
+        )
+    world.gather_text("compared")
+
+
+@mpi
+def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world: World, folder: Path) -> None:
+    path = folder_of(world, folder, "llama-tied-biased")
+    whole, _ = build(path, method="full", dtype="bfloat16")
+    whole.model.norm.weight[0] = -0.0
+    model, _ = build(path, method="full", dtype="bfloat16")
+    first, _ = divide(world, path, model, (1,) * world.size)
+    gathered = dict(first.gathered(model.trainable_parameters()))
+    wanted = models.trainable(whole)
+    assert gathered.keys() == wanted.keys()
+    other, _ = build(path, seed=1, method="full", dtype="bfloat16")
+    second, _ = divide(world, path, other, UNEVEN[world.size])
+    other.update(tree_unflatten(list(second.scattered(wanted if world.rank == 0 else {}))))
+    assert {name: a.shape for name, a in models.trainable(other).items()} != {
+        name: a.shape for name, a in models.trainable(model).items()
+    }
+    for found in (gathered, dict(second.gathered(other.trainable_parameters()))):
+        for name, array in wanted.items():
+            if name != "model.norm.weight":
+                assert (
+                    np.array(mx.view(found[name], mx.uint16)).tobytes() == np.array(mx.view(array, mx.uint16)).tobytes()
+                )
+    world.gather_text("compared")
+
+
+def test_heads_and_columns_are_dealt_by_weight() -> None:
+    stored = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    shape = division.shape_of(stored)
+    assert division.divide(shape, [1, 1]) == division.Division((4, 4), (7168, 7168))
+    assert division.divide(shape, [2, 6]).kv_heads == (2, 6)
+    three = division.divide(shape, [1, 1, 1])
+    assert sum(three.kv_heads) == 8 and sum(three.mlp_columns) == 14336 and max(three.kv_heads) == 3
+    # Two heads against three are a third less; the columns make up for it.
+    sizes = [division.rank_bytes(shape, three, rank)[0] for rank in range(3)]
+    assert max(sizes) <= 1.02 * min(sizes)
+    for weights in ([1, 1], [1, 3], [3, 1, 4]):
+        dealt = division.divide(shape, weights, vocabulary=True)
+        own = np.array([division.rank_bytes(shape, dealt, rank)[0] for rank in range(len(weights))])
+        np.testing.assert_allclose(own / own.sum(), np.array(weights) / sum(weights), rtol=0.01)
+        assert own.sum() + division.rank_bytes(shape, dealt, 0)[1] == pytest.approx(2 * 8.03e9, rel=0.001)
+    quantised = division.shape_of({**stored, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
+    assert all(heads % 2 == 0 for heads in division.divide(quantised, [3, 5]).kv_heads)  # 32 inputs a head
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "message"),
+    [
+        ({"model_type": "gemma3"}, [1, 1], "type gemma3; it knows llama"),
+        ({}, [1, 1, 1], "3 ranks, but the model has only 2 KV heads; use fewer ranks"),
+        ({"quantization": {"group_size": 32, "bits": 4}}, [1, 1], "only 32 MLP columns in groups of 32"),
+        ({"intermediate_size": None}, [1, 1], "needs intermediate_size"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    tmp_path: Path, changes: dict[str, Any], weights: list[float], message: str
+) -> None:
+    stored = json.loads((model_folder(tmp_path, head_dim=32) / "config.json").read_text()) | changes
+    with pytest.raises(UserError, match=message):
+        division.divide(division.shape_of({key: value for key, value in stored.items() if value is not None}), weights)
+
+
+def test_the_smallest_share_is_one_part() -> None:
+    assert division.apportion(8, [1000, 1, 1]) == (6, 1, 1)
+    assert division.apportion(256, [1, 5], unit=32) == (32, 224)
+    assert division.apportion(7, [0, 0, 0]) == (3, 2, 2)
