@@ -46,9 +46,12 @@ class Progress:
     best_step: int | None = None
     best_loss: float | None = None
     before: dict[str, float | None] = field(default_factory=dict)  # the evaluation before the first step
+    bytes_sent: int = 0  # by rank 0, in steps and merges
     schedule: dict[str, Any] = field(
         default_factory=dict
     )  # the plans in force and to come, as lib/schedule.py keeps them
+    rounds: dict[str, Any] = field(default_factory=dict)  # of ranks that train apart, as lib/rounds.py keeps them
+    parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
     def count(self, step: int, position: Position, pairs: int, tokens: int, seconds: float, skipped: bool) -> None:
         """Adds one step."""
@@ -144,11 +147,121 @@ def save(
     return final
 
 
-def prune(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest `keep` checkpoints and the best one."""
+def prune(folder: Path, keep: int, best_step: int | None) -> list[int]:
+    """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one.
+
+    Returns the steps of those that are left.
+    """
+    newest_whole = next((path for path in _checkpoints(folder) if not _inside_a_round(path)), None)
     for path in _checkpoints(folder)[keep:]:
-        if _step(path) != best_step:
+        if _step(path) != best_step and path != newest_whole:
             shutil.rmtree(path, ignore_errors=True)
+    return [_step(path) for path in _checkpoints(folder)]
+
+
+# ---- Every rank's own part: what differs between ranks that train apart, or that compress what they send ---------------
+
+
+def save_part(folder: Path, step: int, rank: int, trees: dict[str, dict[str, mx.array]]) -> str:
+    """Writes one rank's arrays of a checkpoint, whole or not at all, on its own disk; returns their hash, "" for none.
+
+    trees: arrays by name, by what they are.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    arrays = {f"{kind}/{name}": array for kind, tree in trees.items() for name, array in tree.items()}
+    if not arrays:
+        return ""
+    path = _part(folder, step, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    try:
+        mx.save_safetensors(str(unfinished), arrays)
+        _fsync(unfinished)
+        unfinished.replace(path)
+        _fsync(path.parent)
+    except RuntimeError as error:  # what MLX raises when a write fails
+        unfinished.unlink(missing_ok=True)
+        raise OSError(None, f"cannot be written ({str(error).splitlines()[0]})", str(path)) from None
+    return _sha256(path)
+
+
+def load_part(folder: Path, step: int, rank: int) -> dict[str, dict[str, mx.array]]:
+    """What `save_part` wrote."""
+    trees: dict[str, dict[str, mx.array]] = {}
+    path = _part(folder, step, rank)
+    for name, array in mx.load(str(path)).items() if path.exists() else ():
+        kind, _, rest = name.partition("/")
+        trees.setdefault(kind, {})[rest] = array
+    mx.eval(trees)  # now: the file's place may be written anew
+    return trees
+
+
+def prune_parts(folder: Path, kept: list[int], rank: int, size: int) -> None:
+    """Removes a rank's parts of checkpoints that are gone; rank 0 removes those of ranks that are no more, too."""
+    for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
+        step, owner = (int(number) for number in re.findall(r"\d+", path.name))
+        if step not in kept and (owner == rank or (rank == 0 and owner >= size)):
+            path.unlink(missing_ok=True)
+
+
+def _part(folder: Path, step: int, rank: int) -> Path:
+    return folder / "ranks" / f"step-{step:08d}-rank-{rank:03d}.safetensors"
+
+
+def _inside_a_round(path: Path) -> bool:
+    """Whether the ranks had different weights then; of a damaged checkpoint nothing is known."""
+    try:
+        return "tail" in json.loads((path / STATE).read_text())["rounds"]
+    except (OSError, ValueError, KeyError):
+        return True
+
+
+# ---- Resume ------------------------------------------------------------------------------------------------------------
+
+
+def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
+    """The newest checkpoint that these ranks can go on from, whether with every rank's own part, and warnings.
+
+    Rank 0 has the checkpoints; each rank looks for its own part. Without all parts only a checkpoint at which the ranks
+    had the same weights will do.
+    """
+    candidates = _checkpoints(folder) if world.rank == 0 else []
+    warnings: list[str] = []
+    while True:
+        offer: dict[str, Any] = {}
+        while world.rank == 0 and candidates and not offer:
+            path = candidates.pop(0)
+            fault = _fault(path)
+            if fault is None:
+                state = json.loads((path / STATE).read_text())
+                offer = {"path": str(path), "step": _step(path), "parts": state.get("parts", [])}
+                offer["whole"] = not _inside_a_round(path)
+            else:
+                warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
+        offer = json.loads(world.broadcast_text(json.dumps(offer)))
+        if not offer:
+            return None, False, warnings
+        parts = offer["parts"]
+        if not any(parts) and offer["whole"]:
+            return Path(offer["path"]), False, warnings
+        fits = len(parts) == world.size and _has_part(folder, offer["step"], world.rank, parts[world.rank])
+        missing = [str(rank) for rank, answer in enumerate(world.gather_text("" if fits else "missing")) if answer]
+        if not missing:
+            return Path(offer["path"]), True, warnings
+        why = f"rank {', '.join(missing)}" if len(parts) == world.size else f"{len(parts)} ranks instead of {world.size}"
+        if offer["whole"]:
+            warnings.append(f"{offer['path']}: no part of {why}; all ranks go on from rank 0's optimizer")
+            return Path(offer["path"]), False, warnings
+        warnings.append(f"{offer['path']} is inside a round, and has no part of {why}; one at a round's end is taken")
+
+
+def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
+    try:
+        return expected == (_sha256(_part(folder, step, rank)) if expected else "")
+    except OSError:
+        return False
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -189,7 +302,12 @@ def resume(
     """
     optimizer.init(model.trainable_parameters())
     with world.agreeing("resuming"):
-        progress = start if newest is None else restore(newest, model, optimizer, start.data_digest)
+        progress = start
+        if newest is not None and world.rank == 0:
+            progress = restore(newest, model, optimizer, start.data_digest)
+    rank = world.broadcast_text(str(models.adapter_rank(model) or 0))
+    if int(rank) != (models.adapter_rank(model) or 0):
+        models.set_adapter_rank(model, int(rank))
     share(world, model, optimizer)
     return Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
 

@@ -39,6 +39,10 @@ class UserError(ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
 
 
+class Stopped(RuntimeError):
+    """Training cannot go on; the message says why and what to do. Exit status 1."""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line, like every other mistake of the user's."""
 
@@ -220,6 +224,23 @@ class Sync(_Section):
 
     timeout_seconds: PositiveFloat = 600.0
     """A rank that waits longer than this for the others ends with a message."""
+    compression: Literal["none", "bf16", "int8", "topk"] = "none"
+    """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent later (error feedback)."""
+    topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
+
+
+class Independent(_Section):
+    """Ranks that train apart, each at its own pace, and are merged at the end of every round."""
+
+    pairs_per_round: Positive | None = None
+    """Pairs of a round over all ranks, as whole global batches; by default the epoch."""
+    merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
+    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: svd for LoRA, else average."""
+    outer_learning_rate: PositiveFloat = 0.7
+    """Of `outer`: how much of the averaged change is taken."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Of `outer`: Nesterov momentum over the rounds."""
 
 
 class Checkpoint(_Section):
@@ -262,6 +283,7 @@ class Config(_Section):
     plan: Plan = Plan()
     cost: Cost = Cost()
     sync: Sync = Sync()
+    independent: Independent = Independent()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
 
@@ -279,6 +301,12 @@ class Config(_Section):
         ):
             raise ValueError(
                 f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes {len(plan.micro_batch_sizes)}; give one a rank"
+            )
+        if self.independent.merge in ("stack", "svd") and self.model.method != "lora":
+            raise ValueError(
+                f"independent.merge={self.independent.merge} is for model.method=lora, not {self.model.method}: "
+                + ("DoRA's magnitudes scale whole rows, so no low-rank sum is the mean; " * (self.model.method == "dora"))
+                + "take average or outer"
             )
         if self.model.dropout and self.model.gradient_checkpointing:
             # MLX's checkpoint draws a new mask when it recomputes a block: the gradients would belong to another forward pass.

@@ -52,8 +52,8 @@ def stack(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndar
     return merged
 
 
-def svd(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndarray]:
-    """LoRA layers whose A B is the best approximation, at the rank of the first, of the weighted mean of A B.
+def svd(adapters: Sequence[Adapter], weights: np.ndarray, rank: int | None = None) -> dict[str, np.ndarray]:
+    """LoRA layers whose A B is the best approximation of the weighted mean of A B at a rank, by default the adapters'.
 
     Best in the Frobenius norm (Eckart and Young, 1936). Of the many A and B with this product, those are taken that
     training goes on with: A has orthogonal columns, together as large as the mean A, and turned as near to it as they
@@ -62,7 +62,7 @@ def svd(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndarra
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
         left, right = _stacked(adapters, weights, layer)
-        mean = _factors(merged, layer)[0]
+        mean = _factors(merged, layer)[0][..., :rank]
         merged |= _named(layer, *_truncated(left, right, mean), like=adapters[0])
     return merged
 

@@ -293,7 +293,7 @@ def save_trained(model: nn.Module, settings: config.Model, folder: Path) -> None
 
 
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:
-    """Reads trained parameters into a model that `make_trainable` prepared alike.
+    """Reads trained parameters into a model that `make_trainable` prepared alike; adapters may have another rank (a stack).
 
     Raises:
         UserError: names or shapes differ; names the first of them.
@@ -308,15 +308,46 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
             raise UserError(
                 f"{where} {folder} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}"
             )
-        if loaded[name].shape != wanted[name].shape:
+        if _but_rank(name, loaded[name].shape) != _but_rank(name, wanted[name].shape):
             raise UserError(
                 f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, the model wants {wanted[name].shape}"
             )
     model.update(tree_unflatten([(name, array.astype(wanted[name].dtype)) for name, array in loaded.items()]))
 
 
+def adapter_rank(model: nn.Module) -> int | None:
+    """The rank of the model's LoRA layers, or None where it has none."""
+    ranks = (array.shape[_rank_axis(name, array.ndim)] for name, array in trainable(model).items() if ".lora_" in name)
+    return next(ranks, None)
+
+
+def set_adapter_rank(model: nn.Module, rank: int) -> None:
+    """Gives LoRA's factors another rank; they are zero until they are loaded."""
+    changed = []
+    for name, array in trainable(model).items():
+        if ".lora_" in name:
+            shape = list(array.shape)
+            shape[_rank_axis(name, array.ndim)] = rank
+            changed.append((name, mx.zeros(shape, array.dtype)))
+    model.update(tree_unflatten(changed))
+
+
+def _rank_axis(name: str, dimensions: int) -> int:
+    """lora_a is [in, r] and lora_b [r, out]; of a layer of experts [E, r, in] and [E, out, r]."""
+    return -1 if name.endswith(".lora_a") == (dimensions == 2) else -2
+
+
+def _but_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape, without the rank of LoRA's factors."""
+    if ".lora_" not in name:
+        return shape
+    axis = _rank_axis(name, len(shape)) % len(shape)
+    return shape[:axis] + shape[axis + 1 :]
+
+
 def _adapter_config(model: nn.Module, settings: config.Model) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
+    rank = adapter_rank(model) or settings.rank
+    parameters: dict[str, Any] = {"rank": rank, "scale": settings.scale, "dropout": settings.dropout}
     if settings.keys is not None:
         parameters["keys"] = list(settings.keys)
     return {

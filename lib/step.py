@@ -18,8 +18,8 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from lib import losses
-from lib.config import Train, UserError
+from lib import exchange, losses
+from lib.config import Sync, Train, UserError
 from lib.data import Batch
 from lib.forward import arrays_of, completion_logps
 from lib.sync import World
@@ -41,13 +41,15 @@ class StepResult:
     tokens: int  # of all ranks, without padding
     rank_tokens: int
     padded_tokens: int
-    compute_seconds: list[float]  # of every rank
+    rank: int  # the place of this rank in compute_seconds
+    compute_seconds: list[float]  # of every rank that took part
     sync_seconds: float
     wait_seconds: float
     peak_memory_bytes: int
+    bytes_sent: int
     traces: int  # distinct batch shapes so far: each is compiled once
 
-    def measurements(self, rank: int, seconds: float) -> dict[str, Any]:
+    def measurements(self, seconds: float) -> dict[str, Any]:
         """The fields of this rank's step record."""
         return {
             "tokens": self.rank_tokens,
@@ -56,10 +58,11 @@ class StepResult:
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             "skipped": self.skipped,
-            "compute_seconds": self.compute_seconds[rank],
+            "compute_seconds": self.compute_seconds[self.rank],
             "sync_seconds": self.sync_seconds,
             "wait_seconds": self.wait_seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
+            "bytes_sent": self.bytes_sent,
             "traces": self.traces,
         }
 
@@ -143,9 +146,23 @@ def make_optimizer(train: Train) -> optim.Optimizer:
 
 
 def make_step(
-    model: nn.Module, optimizer: optim.Optimizer, train: Train, world: World, dropout: bool
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    train: Train,
+    world: World,
+    dropout: bool,
+    sync: Sync | None = None,
+    feedback: exchange.Arrays | None = None,
 ) -> Callable[..., StepResult]:
-    """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None)."""
+    """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None).
+
+    Args:
+        world: the ranks whose gradients are summed; a rank that trains apart is alone in it.
+        sync: how the gradients travel; uncompressed by default.
+        feedback: what compression left out of this rank's gradients so far, by name; each step changes it.
+    """
+    sync, feedback = sync or Sync(), {} if feedback is None else feedback
+    place = world.rank if world.size > 1 else 0
 
     def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
         logps = completion_logps(model, inputs)
@@ -183,10 +200,10 @@ def make_step(
         compute_seconds = time.perf_counter() - started
 
         # Each rank puts its seconds in a slot of its own: after the sum all ranks know who waited for whom.
-        seconds = [compute_seconds if rank == world.rank else 0.0 for rank in range(world.size)]
-        gradients, both = world.sum_gradients(
-            gradients, mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])])
-        )
+        seconds = [compute_seconds if rank == place else 0.0 for rank in range(world.size)]
+        bytes_before = world.traffic.bytes_sent
+        both = mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])])
+        gradients, both, left_out = exchange.sum_gradients(world, gradients, both, sync, feedback)
         gradients = tree_map(lambda g: g / both[SUMS.index("count")], gradients)
         norm = mx.sqrt(sum(mx.square(g).sum() for _, g in tree_flatten(gradients)))
         mx.eval(norm, both)
@@ -198,13 +215,14 @@ def make_step(
         skipped = not (math.isfinite(totals["loss"]) and math.isfinite(norm.item()))
         rate = learning_rate(train, index, steps)
         if not skipped:
+            feedback.update(left_out)
             if train.max_grad_norm is not None:
                 factor = mx.minimum(train.max_grad_norm / (norm + 1e-6), 1.0)
                 gradients = tree_map(lambda g: g * factor, gradients)
             optimizer.learning_rate = rate
             optimizer.update(model, gradients)
             mx.async_eval(model.trainable_parameters(), optimizer.state)
-        wait_seconds = min(max(ranks_seconds) - ranks_seconds[world.rank], sync_seconds)
+        wait_seconds = min(max(ranks_seconds) - ranks_seconds[place], sync_seconds)
         return StepResult(
             means=means_of(totals, train),
             grad_norm=norm.item(),
@@ -213,10 +231,12 @@ def make_step(
             tokens=tokens,
             rank_tokens=rank_tokens,
             padded_tokens=padded_tokens,
+            rank=place,
             compute_seconds=ranks_seconds,
             sync_seconds=sync_seconds - wait_seconds,
             wait_seconds=wait_seconds,
             peak_memory_bytes=mx.get_peak_memory(),
+            bytes_sent=world.traffic.bytes_sent - bytes_before,
             traces=len(shapes),
         )
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +31,13 @@ class AgreedError(UserError):
     """A user's error that every rank knows of and leaves with; rank 0 tells it."""
 
 
+@dataclass
+class Traffic:
+    """What this rank has sent so far, as ring algorithms do it; others may send more or less."""
+
+    bytes_sent: int = 0
+
+
 @dataclass(frozen=True)
 class World:
     """This process among its peers; `group` is None in a world of one."""
@@ -41,6 +48,11 @@ class World:
     stream: Any = None
     timeout_seconds: float = 600.0
     backend: str = ""
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+    def alone(self) -> World:
+        """This rank by itself, for work that no other takes part in."""
+        return replace(self, size=1, group=None)
 
     def all_sum(self, array: mx.array, what: str) -> mx.array:
         """The sum over all ranks, evaluated. `what` names the wait if it never ends."""
@@ -50,7 +62,26 @@ class World:
         with self.deadline(what):
             total = mx.distributed.all_sum(array, group=self.group, stream=self.stream)
             mx.eval(total)
+        self.traffic.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         return total
+
+    def gather_arrays(self, arrays: list[mx.array], what: str) -> list[list[mx.array]]:
+        """Every rank's arrays, in rank order, bit for bit. They have the same shapes and types everywhere."""
+        if self.size == 1:
+            return [arrays]
+        gathered: list[list[mx.array]] = [[] for _ in range(self.size)]
+        for bucket in _buckets([array.nbytes for array in arrays]):
+            flat = mx.concatenate([mx.view(arrays[i].reshape(-1), mx.uint8) for i in bucket])
+            mx.eval(flat)
+            with self.deadline(what):
+                together = mx.distributed.all_gather(flat, group=self.group, stream=self.stream)
+                mx.eval(together)
+            self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
+            ends = np.cumsum([arrays[i].nbytes for i in bucket]).tolist()
+            for rank, theirs in enumerate(together.reshape(self.size, -1)):
+                for i, part in zip(bucket, mx.split(theirs, ends[:-1]), strict=True):
+                    gathered[rank].append(mx.view(part, arrays[i].dtype).reshape(arrays[i].shape))
+        return gathered
 
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
         """Sums a tree of float32 gradients and a float32 vector over all ranks.
@@ -59,14 +90,21 @@ class World:
         """
         if self.size == 1:
             return gradients, sums
-        leaves = [("", sums), *sorted(tree_flatten(gradients), key=lambda leaf: leaf[0])]
-        for bucket in _buckets([array.nbytes for _, array in leaves]):
-            flat = mx.concatenate([leaves[i][1].astype(mx.float32).reshape(-1) for i in bucket])
-            flat = self.all_sum(flat, "the sum of the gradients")
-            ends = np.cumsum([leaves[i][1].size for i in bucket]).tolist()
+        leaves = sorted(tree_flatten(gradients), key=lambda leaf: leaf[0])
+        sums, *summed = self.sum_arrays([sums, *(array for _, array in leaves)], "the sum of the gradients")
+        return tree_unflatten([(name, array) for (name, _), array in zip(leaves, summed, strict=True)]), sums
+
+    def sum_arrays(self, arrays: list[mx.array], what: str, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
+        """Each array's sum over all ranks, in `dtype`: it is added up in this type, hop by hop."""
+        if self.size == 1:
+            return arrays
+        summed = list(arrays)
+        for bucket in _buckets([array.size * dtype.size for array in arrays]):
+            flat = self.all_sum(mx.concatenate([arrays[i].astype(dtype).reshape(-1) for i in bucket]), what)
+            ends = np.cumsum([arrays[i].size for i in bucket]).tolist()
             for i, part in zip(bucket, mx.split(flat, ends[:-1]), strict=True):
-                leaves[i] = (leaves[i][0], part.reshape(leaves[i][1].shape))
-        return tree_unflatten(leaves[1:]), leaves[0][1]
+                summed[i] = part.reshape(arrays[i].shape)
+        return summed
 
     def broadcast(self, tree: Any) -> Any:
         """Rank 0's arrays, on every rank. Trees have the same names, shapes and dtypes everywhere."""

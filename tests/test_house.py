@@ -10,8 +10,8 @@ from tests.tiny import ROOT
 
 FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"},
-    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "ledger"},
-    {"step", "schedule", "scoring", "checkpoint"},
+    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression"},
+    {"step", "schedule", "scoring", "checkpoint", "exchange", "ledger", "rounds"},
     {"evaluate", "report", "dashboard", "server"},
 ]
 
