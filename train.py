@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from lib import command, runtime
 from lib import config as settings
-from lib.config import Config, UserError
+from lib.config import Config, Stopped, UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from lib.step import StepResult
     from lib.sync import World
 
 PREFETCHED = 2  # batches made ahead of the step
-
-
-class Stopped(RuntimeError):
-    """Training cannot go on; the message says why and what to do."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,11 +66,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
+    import numpy as np
+
     from lib import checkpoint, evaluate, forward, report, scoring, sync
     from lib import model as models
     from lib.data import collate, load_dataset, prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
+    from lib.order import micro_batches as micro_batches_of
     from lib.performance import PerformanceTracker, rewind
+    from lib.rounds import Rounds
     from lib.schedule import Schedule, first_plan
     from lib.step import make_optimizer, make_step
 
@@ -125,9 +128,6 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     with world.agreeing(f"opening {folder}"):
         lock = checkpoint.open_run(folder, config, plan.to_dict(), resume) if world.rank == 0 else None
-        newest, damaged = checkpoint.newest(folder / "checkpoints") if resume and world.rank == 0 else (None, [])
-    for warning in damaged:
-        say.warning(warning)
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
@@ -139,14 +139,22 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
 
     progress = checkpoint.Progress(data_digest=data.digest)
+    apart = Rounds(config, world, plan, model, data.lengths, steps) if plan.strategy == "independent" else None
+    feedback: dict[str, Any] = {}  # what compression left out of this rank's gradients so far
     if resume:
-        progress = checkpoint.resume(newest, model, optimizer, progress, world)
+        newest, with_parts, warnings = checkpoint.choose(folder / "checkpoints", world)
+        for warning in warnings:
+            say.warning(warning)
+        progress, own = checkpoint.resume(folder / "checkpoints", newest, with_parts, model, optimizer, progress, world)
+        feedback = own.get("feedback", {})
+        if apart is not None:
+            apart.resume(progress, own)
         if progress.schedule and not schedule.restore(progress.schedule):
             say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         with world.agreeing("going back in the logs"):
             if world.rank == 0 or hosts[world.rank] != hosts[0]:  # once on every host that has its own disk
                 for log in sorted((folder / "logs").glob("rank-*.jsonl")):
-                    rewind(log, progress.step if progress.step else -1)
+                    rewind(log, progress.steps_of(rank=int(log.stem.removeprefix("rank-"))) if progress.step else -1)
         say.line(f"resuming {folder} after step {progress.step} of {steps}")
 
     # ---- Training ----------------------------------------------------------------------------------------------------
@@ -159,10 +167,23 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         config=config.model_dump(mode="json"),
         plan=plan.to_dict(),
     )
-    take_step = make_step(model, optimizer, config.train, world, dropout=config.model.dropout > 0)
+    if apart is None:
+        take_step = make_step(model, optimizer, config.train, world, config.model.dropout > 0, config.sync, feedback)
+    else:
+        take_step = make_step(model, optimizer, config.train, world.alone(), config.model.dropout > 0, rank=world.rank)
 
     # Unlike devices pad unlike, but all ranks deal alike.
     lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
+
+    def prepared(parts: list[np.ndarray]) -> list[Any]:
+        """Micro-batches of these rows, each with its reference."""
+        return [
+            (
+                collate([data[row] for row in part.tolist()], multiple, shares_prompts),
+                None if reference is None else reference[part],
+            )
+            for part in parts
+        ]
 
     def batches() -> Iterator[tuple[int, Position, int, list[float], list[int], list[Any]]]:
         """Every step that is left: its epoch, the position after it, its pairs, what each rank's part costs, and this rank's part."""
@@ -175,96 +196,100 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             dealt, tokens = deal(rows, lengths, [rank.micro_batch_sizes for rank in schedule.at(step).ranks], cost)
             own = dealt[world.rank]
             position = advance(position, len(rows), len(data))
-            yield (
-                epoch,
-                position,
-                len(rows),
-                tokens,
-                [int(row) for part in own for row in part],
-                [
-                    (
-                        collate([data[row] for row in part.tolist()], multiple, shares_prompts),
-                        None if reference is None else reference[part],
-                    )
-                    for part in own
-                ],
-            )
+            yield epoch, position, len(rows), tokens, [int(row) for part in own for row in part], prepared(own)
 
     answers: list[list[str]] = []  # to the questions, one list an evaluation
+    latest: dict[str, float | None] = {}  # held-out metrics
 
-    def evaluate_now(step: int) -> dict[str, float | None]:
-        """Held-out metrics and greedy answers, over all ranks; recorded and printed."""
-        shares = schedule.at(step + 1).shares
-        values, texts = evaluate.held_out(model, tokenizer, valid, valid_reference, questions, config, world, shares)
+    def evaluate_now() -> dict[str, float | None]:
+        """Held-out metrics and greedy answers, over all ranks (never merged, each rank's own); recorded and printed."""
+        judges, shares = (world, schedule.at(progress.step + 1).shares) if apart is None else apart.judges()
+        values, texts = evaluate.held_out(model, tokenizer, valid, valid_reference, questions, config, judges, shares)
         answers.append(texts)
         if values:
-            tracker.record("evaluation", step=step, **values)
-            say.line(f"held out, step {step}: {report.describe(values)}", "bold")
+            tracker.record("evaluation", step=progress.steps_of(world.rank), **values)
+            say.line(f"held out, step {progress.step}: {report.describe(values)}", "bold")
         return values
 
-    def save(step: int) -> None:
-        """One checkpoint; replicas on unlike machines drift by roundings, so all take rank 0's weights first."""
-        checkpoint.share(world, model, optimizer)
-        with world.agreeing(f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"):
-            if world.rank == 0:
-                path = checkpoint.save(
-                    folder / "checkpoints", progress, model, optimizer, config, schedule.at(progress.step + 1).to_dict()
-                )
-                checkpoint.prune(folder / "checkpoints", config.checkpoint.keep, progress.best_step)
-                tracker.record("checkpoint", step=step, path=str(path))
+    def evaluate_and_save(is_due: bool, save_anyway: bool) -> None:
+        """Once in a while: held-out metrics, and a checkpoint where one is due or the model is the best so far."""
+        nonlocal latest
+        if is_due:
+            latest = evaluate_now()
+        # Rank 0's word: ranks that are never merged have losses of their own.
+        best = is_due and progress.is_best(
+            progress.step, json.loads(world.broadcast_text(json.dumps(latest))).get("loss")
+        )
+        if save_anyway or best:
+            if apart is None:  # replicas on unlike machines drift by roundings, so all take rank 0's weights first
+                checkpoint.share(world, model, optimizer)
+            own = (
+                apart.own(optimizer) if apart else {"feedback": feedback} if config.sync.compression != "none" else None
+            )
+            plan_now = schedule.at(progress.step + 1).to_dict()
+            path = checkpoint.save_all(folder / "checkpoints", world, progress, model, optimizer, config, plan_now, own)
+            if path is not None:
+                tracker.record("checkpoint", step=progress.steps_of(world.rank), path=str(path))
+
+    def learn(step: int, index: int, epoch: int, rows: list[int], micro_batches: list[Any]) -> StepResult:
+        """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0."""
+        result = take_step(index, steps, micro_batches)
+        tracker.log_batch(
+            step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
+        )
+        show(index + 1, f"{report.describe(result.means)}  {result.pairs / result.seconds:.1f} pairs/s")
+        progress.skipped_in_row = progress.skipped_in_row + 1 if result.skipped else 0
+        if result.skipped:
+            say.warning(
+                f"step {step}: loss or gradient is not finite; update {progress.skipped_in_row} in a row left out"
+            )
+        if result.skipped and progress.skipped_in_row >= config.train.max_skipped_steps:
+            raise Stopped(
+                f"{progress.skipped_in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
+                f"{config.train.max_skipped_steps}); lower train.learning_rate ({config.train.learning_rate:g}) or look at the rows in {tracker.log_path}"
+            )
+        return result
 
     if progress.step == 0:
-        progress.before = evaluate_now(0)
+        progress.before = evaluate_now()
         if not questions:
             evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "before")
-    latest = evaluate_now(steps) if progress.step >= steps else progress.before
-    with contextlib.closing(prefetch(batches(), PREFETCHED)) as upcoming, say.training(progress.step, steps) as show:
-        for epoch, position, pairs, tokens, rows, micro_batches in upcoming:
-            step, began = progress.step + 1, time.perf_counter()
-            result = take_step(progress.step, steps, micro_batches)
-            seconds = time.perf_counter() - began
-            progress.count(step, position, pairs, result.tokens, seconds, result.skipped)
-            changed = schedule.observe(step, tokens, result.compute_seconds)
-            progress.schedule = schedule.state(step)
-            tracker.log_batch(
-                step,
-                len(rows),
-                seconds,
-                **result.means,
-                **result.measurements(world.rank, seconds),
-                epoch=epoch,
-                rows=rows,
-            )
-            show(step, f"{report.describe(result.means)}  {pairs / seconds:.1f} pairs/s")
-            if changed is not None:
-                tracker.record(
-                    "plan",
-                    step=step,
-                    first_step=step + schedule.lead,
-                    shares_before=schedule.at(step).shares,
-                    **changed.to_dict(),
-                )
-                say.line(
-                    f"step {step}: from step {step + schedule.lead} on shares {' + '.join(map(str, changed.shares))}: {changed.reason}",
-                    "bold",
-                )
-            if result.skipped:
-                say.warning(
-                    f"step {step}: loss or gradient is not finite; update {progress.skipped_in_row} in a row left out"
-                )
-                if progress.skipped_in_row >= config.train.max_skipped_steps:
-                    raise Stopped(
-                        f"{progress.skipped_in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
-                        f"{config.train.max_skipped_steps}); lower train.learning_rate ({config.train.learning_rate:g}) or look at the rows in {tracker.log_path}"
-                    )
-            last = step == steps
-            if last or (config.evaluate.every and step % config.evaluate.every == 0):
-                latest = evaluate_now(step)
-                best = progress.is_best(step, latest.get("loss"))
-            else:
-                best = False
-            if last or best or step % checkpoint_every == 0:
-                save(step)
+    latest = evaluate_now() if progress.step >= steps else progress.before
+    with say.training(progress.step, steps) as show:
+        if apart is None:
+            with contextlib.closing(prefetch(batches(), PREFETCHED)) as upcoming:
+                for epoch, position, pairs, tokens, rows, micro_batches in upcoming:
+                    step = progress.step + 1
+                    result = learn(step, step - 1, epoch, rows, micro_batches)
+                    progress.count(step, position, pairs, result)
+                    changed = schedule.observe(step, tokens, result.compute_seconds)
+                    progress.schedule = schedule.state(step)
+                    if changed is not None:
+                        first = step + schedule.lead
+                        before = schedule.at(step).shares
+                        tracker.record("plan", step=step, first_step=first, shares_before=before, **changed.to_dict())
+                        shares = " + ".join(map(str, changed.shares))
+                        say.line(f"step {step}: from step {first} on shares {shares}: {changed.reason}", "bold")
+                    is_last = step == steps
+                    evaluation_due = is_last or bool(config.evaluate.every and step % config.evaluate.every == 0)
+                    evaluate_and_save(evaluation_due, is_last or step % checkpoint_every == 0)
+        else:
+
+            def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
+                rows = rows[np.argsort(lengths[rows], kind="stable")]
+                return learn(step, index, epoch, rows.tolist(), prepared(micro_batches_of(rows, micro_batch_size)))
+
+            evaluated = progress.step
+            for merged in apart.train(progress, local_step, checkpoint_every):
+                if merged is None:
+                    evaluate_and_save(False, save_anyway=True)
+                    continue
+                tracker.record("merge", step=progress.steps_of(world.rank), **merged)
+                say.line(report.describe_merge(progress.step, merged))
+                every = config.evaluate.every or steps
+                evaluation_due = progress.step == steps or progress.step // every > evaluated // every
+                evaluate_and_save(evaluation_due, save_anyway=True)
+                evaluated = progress.step
 
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves --------------------------------------------
 
@@ -272,12 +297,17 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         evaluate.show_changes(say, questions, answers[0], answers[-1], config)
     else:
         evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "after")
+    each = (
+        world.gather_long_text(json.dumps(latest), "every rank's metrics") if apart and apart.method == "none" else []
+    )
     with world.agreeing("finishing"):
+        if apart is not None and apart.method == "none":
+            models.save_trained(model, config.model, checkpoint.own_folder(folder, world.rank))
         if world.rank == 0:
             models.save_trained(model, config.model, folder)
-            summary = report.summarise(config, plan, progress, latest, time.perf_counter() - launched)
+            summary = report.summarise(config, plan, progress, latest, each, time.perf_counter() - launched)
             (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    tracker.record("end", step=progress.step)
+    tracker.record("end", step=progress.steps_of(world.rank))
     tracker.close()
     if lock is not None:
         report.plot_curves(tracker.log_path, folder / "curves.png")

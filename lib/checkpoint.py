@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib import model as models
 from lib.config import Config, UserError, dump
 from lib.order import Position
+from lib.step import StepResult
 from lib.sync import World
 
 OPTIMIZER = "optimizer.safetensors"
@@ -53,13 +54,18 @@ class Progress:
     rounds: dict[str, Any] = field(default_factory=dict)  # of ranks that train apart, as lib/rounds.py keeps them
     parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
-    def count(self, step: int, position: Position, pairs: int, tokens: int, seconds: float, skipped: bool) -> None:
+    def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:
         """Adds one step."""
         self.step, self.epoch, self.cursor = step, position.epoch, position.cursor
         self.pairs += pairs
-        self.tokens += tokens
-        self.seconds += seconds
-        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
+        self.tokens += result.tokens
+        self.seconds += result.seconds
+        self.bytes_sent += result.bytes_sent
+
+    def steps_of(self, rank: int) -> int:
+        """The last step in a rank's log: of ranks that train apart, each counts its own."""
+        local: list[int] = self.rounds.get("local_steps", [])
+        return local[rank] if rank < len(local) else self.step
 
     def is_best(self, step: int, loss: float | None) -> bool:
         """Whether the held-out loss is the lowest so far; then it is the one to beat."""
@@ -147,6 +153,39 @@ def save(
     return final
 
 
+def save_all(
+    folder: Path,
+    world: World,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    config: Config,
+    plan: dict[str, Any],
+    own: dict[str, dict[str, mx.array]] | None,
+) -> Path | None:
+    """One checkpoint of all ranks: rank 0's, and each rank's own part beside it where ranks have one. Old ones go.
+
+    Returns:
+        Rank 0's, on rank 0.
+
+    Raises:
+        AgreedError: a disk is full or not writable; earlier checkpoints are untouched.
+    """
+    what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder.parent})"
+    if own is not None:
+        with world.agreeing(what):
+            part = save_part(folder, progress.step, world.rank, own)
+        progress.parts = world.gather_text(part)
+    path, kept = None, ""
+    with world.agreeing(what):
+        if world.rank == 0:
+            path = save(folder, progress, model, optimizer, config, plan)
+            kept = json.dumps(prune(folder, config.checkpoint.keep, progress.best_step))
+    if own is not None:
+        prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
+    return path
+
+
 def prune(folder: Path, keep: int, best_step: int | None) -> list[int]:
     """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one.
 
@@ -196,6 +235,13 @@ def load_part(folder: Path, step: int, rank: int) -> dict[str, dict[str, mx.arra
         trees.setdefault(kind, {})[rest] = array
     mx.eval(trees)  # now: the file's place may be written anew
     return trees
+
+
+def own_folder(folder: Path, rank: int) -> Path:
+    """Where a run keeps one rank's own adapter, if ranks have one."""
+    own = folder / "ranks" / f"rank-{rank:03d}"
+    own.mkdir(parents=True, exist_ok=True)
+    return own
 
 
 def prune_parts(folder: Path, kept: list[int], rank: int, size: int) -> None:
@@ -250,7 +296,9 @@ def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
         missing = [str(rank) for rank, answer in enumerate(world.gather_text("" if fits else "missing")) if answer]
         if not missing:
             return Path(offer["path"]), True, warnings
-        why = f"rank {', '.join(missing)}" if len(parts) == world.size else f"{len(parts)} ranks instead of {world.size}"
+        why = (
+            f"rank {', '.join(missing)}" if len(parts) == world.size else f"{len(parts)} ranks instead of {world.size}"
+        )
         if offer["whole"]:
             warnings.append(f"{offer['path']}: no part of {why}; all ranks go on from rank 0's optimizer")
             return Path(offer["path"]), False, warnings
@@ -293,9 +341,18 @@ def restore(path: Path, model: nn.Module, optimizer: optim.Optimizer, data_diges
 
 
 def resume(
-    newest: Path | None, model: nn.Module, optimizer: optim.Optimizer, start: Progress, world: World
-) -> Progress:
-    """Takes every rank to rank 0's newest checkpoint; to `start`, as training would begin, where there is none.
+    folder: Path,
+    newest: Path | None,
+    with_parts: bool,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    start: Progress,
+    world: World,
+) -> tuple[Progress, dict[str, dict[str, mx.array]]]:
+    """Takes every rank to the checkpoint that `choose` chose; to `start`, as training would begin, where there is none.
+
+    Returns:
+        How far it was, and this rank's own part.
 
     Raises:
         AgreedError: as `restore`.
@@ -305,11 +362,17 @@ def resume(
         progress = start
         if newest is not None and world.rank == 0:
             progress = restore(newest, model, optimizer, start.data_digest)
-    rank = world.broadcast_text(str(models.adapter_rank(model) or 0))
-    if int(rank) != (models.adapter_rank(model) or 0):
-        models.set_adapter_rank(model, int(rank))
+    rank = int(world.broadcast_text(str(models.adapter_rank(model) or 0)))
+    if rank != (models.adapter_rank(model) or 0):
+        models.set_adapter_rank(model, rank)
     share(world, model, optimizer)
-    return Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
+    progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
+    own = load_part(folder, progress.step, world.rank) if with_parts else {}
+    if "weights" in own:
+        model.update(tree_unflatten(list(own["weights"].items())))
+    if "optimizer" in own:
+        optimizer.state = tree_unflatten(list(own["optimizer"].items()))
+    return progress, own
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:

@@ -278,8 +278,8 @@ class Config(_Section):
     model: Model
     data: Data
     train: Train = Train()
-    strategy: Literal["auto", "synchronous"] = "auto"
-    """How the machines work together: `synchronous` sums the gradients of every step; `auto` is that, too."""
+    strategy: Literal["auto", "independent", "synchronous"] = "auto"
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges; `auto` is synchronous."""
     plan: Plan = Plan()
     cost: Cost = Cost()
     sync: Sync = Sync()
@@ -305,7 +305,10 @@ class Config(_Section):
         if self.independent.merge in ("stack", "svd") and self.model.method != "lora":
             raise ValueError(
                 f"independent.merge={self.independent.merge} is for model.method=lora, not {self.model.method}: "
-                + ("DoRA's magnitudes scale whole rows, so no low-rank sum is the mean; " * (self.model.method == "dora"))
+                + (
+                    "DoRA's magnitudes scale whole rows, so no low-rank sum is the mean; "
+                    * (self.model.method == "dora")
+                )
                 + "take average or outer"
             )
         if self.model.dropout and self.model.gradient_checkpointing:

@@ -55,7 +55,8 @@ def sum_gradients(
     if world.size == 1 or settings.compression == "none":
         return *world.sum_gradients(gradients, sums), {}
     what, leaves = "the sum of the gradients", dict(sorted(tree_flatten(gradients)))
-    sums, left_out = world.all_sum(sums, what), {}
+    left_out: Arrays = {}
+    sums = world.all_sum(sums, what)
     if settings.compression == "bf16":
         summed = world.sum_arrays(list(leaves.values()), what, mx.bfloat16)
         total = {name: array.astype(mx.float32) for name, array in zip(leaves, summed, strict=True)}

@@ -65,8 +65,14 @@ def open_round(
     return Round(first_step, step, np.concatenate(batches), np.concatenate(epochs), edges)
 
 
+def is_tail(round: Round, pending: np.ndarray) -> bool:
+    """Whether what is pending is all that comes after some whole global batch."""
+    start = len(round.rows) - len(pending)
+    return start in round.edges and bool((pending == np.arange(start, len(round.rows))).all())
+
+
 def deal_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> list[list[Chunk]]:
-    """Every rank's chunks: of each global batch its share, whatever its speed. The same again after any whole batch."""
+    """Every rank's chunks: of each global batch its share, whatever its speed. `pending` is a tail of whole ones."""
     queues: list[list[Chunk]] = [[] for _ in shares]
     for start, end in pairwise(round.edges.tolist()):
         if not len(pending) or end <= pending[0]:

@@ -358,6 +358,8 @@ def plan_run(
         calibrated=_measured_for(key, choice),
         gradient_checkpointing=checkpointed,
     )
+    if config.strategy == "independent":
+        plan = replace(plan, strategy="independent")
     return replace(plan, predictions=_predict(plan, _sync_seconds(calibrations, backend, plan.curves)))
 
 

@@ -121,6 +121,14 @@ def describe(values: dict[str, float | None]) -> str:
     return "  ".join(shown)
 
 
+def describe_merge(step: int, merged: dict[str, Any]) -> str:
+    """One line of a merge record."""
+    shown = [f"{' + '.join(map(str, merged['pairs']))} pairs", f"{merged['bytes_sent']:,} bytes sent"]
+    if merged["error"] is not None:
+        shown.append(f"error {merged['error']:.1e}")
+    return f"step {step}: merged by {merged['method']}: {', '.join(shown)}"
+
+
 def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, valid: Dataset | None, steps: int) -> None:
     """Derived, printed, then run: what the data and the settings come to."""
     batch = config.train.global_batch_size
@@ -222,9 +230,13 @@ def summarise(
     plan: ClusterPlan,
     progress: checkpoint.Progress,
     after: dict[str, float | None],
+    each: Sequence[str],
     wall_seconds: float,
 ) -> dict[str, Any]:
-    """The final figures, as summary.json holds them; held-out ones where there is held-out data."""
+    """The final figures, as summary.json holds them; held-out ones where there is held-out data.
+
+    each: every rank's own metrics as JSON, where ranks were never merged (the run's are rank 0's).
+    """
     keys = ("loss", "reward_accuracy", "reward_margin", "kl")
     speed = progress.pairs / progress.seconds if progress.seconds else 0.0
     return {
@@ -247,6 +259,8 @@ def summarise(
         **{f"{key}_before": progress.before.get(key) for key in keys},
         "exact_match_before": progress.before.get("exact_match"),
         "exact_match_after": after.get("exact_match"),
+        "bytes_sent": progress.bytes_sent,
+        **({"ranks": [json.loads(metrics) for metrics in each]} if each else {}),
     }
 
 

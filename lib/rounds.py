@@ -17,8 +17,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from lib import exchange, ledger, merge
 from lib import model as models
@@ -71,7 +72,9 @@ class Rounds:
 
     # ---- Training
 
-    def train(self, progress: Progress, local_step: LocalStep, checkpoint_every: int) -> Iterator[dict[str, Any] | None]:
+    def train(
+        self, progress: Progress, local_step: LocalStep, checkpoint_every: int
+    ) -> Iterator[dict[str, Any] | None]:
         """Trains until the run's last step, and counts in `progress`.
 
         Yields whenever the ranks stand still together: at a round's end the figures of the merge, inside a round, where
@@ -90,7 +93,7 @@ class Rounds:
             while len(self.pending):
                 target = (saved // checkpoint_every + 1) * checkpoint_every
                 self._work_and_meet(progress, local_step, target)
-                if len(self.pending) and progress.step >= target - self.follows_speed:
+                if len(self.pending) and progress.step > saved and progress.step >= target - self.follows_speed:
                     saved = max(progress.step, target)
                     yield None
             began = time.perf_counter()
@@ -131,9 +134,7 @@ class Rounds:
             if faults:
                 raise kind("; ".join(faults) if self.world.size > 1 else faults[0].partition(": ")[2])
         done = [answer["steps"] for answer in answers]
-        pairs = [
-            sum(len(chunk.places) for chunk in queue[:count]) for queue, count in zip(queues, done, strict=True)
-        ]
+        pairs = [sum(len(chunk.places) for chunk in queue[:count]) for queue, count in zip(queues, done, strict=True)]
         self.pending = ledger.left_over(self.pending, queues, done)
         self.trained = [[p + more, s + n] for (p, s), more, n in zip(self.trained, pairs, done, strict=True)]
         self.local_steps = [steps + more for steps, more in zip(self.local_steps, done, strict=True)]
@@ -150,7 +151,7 @@ class Rounds:
         batch_size, left = self.config.train.global_batch_size, len(self.pending)
         patience = PATIENCE * self.world.timeout_seconds
         to_checkpoint = target - self._place()[0]
-        if not self.follows_speed:
+        if not self.follows_speed and ledger.is_tail(self.round, self.pending):
             queues = ledger.deal_planned(self.round, self.pending, self.shares)
             slowest = max((n / v for n, v in zip(self.shares, self.speeds, strict=True) if v), default=None)
             batches = FIRST_STEPS if slowest is None else max(1, int(patience / slowest))
@@ -240,26 +241,37 @@ class Rounds:
             known |= {"first_step": self.round.first_step, "trained": self.trained}
         return known
 
-    def own(self, optimizer_state: exchange.Arrays) -> dict[str, exchange.Arrays]:
+    def judges(self) -> tuple[World, list[int]]:
+        """Who evaluates, and in which shares: all together, but each its own where nothing is merged."""
+        return (self.world.alone(), [1]) if self.method == "none" else (self.world, self.shares)
+
+    def own(self, optimizer: optim.Optimizer) -> dict[str, exchange.Arrays]:
         """What this rank alone knows; rank 0's weights and optimizer are in the checkpoint itself."""
         own = {"momentum": self.momentum, "feedback": self.feedback}
         if self.is_inside:
             own["start"] = self.start
         if self.world.rank:
-            own |= {"weights": models.trainable(self.model), "optimizer": optimizer_state}
+            own |= {"weights": models.trainable(self.model), "optimizer": dict(tree_flatten(optimizer.state))}
         return own
 
-    def restore(self, state: dict[str, Any], own: dict[str, exchange.Arrays]) -> None:
-        """Takes up what a checkpoint has, in a world of the same size."""
+    def resume(self, progress: Progress, own: dict[str, exchange.Arrays]) -> None:
+        """Takes up what a checkpoint has; in a world of another size it is one from between two rounds.
+
+        A synchronous run's is one, too: the ranks part where it stood.
+        """
+        if progress.step < self.steps and to_rank(self.model, self.config.model.rank):
+            mx.eval(self.model.trainable_parameters())
         self.momentum, self.feedback = own.get("momentum", {}), own.get("feedback", {})
-        self.local_steps = state["local_steps"]
-        if self.follows_speed:
+        state = progress.rounds
+        self.local_steps = [progress.steps_of(rank) for rank in range(self.world.size)]
+        if state and self.follows_speed and len(state["shares"]) == self.world.size:
             self.shares, self.speeds = state["shares"], state["speeds"]
         if "tail" in state:
             self._read(state["first_step"])
             assert self.round is not None
             self.pending = ledger.from_state(state["scattered"], state["tail"], len(self.round.rows))
             self.trained, self.start = state["trained"], own["start"]
+        progress.rounds = self.state()
 
     # ---- Merging
 

@@ -38,6 +38,8 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool
+    seconds: float
+    pairs: int  # of all ranks
     tokens: int  # of all ranks, without padding
     rank_tokens: int
     padded_tokens: int
@@ -49,12 +51,12 @@ class StepResult:
     bytes_sent: int
     traces: int  # distinct batch shapes so far: each is compiled once
 
-    def measurements(self, seconds: float) -> dict[str, Any]:
+    def measurements(self) -> dict[str, Any]:
         """The fields of this rank's step record."""
         return {
             "tokens": self.rank_tokens,
             "padded_tokens": self.padded_tokens,
-            "tokens_per_second": self.rank_tokens / seconds,
+            "tokens_per_second": self.rank_tokens / self.seconds,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             "skipped": self.skipped,
@@ -153,6 +155,7 @@ def make_step(
     dropout: bool,
     sync: Sync | None = None,
     feedback: exchange.Arrays | None = None,
+    rank: int | None = None,
 ) -> Callable[..., StepResult]:
     """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None).
 
@@ -160,9 +163,10 @@ def make_step(
         world: the ranks whose gradients are summed; a rank that trains apart is alone in it.
         sync: how the gradients travel; uncompressed by default.
         feedback: what compression left out of this rank's gradients so far, by name; each step changes it.
+        rank: among all ranks, which draw different dropout masks; by default world.rank.
     """
     sync, feedback = sync or Sync(), {} if feedback is None else feedback
-    place = world.rank if world.size > 1 else 0
+    rank = world.rank if rank is None else rank
 
     def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
         logps = completion_logps(model, inputs)
@@ -183,7 +187,7 @@ def make_step(
         mx.reset_peak_memory()
         model.train()
         if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
-            mx.random.seed(int(np.random.SeedSequence([train.seed, index, world.rank]).generate_state(1)[0]))
+            mx.random.seed(int(np.random.SeedSequence([train.seed, index, rank]).generate_state(1)[0]))
         gradients, sums = zeros, mx.zeros(len(SUMS))
         rank_tokens = padded_tokens = 0
         for batch, reference in batches:
@@ -200,7 +204,7 @@ def make_step(
         compute_seconds = time.perf_counter() - started
 
         # Each rank puts its seconds in a slot of its own: after the sum all ranks know who waited for whom.
-        seconds = [compute_seconds if rank == place else 0.0 for rank in range(world.size)]
+        seconds = [compute_seconds if other == world.rank else 0.0 for other in range(world.size)]
         bytes_before = world.traffic.bytes_sent
         both = mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])])
         gradients, both, left_out = exchange.sum_gradients(world, gradients, both, sync, feedback)
@@ -222,8 +226,10 @@ def make_step(
             optimizer.learning_rate = rate
             optimizer.update(model, gradients)
             mx.async_eval(model.trainable_parameters(), optimizer.state)
-        wait_seconds = min(max(ranks_seconds) - ranks_seconds[place], sync_seconds)
+        wait_seconds = min(max(ranks_seconds) - ranks_seconds[world.rank], sync_seconds)
         return StepResult(
+            seconds=time.perf_counter() - started,
+            pairs=int(totals["pairs"]),
             means=means_of(totals, train),
             grad_norm=norm.item(),
             learning_rate=rate,
@@ -231,7 +237,7 @@ def make_step(
             tokens=tokens,
             rank_tokens=rank_tokens,
             padded_tokens=padded_tokens,
-            rank=place,
+            rank=world.rank,
             compute_seconds=ranks_seconds,
             sync_seconds=sync_seconds - wait_seconds,
             wait_seconds=wait_seconds,

@@ -51,8 +51,8 @@ class World:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     def alone(self) -> World:
-        """This rank by itself, for work that no other takes part in."""
-        return replace(self, size=1, group=None)
+        """A world of this rank by itself, for work that no other takes part in."""
+        return replace(self, rank=0, size=1, group=None)
 
     def all_sum(self, array: mx.array, what: str) -> mx.array:
         """The sum over all ranks, evaluated. `what` names the wait if it never ends."""
