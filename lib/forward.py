@@ -253,32 +253,34 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     size = -(-len(targets) // pieces)
     chunks = [(hidden[i : i + size], targets[i : i + size]) for i in range(0, len(targets), size)]
     if not model.training:
-        return mx.concatenate([_logps(head(h), t)[0] for h, t in chunks])
+        return mx.concatenate([_logps(head(h), t) for h, t in chunks])
     if _is_frozen(model):
         return mx.concatenate([_logps_and_slope(head, h, t) for h, t in chunks])
     if len(chunks) == 1:
-        return _logps(head(hidden), targets)[0]
+        return _logps(head(hidden), targets)
     return mx.concatenate([_checkpointed(model, head, h, t) for h, t in chunks])
 
 
-def _logps(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of the targets and the logarithm of the partition function, float32 [M] each."""
-    partition = mx.logsumexp(logits.astype(mx.float32), axis=-1)
-    return mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1).astype(mx.float32) - partition, partition
+def _logps(logits: mx.array, targets: mx.array) -> mx.array:
+    """Log-probabilities of the targets, float32 [M]."""
+    if mx.default_device() == mx.cpu:  # elsewhere one kernel, which accumulates in float32 without such a copy
+        logits = logits.astype(mx.float32)
+    return -mx.fast.cross_entropy(logits, targets)
 
 
 @mx.compile
-def _slope_of_logits(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
+def _slope_of_logits(logits: mx.array, targets: mx.array, logps: mx.array) -> mx.array:
     """d logp / d logits: one at the target, minus the probabilities."""
+    partition = mx.take_along_axis(logits, targets[:, None], axis=-1).astype(mx.float32) - logps[:, None]
     is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
-    return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
+    return (is_target - mx.exp(logits.astype(mx.float32) - partition)).astype(logits.dtype)
 
 
 def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
     still = mx.stop_gradient(hidden)
     logits = head(still)
-    logps, partition = _logps(logits, targets)
-    _, (slope,) = mx.vjp(head, [still], [_slope_of_logits(logits, targets, partition)])
+    logps = _logps(logits, targets)
+    _, (slope,) = mx.vjp(head, [still], [_slope_of_logits(logits, targets, logps)])
     # The logits are needed by both; in this order they can be let go before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
 
@@ -299,7 +301,7 @@ def _checkpointed(model: nn.Module, head: Head, hidden: mx.array, targets: mx.ar
     def logps(parameters: dict[str, mx.array], hidden: mx.array) -> mx.array:
         model.update(tree_unflatten(list(parameters.items())))
         try:
-            return _logps(head(hidden), targets)[0]
+            return _logps(head(hidden), targets)
         finally:
             model.update(tree_unflatten(list(before.items())))
 

@@ -108,6 +108,18 @@ def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
     assert resumed.returncode == 0
 
 
+def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=6", "checkpoint.every=3"]
+    for name, compiled in (("plain", "false"), ("compiled", "true"), ("resumed", "true")):
+        tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])
+    runs = tmp_path / "runs"
+    shutil.rmtree(runs / "resumed" / "checkpoints" / "step-00000006")
+    (runs / "resumed" / "adapters.safetensors").unlink()
+    tiny.train(tmp_path, ["--resume", str(runs / "resumed")])
+    assert difference(runs / "plain", runs / "compiled") < 1e-5
+    assert difference(runs / "compiled", runs / "resumed") == 0.0
+
+
 def test_resume_on_another_world_trains_every_example_exactly_once(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path, rows=43), "train.epochs=2", "checkpoint.every=2"]
     tiny.train(tmp_path, [*words, "run.name=whole"])
