@@ -16,10 +16,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test calibrate bench lint clean
+.PHONY: help setup train test launch calibrate bench lint clean
 
 help:
-	@echo "make setup | train | test | calibrate | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | launch | calibrate | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -45,9 +45,14 @@ test: setup
 	$(BIN)/mpirun -n 2 $(MPI_PYTEST)
 	$(BIN)/mpirun -n 3 $(MPI_PYTEST)
 
-# HOSTS=hostfile (Open MPI's form) measures all hosts: each alone, then together.
+# make launch HOSTS=hostfile ARGS="--config ..." trains on all of them; OPTIONS="--backend mpi --max-restarts 3" is for ./launch.
+launch: setup
+	./launch --hostfile $(or $(HOSTS),hostfile) $(OPTIONS) -- train.py $(ARGS)
+
+# HOSTS=hostfile (Open MPI's form) measures all hosts: each alone, then together. Without "slot", the policy above
+# would put every rank on the first host.
 calibrate: setup
-	$(if $(HOSTS),$(BIN)/mpirun --hostfile $(HOSTS)) $(BIN)/python benchmarks/calibrate.py $(ARGS)
+	$(if $(HOSTS),$(BIN)/mpirun --hostfile $(HOSTS) --map-by slot:oversubscribe) $(BIN)/python benchmarks/calibrate.py $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/quickstart.py $(ARGS)

@@ -68,7 +68,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     import numpy as np
 
-    from lib import checkpoint, evaluate, forward, report, scoring, sync
+    from lib import checkpoint, evaluate, forward, heartbeat, report, scoring, sync
     from lib import model as models
     from lib.data import collate, load_dataset, prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
@@ -128,6 +128,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     with world.agreeing(f"opening {folder}"):
         lock = checkpoint.open_run(folder, config, plan.to_dict(), resume) if world.rank == 0 else None
+    heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 

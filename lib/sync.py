@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from lib import heartbeat
 from lib.config import UserError
 from lib.runtime import Launch
 
@@ -255,7 +256,8 @@ class World:
         timer.daemon = True
         timer.start()
         try:
-            yield
+            with heartbeat.waiting(what):
+                yield
         finally:
             timer.cancel()
             timer.join()
@@ -322,6 +324,7 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     Raises:
         RuntimeError: the backend is not there, or the world has another size than the launcher said.
     """
+    heartbeat.start(launch.rank)
     if launch.size == 1:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu

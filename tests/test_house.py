@@ -9,9 +9,10 @@ import time
 from tests.tiny import ROOT
 
 FLOORS = [
-    {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"},
+    {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
+    | {"heartbeat", "watch", "agent"},
     {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression"},
-    {"step", "schedule", "scoring", "checkpoint", "exchange", "ledger", "rounds"},
+    {"step", "schedule", "scoring", "checkpoint", "exchange", "ledger", "rounds", "launcher", "preflight"},
     {"evaluate", "report", "dashboard", "server"},
 ]
 

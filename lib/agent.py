@@ -1,0 +1,286 @@
+"""One host's end of a launch: starts its ranks, passes on what they say, and ends them.
+
+    python -m lib.agent                          the launcher starts this on every host, over ssh
+    python -m lib.agent rank -- COMMAND ...      what mpirun starts for each rank: joins its output to this host's agent
+
+The launcher's words come in on the standard input, one JSON object a line, and the answers leave on the standard
+output; no word of a command ever passes a shell. When the input ends, or the launcher is silent for too long, every
+rank of this host is ended: a launcher that is killed, or a cable that is cut, leaves no process behind.
+
+Only the standard library is imported: an agent is there in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lib.heartbeat import ADDRESS, SECONDS, agent_folder
+
+CHUNK_BYTES = 2**16
+LINE_BYTES = 2**26  # of the launcher's words
+
+
+class Agent:
+    """The ranks of this host."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
+        self.typed_all = asyncio.Event()
+        self.processes: dict[int | None, asyncio.subprocess.Process] = {}  # None: mpirun
+        self.pids: dict[int, int] = {}  # of every rank of this host, whoever started it
+        self.folder: Path | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.heard = time.monotonic()
+        self.silent_seconds = 60.0
+        self.typed: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's input
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self.writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+    async def start(
+        self,
+        address: str,
+        processes: list[dict[str, Any]],
+        files: dict[str, str],
+        directory: str,
+        silent_seconds: float,
+        nice: int | None,
+        awake: bool,
+    ) -> None:
+        """Starts processes, after writing the `files` that they read into this agent's folder."""
+        self.silent_seconds = silent_seconds
+        if nice is not None:
+            self._be_nice(nice)
+        if awake and sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
+            subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
+        os.environ[ADDRESS] = address
+        self.folder = Path(agent_folder())
+        self.folder.mkdir(mode=0o700)
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
+        await asyncio.start_unix_server(self._accept, self.folder / "agent", limit=LINE_BYTES)
+        for process in processes:
+            await self._start_process(process["rank"], process["command"], process["environment"], directory)
+
+    async def _start_process(
+        self, rank: int | None, command: list[str], environment: dict[str, str], directory: str
+    ) -> None:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **environment},
+                cwd=directory,
+                start_new_session=True,  # its children are ended with it
+                limit=LINE_BYTES,
+            )
+        except OSError as error:
+            self.say("output", rank=rank, stream="stderr", text=f"{command[0]}: {error.strerror}")
+            self.say("exit", rank=rank, status=127)
+            return
+        self.processes[rank] = process
+        if rank is not None:
+            self.pids[rank] = process.pid
+        if process.stdin is not None:
+            self.typed.set_result(process.stdin)
+        assert process.stdout is not None and process.stderr is not None
+        relays = [self._relay(process.stdout, rank, "stdout"), self._relay(process.stderr, rank, "stderr")]
+        self._task(self._see_off(rank, process, asyncio.gather(*relays)))
+
+    async def _see_off(self, rank: int | None, process: asyncio.subprocess.Process, relays: Any) -> None:
+        status = await process.wait()
+        # What it left in its pipes; a child of it that lives on holds them open, and is not waited for.
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(relays, 1.0)
+        self.say("exit", rank=rank, status=status)
+        _signal_group(process.pid, signal.SIGKILL)
+
+    async def _relay(self, reader: asyncio.StreamReader, rank: int | None, stream: str) -> None:
+        """Passes on whole lines, and a last one without its end."""
+        rest = b""
+        while chunk := await reader.read(CHUNK_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > CHUNK_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self.say("output", rank=rank, stream=stream, text=line.decode(errors="replace"))
+            await self.writer.drain()
+        if rest:
+            self.say("output", rank=rank, stream=stream, text=rest.decode(errors="replace"))
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A rank's heart, or the output of one that mpirun started."""
+        try:
+            hello = json.loads(await reader.readline())
+            if hello["kind"] == "input":  # not by mpirun, which loses what comes after 64 kB
+                self.typed.set_result(writer)
+                await self.typed_all.wait()
+            elif hello["kind"] == "output":
+                self.pids[hello["rank"]] = hello["pid"]
+                await self._relay(reader, hello["rank"], hello["stream"])
+            else:
+                while line := await reader.readline():
+                    facts = json.loads(line)
+                    self.pids[facts["rank"]] = facts["pid"]
+                    self.say("beat", **facts)
+        except (ValueError, KeyError, ConnectionError):
+            pass  # a rank that died in the middle of a word: its exit tells more
+        finally:
+            writer.close()
+
+    async def watch(self) -> None:
+        """Tells that this host lives, and which of its ranks are stopped or gone; ends them if the launcher is silent."""
+        while True:
+            self.say("alive", states={rank: _state(pid) for rank, pid in self.pids.items()})
+            await asyncio.sleep(SECONDS)
+            if time.monotonic() - self.heard > self.silent_seconds:
+                return
+
+    async def end(self, number: int, grace_seconds: float) -> None:
+        """Signals every rank, and kills what is left after the grace. mpirun is told first: it ends its ranks itself."""
+        for rank, process in self.processes.items():
+            if process.returncode is None:
+                _signal_group(process.pid, number if rank is not None else signal.SIGTERM)
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline and self._left():
+            await asyncio.sleep(0.02)
+        for pid in self._left():
+            _signal_group(pid, signal.SIGKILL)
+        while self._left() and time.monotonic() < deadline + 2:
+            await asyncio.sleep(0.02)
+
+    def _left(self) -> list[int]:
+        started = [process.pid for process in self.processes.values() if process.returncode is None]
+        return started + [pid for pid in self.pids.values() if pid not in started and _state(pid) != "gone"]
+
+    async def type(self, text: str | None) -> None:
+        """Hands input on to rank 0; None ends it."""
+        writer = await self.typed
+        with contextlib.suppress(ConnectionError):
+            if text is None:
+                writer.close()
+                self.typed_all.set()
+            else:
+                writer.write(base64.b64decode(text))
+                await writer.drain()
+        self.say("typed")
+
+    def _be_nice(self, nice: int) -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        except PermissionError:
+            asked = ["sudo", "-n", "renice", "-n", str(nice), "-p", str(os.getpid())]
+            if shutil.which("sudo") is None or subprocess.run(asked, capture_output=True).returncode:
+                self.say(
+                    "warning", text=f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
+                )
+
+    def _task(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+
+async def serve() -> None:
+    """Obeys the launcher until its words end."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
+    agent = Agent(asyncio.StreamWriter(transport, protocol, None, loop))
+    for number in (signal.SIGINT, signal.SIGHUP):  # ssh is gone: so is the input
+        loop.add_signal_handler(number, lambda: None)
+    loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
+    agent.say("hello", host=socket.gethostname())
+
+    typing: list[asyncio.Future[None]] = []
+    ending: list[asyncio.Future[None]] = []
+
+    async def obey() -> None:
+        while line := await reader.readline():
+            agent.heard = time.monotonic()
+            words = json.loads(line)
+            kind = words.pop("kind")
+            if kind == "start":
+                await agent.start(**words)
+            elif kind == "typed":
+                typing.append(asyncio.ensure_future(agent.type(words["text"])))
+            elif kind == "end":
+                ending.append(asyncio.ensure_future(_end(agent, **words)))
+
+    obeying, watching = asyncio.ensure_future(obey()), asyncio.ensure_future(agent.watch())
+    try:
+        await asyncio.wait({obeying, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await agent.end(signal.SIGTERM, grace_seconds=1.0)
+        if agent.folder is not None:
+            shutil.rmtree(agent.folder, ignore_errors=True)
+        os._exit(0)  # the output may be a connection that nobody reads any more
+
+
+async def _end(agent: Agent, number: int, grace_seconds: float) -> None:
+    await agent.end(number, grace_seconds)
+    while agent.tasks:  # the exits are told before
+        await asyncio.sleep(0.01)
+    agent.say("ended")
+
+
+def _state(pid: int) -> str:
+    """running, stopped (by a signal, or in a debugger) or gone."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        if Path("/proc/self").exists():
+            return "gone"
+        told = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+        letter = told[:1] or "Z"
+    except ProcessLookupError:
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "running")
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(os.getpgid(pid), number)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)  # its first process is gone, a child lives
+
+
+def become_rank(command: list[str]) -> None:
+    """Joins this process's output to the agent's socket, and becomes the command."""
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    for descriptor, stream in enumerate(("stdin", "stdout", "stderr")):
+        if descriptor == 0 and rank > 0:
+            continue
+        joined = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        joined.connect(f"{agent_folder()}/agent")
+        kind = "input" if descriptor == 0 else "output"
+        joined.sendall(json.dumps({"kind": kind, "rank": rank, "stream": stream, "pid": os.getpid()}).encode() + b"\n")
+        os.dup2(joined.fileno(), descriptor)
+        joined.close()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:3] == ["rank", "--"]:
+        become_rank(sys.argv[3:])
+    else:
+        asyncio.run(serve())

@@ -1,0 +1,109 @@
+"""What is wrong with a running world, from what its hosts and ranks were last heard to say. A pure function."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class HostSeen:
+    """What the launcher knows of a host."""
+
+    name: str
+    heard: float  # when its agent last spoke, in seconds of the launcher's clock
+    closed: bool = False  # the connection ended
+
+
+@dataclass
+class RankSeen:
+    """What the launcher knows of a rank."""
+
+    rank: int
+    host: str
+    status: int | None = None  # once it ended; negative: by that signal
+    stopped_since: float | None = None
+    waiting: str | None = None  # what it waits for, in the words of lib/sync.py
+    waiting_since: float = 0.0
+    beats: bool = False  # it is one of ours, and tells what it waits for
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a world cannot go on. kind: died, lost, silent, stopped, late, wedged."""
+
+    kind: str
+    message: str
+    hosts: tuple[str, ...]  # those to blame; all of them if nobody can tell
+
+
+def diagnose(
+    now: float,
+    hosts: Mapping[str, HostSeen],
+    ranks: Sequence[RankSeen],
+    silent_seconds: float,
+    wedged_seconds: float,
+) -> Fault | None:
+    """The first thing that is wrong, the surest kind first; None if nothing is.
+
+    Args:
+        silent_seconds: a host that says nothing, or a rank that is stopped, for longer is given up.
+        wedged_seconds: so is a wait for other ranks that goes on for longer.
+    """
+    died = [rank for rank in ranks if rank.status]
+    if died:
+        return Fault("died", "; ".join(map(_death, died)), tuple({rank.host for rank in died}))
+    working = [rank for rank in ranks if rank.status is None]
+    for host in hosts.values():
+        mine = [str(rank.rank) for rank in working if rank.host == host.name]
+        if not mine:
+            continue
+        if host.closed:
+            told = f"the connection to {host.name} ended (rank {', '.join(mine)}): it is off, or its sshd was stopped"
+            return Fault("lost", told, (host.name,))
+        if now - host.heard > silent_seconds:
+            told = f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.heard:.1f} s: it sleeps, is off, or is cut off"
+            return Fault("silent", told, (host.name,))
+    for rank in working:
+        if rank.stopped_since is not None and now - rank.stopped_since > silent_seconds:
+            told = f"rank {rank.rank} on {rank.host} has been stopped for {now - rank.stopped_since:.1f} s (SIGSTOP, Ctrl-Z, a debugger)"
+            return Fault("stopped", told, (rank.host,))
+    waiting = [rank for rank in working if rank.waiting]
+    longest = max(waiting, key=lambda rank: now - rank.waiting_since, default=None)
+    if longest is None or now - longest.waiting_since <= wedged_seconds:
+        return None
+    since = f"for {now - longest.waiting_since:.1f} s"
+    late = [rank for rank in working if rank.beats and not rank.waiting]
+    if late:
+        names = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in late)
+        told = f"rank {longest.rank} on {longest.host} has waited {since} for {longest.waiting}: {names} did not come to it"
+        return Fault("late", told, tuple(sorted({rank.host for rank in late})))
+    awaited = sorted({str(rank.waiting) for rank in waiting})
+    if len(awaited) > 1:
+        told = f"the ranks have waited {since} for different things ({'; '.join(awaited)})"
+    else:
+        told = f"all ranks have waited {since} for {awaited[0]}, and it does not end: the network between them is cut or refuses their ports"
+    return Fault("wedged", told, tuple(hosts))
+
+
+def stragglers(now: float, ranks: Sequence[RankSeen], after_seconds: float) -> list[RankSeen]:
+    """The ranks for which another has waited longer than that."""
+    waits = [now - rank.waiting_since for rank in ranks if rank.status is None and rank.waiting]
+    if max(waits, default=0.0) <= after_seconds:
+        return []
+    return [rank for rank in ranks if rank.status is None and rank.beats and not rank.waiting]
+
+
+def exit_status(status: int) -> int:
+    """A process's status as a shell tells it: 128 + the signal that ended it."""
+    return 128 - status if status < 0 else status
+
+
+def _death(rank: RankSeen) -> str:
+    name = "mpirun" if rank.rank < 0 else f"rank {rank.rank}"
+    status = rank.status or 0
+    number = -status if status < 0 else status - 128
+    if number in set(signal.Signals):
+        return f"{name} on {rank.host} was ended by {signal.Signals(number).name}"
+    return f"{name} on {rank.host} ended with status {status}"

@@ -1,0 +1,322 @@
+"""Launching on real hosts: namespaces with an sshd each, over the ring and over mpirun."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib import launcher, watch
+from lib.hostfile import Host
+from lib.launcher import Launching
+from lib.watch import HostSeen, RankSeen, diagnose
+from tests import tiny
+from tests.cluster import Host as Machine
+from tests.tiny import ROOT
+
+LAUNCH = ["--no-preflight", "--"]
+BACKENDS = (pytest.param("ring", id="ring"), pytest.param("mpi", id="mpirun"))  # pytest-mpi skips what is called mpi
+RANK = "rank = int(os.environ.get('MLX_RANK') or os.environ.get('OMPI_COMM_WORLD_RANK') or 0)"
+
+
+def words(hosts: list[Machine] | str, *options: str, backend: str = "ring") -> list[str]:
+    names = hosts if isinstance(hosts, str) else ",".join(host.name for host in hosts)
+    return [sys.executable, str(ROOT / "launch"), "--hosts", names, "--backend", backend, *options, *LAUNCH]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, sys, time, socket, signal, subprocess\n{RANK}\n{code}"]
+
+
+def tagged(output: str) -> dict[str, list[str]]:
+    """The lines of every tag."""
+    lines: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        tag, _, text = line.partition("] ")
+        lines.setdefault(tag.removeprefix("["), []).append(text)
+    return lines
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+    return found
+
+
+def nothing_left(hosts: list[Machine]) -> bool:
+    return not any(host.processes() for host in hosts)
+
+
+# ---- What arrives, and what comes back
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_words_arrive_unchanged_on_every_rank_and_run_nothing(
+    three_hosts: list[Machine], tmp_path: Path, backend: str
+) -> None:
+    hostile = [
+        "a b",
+        "x=y z",
+        f"$(touch {tmp_path}/owned)",
+        f"; touch {tmp_path}/owned",
+        "'\"",
+        "*",
+        "é\n2",
+        "",
+        "--",
+        "-n",
+    ]
+    code = python("import json; print(json.dumps([socket.gethostname(), rank, os.environ['A'], sys.argv[1:]]))")
+    options = ["--env", f"A=b c=$HOME `touch {tmp_path}/owned`"]
+    done = three_hosts[0].run([*words("host-a,host-b:2,host-c", *options, backend=backend), *code, *hostile])
+    assert done.returncode == 0, done.stderr
+    found = {tag: json.loads(lines[0]) for tag, lines in tagged(done.stdout).items()}
+    names = ["host-a", "host-b", "host-b", "host-c"]
+    assert found == {f"{i} {n}": [n, i, options[1][2:], hostile] for i, n in enumerate(names)}
+    assert not (tmp_path / "owned").exists() and nothing_left(three_hosts)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_status_is_the_worst_ranks_and_a_death_ends_the_others(three_hosts: list[Machine], backend: str) -> None:
+    code = python("time.sleep(0.3); sys.exit({0: 0, 1: 7}[rank]) if rank < 2 else time.sleep(100)")
+    started = time.monotonic()
+    done = three_hosts[0].run([*words(three_hosts, backend=backend), *code])
+    assert done.returncode == 7 and "ended with status 7" in done.stderr
+    assert time.monotonic() - started < 20 and nothing_left(three_hosts)
+
+
+def test_a_rank_killed_by_a_signal_is_told_as_a_shell_tells_it(three_hosts: list[Machine]) -> None:
+    done = three_hosts[0].run(
+        [*words(three_hosts[:2]), *python("os.kill(os.getpid(), 11) if rank else time.sleep(100)")]
+    )
+    assert done.returncode == 128 + 11 and "rank 1 on host-b was ended by SIGSEGV" in done.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_input_goes_to_rank_0_alone_and_output_keeps_its_lines(three_hosts: list[Machine], backend: str) -> None:
+    text = "".join(f"line {number} é\n" for number in range(20_000)) + "no end"
+    code = python(
+        "data = sys.stdin.read(); print(rank, len(data)); sys.stdout.write(data if rank == 0 else ''); print('\\nto err', file=sys.stderr)"
+    )
+    done = three_hosts[0].run([*words(three_hosts[:2], backend=backend), *code], stdin=None, input=text)
+    lines = tagged(done.stdout)
+    assert lines["0 host-a"] == [f"0 {len(text)}", *text.splitlines()] and lines["1 host-b"] == ["1 0"]
+    assert tagged(done.stderr)["1 host-b"] == ["", "to err"]
+
+
+def test_a_command_that_is_not_there_or_a_host_that_does_not_answer_is_one_line(three_hosts: list[Machine]) -> None:
+    done = three_hosts[0].run([*words(three_hosts[:2]), "no-such-command"])
+    assert done.returncode == 127 and "no-such-command: No such file" in done.stderr
+    done = three_hosts[0].run([*words("host-a,10.77.0.99"), "true"])
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "lost: 10.77.0.99" in done.stderr
+    done = three_hosts[0].run([*words("host-a,nowhere"), "true"])
+    assert done.returncode != 0 and "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--", "train.py"], "--hostfile FILE or --hosts"),
+        (["--hosts", "a", "train.py"], "comes after --"),
+        (["--hosts", "a", "x", "--", "train.py"], "comes after --"),
+        (["--hosts", "a;b", "--"], "cannot be a host's name"),
+        (["--hosts", "-oProxyCommand=x", "--"], "expected one argument|cannot be a host's name"),
+        (["--hosts", "a", "--max-restarts", "-1", "--"], "max-restarts"),
+        (["--hosts", "a", "--silent-seconds", "nan", "--"], "silent-seconds"),
+        (["--hosts", "a", "--env", "A", "--"], "NAME=VALUE"),
+        (["--hosts", "a,b", "--backend", "jaccl", "--"], "jaccl wants"),
+        (["--hosts", "a", "--unknown", "--"], "unrecognized"),
+        (["--hostfile", "/nowhere", "--"], "/nowhere"),
+        (["--hosts", "a,b", "--role", "primary", "--backend", "mpi", "--"], "mpirun reaches"),
+        (["--hosts", "10.99.99.1,10.99.99.2", "--role", "primary", "--"], "0 of the hosts"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    assert launcher.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert pytest.importorskip("re").search(told, error), error
+
+
+def test_folklore_is_passed_on_with_a_word_about_it(three_hosts: list[Machine]) -> None:
+    options = ["--env", "MLX_LOCAL_RANK=3", "--env", "MLX_METAL_FAST_SYNCH=0"]
+    done = three_hosts[0].run(
+        [*words(three_hosts[:1], *options), "sh", "-c", "echo $MLX_LOCAL_RANK $MLX_METAL_FAST_SYNCH"]
+    )
+    assert done.stdout == "[0 host-a] 3 0\n" and "nothing reads MLX_LOCAL_RANK" in done.stderr
+    assert "FAST_SYNCH" not in done.stderr
+
+
+# ---- Ending
+
+
+STUBBORN = """
+signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(['sleep', '1000'])
+print('ready', flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [("ring", "once"), ("mpi", "once"), ("ring", "twice"), ("mpi", "killed")],
+    ids=["ring", "mpirun", "twice", "killed"],
+)
+def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
+    three_hosts: list[Machine], backend: str, how: str
+) -> None:
+    process = three_hosts[0].start([*words(three_hosts, backend=backend), *python(STUBBORN)])
+    assert process.stdout is not None
+    for _ in three_hosts:
+        assert "ready" in process.stdout.readline()
+    assert all(any("sleep 1000" in line for line in host.processes().values()) for host in three_hosts)
+    launch = next(pid for pid, line in three_hosts[0].processes().items() if f"{ROOT}/launch" in line)
+    began = time.monotonic()
+    three_hosts[0].signal(launch, signal.SIGKILL if how == "killed" else signal.SIGINT)
+    if how == "twice":
+        time.sleep(0.1)
+        three_hosts[0].signal(launch, signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    wait_for(lambda: nothing_left(three_hosts), 5)
+    seconds = time.monotonic() - began
+    print(f"{backend} {how}: {seconds:.1f} s")
+    assert seconds < 5 and "Traceback" not in errors
+    assert process.returncode == (130 if how != "killed" else -signal.SIGKILL)
+
+
+def test_a_reader_that_has_seen_enough_ends_the_launch(three_hosts: list[Machine]) -> None:
+    command = " ".join([*words(three_hosts[:2]), "yes", "|", "head", "-n", "3"])
+    done = three_hosts[0].run(["sh", "-c", command], timeout=20)
+    assert len(done.stdout.splitlines()) == 3 and "Traceback" not in done.stderr
+    wait_for(lambda: nothing_left(three_hosts), 5)
+
+
+# ---- Training
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: Path, backend: str) -> None:
+    settings = tiny.settings(tmp_path, train__steps=6)
+    config = ["--config", str(tiny.config_file(tmp_path))]
+    tiny.train(tmp_path, [*settings, "run.name=alone"])
+    done = three_hosts[0].run(
+        [
+            *words(three_hosts[:2], backend=backend),
+            "train.py",
+            *config,
+            *settings,
+            "run.name=together",
+            "plan.shares=[5,3]",
+        ]
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = tmp_path / "runs"
+    assert tiny.difference(runs / "alone", runs / "together") <= 1e-5
+    hosts = {record["host"] for rank in (0, 1) for record in tiny.steps_of(runs / "together", rank)}
+    assert hosts == {"host-a", "host-b"}
+
+
+def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp_path: Path) -> None:
+    settings = [*tiny.settings(tmp_path, train__steps=3), "--config", str(tiny.config_file(tmp_path)), "run.name=hand"]
+    hands = [
+        host.start([*words(three_hosts[:2], "--role", role), "train.py", *settings])
+        for host, role in zip(three_hosts, ("primary", "secondary"), strict=False)
+    ]
+    for hand in hands:
+        output, errors = hand.communicate(timeout=60)
+        assert hand.returncode == 0, output + errors
+    assert len(tiny.steps_of(tmp_path / "runs" / "hand", 1)) == 3
+    wrong = three_hosts[1].run([*words(three_hosts[:2], "--role", "primary"), "train.py"])
+    assert wrong.returncode == 2 and "is the primary" in wrong.stderr
+
+
+# ---- Pure: what is started, what is wrong
+
+
+def launching(backend: str, hosts: tuple[Host, ...], **more: Any) -> list[Any]:
+    folders = [f"/f{i}" for i in range(len(hosts))]
+    return launcher.processes_of(Launching(hosts, backend, ("train.py", "a=b"), **more), folders)
+
+
+def test_the_contract_of_every_backend() -> None:
+    hosts = (Host("a", 1, ("10.0.0.1", "10.1.0.1"), (None, "d1")), Host("b", 2, ("10.0.0.2",), ("d0", None)))
+    (first, files), (second, _) = launching("ring", hosts, connections_per_ip=2)
+    ports = [["10.0.0.1:32323", "10.0.0.1:32324", "10.1.0.1:32325", "10.1.0.1:32326"]]
+    ports += [["10.0.0.2:32327", "10.0.0.2:32328"], ["10.0.0.2:32329", "10.0.0.2:32330"]]
+    assert json.loads(files["hosts.json"]) == ports
+    assert [p["environment"]["MLX_RANK"] for p in (*first, *second)] == ["0", "1", "2"]
+    assert second[0]["environment"]["MLX_HOSTFILE"] == "/f1/hosts.json"
+    assert first[0]["command"] == [sys.executable, "train.py", "a=b"]
+
+    (first, _), (second, _) = launching("nccl", hosts, environment={"CUDA_VISIBLE_DEVICES": "5"})
+    names = ("NCCL_HOST_IP", "NCCL_PORT", "MLX_WORLD_SIZE", "MLX_RANK", "CUDA_VISIBLE_DEVICES")
+    assert [second[1]["environment"][name] for name in names] == ["10.0.0.1", "32323", "3", "2", "5"]
+    (_, _), (second, _) = launching("nccl", hosts)
+    assert [process["environment"]["CUDA_VISIBLE_DEVICES"] for process in second] == ["0", "1"]
+
+    (first, files), _ = launching("jaccl", hosts)
+    assert json.loads(files["hosts.json"]) == [[None, "d1"], ["d0", None]]
+    assert first[0]["environment"]["MLX_JACCL_COORDINATOR"] == "10.0.0.1:32323"
+    assert first[0]["environment"]["MLX_IBV_DEVICES"] == "/f0/hosts.json"
+
+    (first, files), (second, _) = launching("mpi", hosts, connections_per_ip=2, mpi_arguments=("--verbose",))
+    assert files["hostfile"] == "a slots=1\nb slots=2\n" and second == []
+    command = first[0]["command"]
+    assert command[-3:] == [sys.executable, "train.py", "a=b"] and "--verbose" in command
+    assert command[command.index("btl_tcp_links") + 1] == "2"
+
+    [([alone], files)] = launching("ring", hosts[:1])
+    assert not files and "MLX_HOSTFILE" not in alone["environment"], "a ring of one is no ring"
+
+
+def test_the_command_that_goes_on() -> None:
+    command = ("train.py", "--config", "x.yaml", "train.beta=0.2", "run.name=y", "plan.shares=[3,1]")
+    assert launcher.resumed(command, "runs/y", True) == (
+        "train.py", "--resume", "runs/y", "train.beta=0.2", "plan.shares=[3,1]",
+    )  # fmt: skip
+    assert launcher.resumed(command, "runs/y", False)[3:] == (
+        "train.beta=0.2", "plan.shares=null", "plan.micro_batch_sizes=null",
+    )  # fmt: skip
+
+
+def test_faults_are_told_apart() -> None:
+    def found(hosts: dict[str, HostSeen] | None = None, **changes: Any) -> watch.Fault | None:
+        seen = {"a": HostSeen("a", 99.0), "b": HostSeen("b", 99.0)} | (hosts or {})
+        ranks = [RankSeen(0, "a", beats=True), RankSeen(1, "b", beats=True)]
+        for name, (rank, value) in changes.items():
+            setattr(ranks[rank], name, value)
+        return diagnose(100.0, seen, ranks, silent_seconds=10, wedged_seconds=30)
+
+    assert found() is None
+    assert found(status=(1, 0)) is None, "a rank that is done"
+    fault = found(status=(1, -9))
+    assert fault and (fault.kind, fault.hosts) == ("died", ("b",)) and "SIGKILL" in fault.message
+    fault = found({"b": HostSeen("b", 89.0)})
+    assert fault and (fault.kind, fault.hosts) == ("silent", ("b",)) and "11.0 s" in fault.message
+    assert found({"b": HostSeen("b", 89.0)}, status=(1, 0)) is None, "it has nothing left to say"
+    fault = found({"b": HostSeen("b", 99.0, closed=True)})
+    assert fault and fault.kind == "lost"
+    fault = found(stopped_since=(1, 89.0))
+    assert fault and (fault.kind, fault.hosts) == ("stopped", ("b",)) and found(stopped_since=(1, 91.0)) is None
+    late: dict[str, Any] = {"waiting": (0, "the sum"), "waiting_since": (0, 69.0)}
+    fault = found(**late)
+    assert fault and (fault.kind, fault.hosts) == ("late", ("b",)) and "rank 1 on b did not come" in fault.message
+    ranks = [RankSeen(i, h, waiting=w, waiting_since=69.0, beats=True) for i, h, w in ((0, "a", "x"), (1, "b", "x"))]
+    seen = {"a": HostSeen("a", 99.0), "b": HostSeen("b", 99.0)}
+    fault = diagnose(100.0, seen, ranks, 10, 30)
+    assert fault and fault.kind == "wedged" and set(fault.hosts) == {"a", "b"} and "network" in fault.message
+    ranks[1].waiting = "y"
+    fault = diagnose(100.0, seen, ranks, 10, 30)
+    assert fault and "different things" in fault.message
+    assert diagnose(100.0, seen, ranks, 10, 32) is None
+    assert [rank.rank for rank in watch.stragglers(100.0, [ranks[0], RankSeen(1, "b", beats=True)], 20)] == [1]
+    assert watch.exit_status(-9) == 137 and watch.exit_status(3) == 3
