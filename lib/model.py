@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,29 +210,76 @@ class LowRankLinear(LoRALinear):
     """LoRA at nearly the price of the linear layer, in mlx-lm's parameters: `lora_a` [in, r] and `lora_b` [r, out].
 
     y = W x + scale B A x (LoRA, arXiv:2106.09685, equation 3), computed in the type of x from float32 A and B.
-
-    The gradient is written out: the low-rank terms are added where the large products are made, x A is kept rather than
-    made again, and no gradient of the frozen W is ever asked for.
     """
 
+    siblings: Siblings
+
     def __call__(self, x: mx.array) -> mx.array:
-        linear = self.linear
+        return self.siblings.output_of(self, x)
 
-        @mx.custom_function
-        def adapted(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-            low = x @ a
-            return mx.addmm(linear(x), low, b), low
 
-        @adapted.vjp
-        def adapted_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
-            (x, a, b), dy, low = primals, cotangents[0], outputs[1]
-            d_low = dy @ b.T
+class Siblings:
+    """Low-rank layers that a block hands the same input, one after another: the first that is called computes all."""
+
+    def __init__(self, layers: Sequence[LowRankLinear]):
+        self.layers = list(layers)
+        self.input: mx.array | None = None
+        self.outputs: dict[int, mx.array] = {}  # by the layer's identity, until it asks
+
+    def output_of(self, layer: LowRankLinear, x: mx.array) -> mx.array:
+        """[..., in] ➜ [..., out]."""
+        if x is not self.input or id(layer) not in self.outputs:
+            self.input, self.outputs = x, dict(zip(map(id, self.layers), adapted(self.layers, x), strict=True))
+        y = self.outputs.pop(id(layer))
+        if not self.outputs:
+            self.input = None
+        return y
+
+
+def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
+    """What low-rank layers give for one input.
+
+    The gradient is written out: the low-rank terms are added where the large products are made, the layers' A are one
+    matrix, x A is kept rather than made again, and no gradient of the frozen W is ever asked for.
+    """
+    linears = [layer.linear for layer in layers]
+    ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]
+
+    @mx.custom_function
+    def products(x: mx.array, a: mx.array, *bs: mx.array) -> tuple[mx.array, ...]:
+        low = x @ a
+        lows = mx.split(low, ends, axis=1)
+        return *(mx.addmm(linear(x), own, b) for linear, own, b in zip(linears, lows, bs, strict=True)), low
+
+    @products.vjp
+    def products_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
+        (x, a, *bs), dys, low = primals, cotangents[:-1], outputs[-1]
+        d_low = mx.concatenate([dy @ b.T for dy, b in zip(dys, bs, strict=True)], axis=1)
+        dx = _input_gradient(linears, x, dys)
+        d_bs = [own.T @ dy for own, dy in zip(mx.split(low, ends, axis=1), dys, strict=True)]
+        return mx.addmm(dx, d_low, a.T), x.T @ d_low, *d_bs
+
+    a = mx.concatenate([layer.lora_a for layer in layers], axis=1).astype(x.dtype)
+    outputs = products(
+        x.reshape(-1, x.shape[-1]), a, *((layer.scale * layer.lora_b).astype(x.dtype) for layer in layers)
+    )
+    return [y.reshape(*x.shape[:-1], -1) for y in outputs[:-1]]
+
+
+def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.array]) -> mx.array:
+    """The sum of the gradients that frozen linear layers pass on to their common input."""
+    total = None
+    for linear, dy in zip(linears, dys, strict=True):
+        if total is not None and type(linear) is nn.Linear:
+            total = mx.addmm(total, dy, linear.weight)
+        else:
             _, (dx,) = mx.vjp(linear, [x], [dy])
-            return mx.addmm(dx, d_low, a.T), x.T @ d_low, low.T @ dy
+            total = dx if total is None else total + dx
+    return total
 
-        flat = x.reshape(-1, x.shape[-1])
-        y, _ = adapted(flat, self.lora_a.astype(x.dtype), (self.scale * self.lora_b).astype(x.dtype))
-        return y.reshape(*x.shape[:-1], -1)
+
+# What mlx-lm's blocks call their layers that read the same input.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def _take_low_rank_linear(model: nn.Module) -> None:
@@ -239,6 +287,14 @@ def _take_low_rank_linear(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is LoRALinear and module.dropout._p_1 == 1:
             module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them
+            module.siblings = Siblings([module])
+    for parent in model.modules():
+        for names in SIBLINGS:
+            layers = [parent[name] for name in names if isinstance(parent.get(name), LowRankLinear)]
+            for layer in layers:
+                layer.siblings = layers[0].siblings
+            if layers:
+                layers[0].siblings.layers = layers
 
 
 _swiglu = activations.swiglu

@@ -244,25 +244,33 @@ def test_every_token_of_a_stream_is_there_once_and_found_again(
 
 
 @pytest.mark.parametrize("kind", ["plain", "biased", "quantised"])
-def test_low_rank_linear_equals_mlx_lms_layer(kind: str) -> None:
+@pytest.mark.parametrize("names", [("o_proj",), ("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")])
+def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]) -> None:
     mx.random.seed(0)
-    linear = nn.Linear(64, 32, bias=kind == "biased")
-    base = nn.QuantizedLinear.from_linear(linear, group_size=32) if kind == "quantised" else linear
-    layer = LoRALinear.from_base(base, r=4, scale=3.0)
-    layer.linear.freeze()
-    layer.lora_b = mx.random.normal(layer.lora_b.shape)
-    x, weight = mx.random.normal((5, 3, 64)), mx.random.normal((5, 3, 32))
+    block = nn.Module()
+    for i, name in enumerate(names):
+        linear = nn.Linear(64, 32 * (i + 1), bias=kind == "biased")
+        base = nn.QuantizedLinear.from_linear(linear, group_size=32) if kind == "quantised" else linear
+        block[name] = LoRALinear.from_base(base, r=4 + i, scale=3.0)
+        block[name].linear.freeze()
+        block[name].lora_b = mx.random.normal(block[name].lora_b.shape)
+    x, other = mx.random.normal((2, 5, 3, 64))
+    weights = [mx.random.normal((5, 3, 32 * (i + 1))) for i in range(len(names))]
 
-    def run() -> tuple[mx.array, list[mx.array]]:
-        take = nn.value_and_grad(layer, lambda x: (layer(x) * weight).sum())
-        inputs = mx.grad(lambda x: (layer(x) * weight).sum())(x)
-        return layer(x), [inputs, *(a for _, a in tree_flatten(take(x)[1]))]
+    def total(x: mx.array) -> mx.array:
+        again = block[names[0]](other).sum()  # a second input, while the first may not have been asked for by all
+        outputs = [block[name](x) for name in names]
+        return again + block[names[-1]](x).sum() + sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))
 
-    (plain, expected) = run()
-    layer.__class__ = models.LowRankLinear
-    fast, gradients = run()
-    assert len(gradients) == len(expected) == 3
-    for ours, theirs in zip([fast, *gradients], [plain, *expected], strict=True):
+    def run() -> list[mx.array]:
+        gradients = nn.value_and_grad(block, total)(x)[1]
+        outputs = [block[name](x) for name in names]
+        return [*outputs, mx.grad(total)(x), *(a for _, a in tree_flatten(gradients))]
+
+    expected = run()
+    models._take_low_rank_linear(block)
+    assert all(type(block[name]) is models.LowRankLinear for name in names)
+    for ours, theirs in zip(run(), expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == mx.float32
         assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
 
