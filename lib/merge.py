@@ -105,7 +105,7 @@ def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weigh
         exact += _squared_norm([*mean, origin])
         missed += _squared_norm([*mean, (-1.0, *_factors(merged, layer))])
     factors = {f"{layer}{side}" for layer in layers for side in (A, B)}
-    for name in start.keys() - factors:
+    for name in sorted(start.keys() - factors):
         average_now = sum(w * adapter[name].astype(np.float64) for w, adapter in zip(weights, adapters, strict=True))
         exact += float(np.square(average_now - start[name]).sum())
         missed += float(np.square(average_now - merged[name]).sum())

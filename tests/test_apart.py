@@ -1,0 +1,238 @@
+"""Ranks that train apart, on real ranks: exact where it can be, every pair once, no rank left waiting."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from lib import exchange, rounds, step
+from lib.config import Stopped, Sync
+from lib.performance import read_records
+from lib.sync import AgreedError, World
+from tests.test_world import folder, settings, train, world  # noqa: F401
+from tests.tiny import difference, rows_of_epochs, steps_of, weights
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+SHARES = {2: "plan.shares=[5,3]", 3: "plan.shares=[4,3,1]"}
+
+
+def merges_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [r for r in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if r["kind"] == "merge"]
+
+
+def products(adapter: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What each layer adds to its weight, float64 [in, out]."""
+    layers = [name.removesuffix(".lora_a") for name in adapter if name.endswith(".lora_a")]
+    return {
+        layer: adapter[f"{layer}.lora_a"].astype(np.float64) @ adapter[f"{layer}.lora_b"].astype(np.float64)
+        for layer in layers
+    }
+
+
+@pytest.fixture
+def shares(world: World) -> str:  # noqa: F811
+    return SHARES.get(world.size, f"plan.shares={[8 - world.size + 1] + [1] * (world.size - 1)}")
+
+
+@pytest.mark.parametrize("method", ["full", "dora"])
+def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, shares: str, method: str) -> None:  # noqa: F811
+    """With plain SGD the weighted mean of one step each is the step of the weighted gradient."""
+    words = [*settings(world, folder), f"model.method={method}", "train.optimizer=sgd", "train.max_grad_norm=null"]
+    words += ["train.learning_rate=0.5", "train.steps=8", shares]
+    together = train(world, folder, words, "together")
+    apart = train(world, folder, [*words, "strategy=independent", "independent.pairs_per_round=1"], "apart")
+    world.gather_text("finished")
+    assert difference(together, apart) <= 1e-5
+    assert rows_of_epochs(apart) == rows_of_epochs(together)
+    for record in merges_of(apart):
+        assert sum(record["pairs"]) in (8, 5)
+        assert record["error"] is None if method == "dora" else record["error"] < 1e-3  # float32 sums
+    world.gather_text("checked")
+
+
+def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+    """With told shares the ranks' own adapters are the same bits every time: `none` shows what the others merged."""
+    words = [*settings(world, folder, rows=40), "strategy=independent", shares, "model.rank=3"]
+    runs = {m: train(world, folder, [*words, f"independent.merge={m}"], m) for m in ("none", "stack", "svd", "average")}
+    runs["mean"] = train(
+        world,
+        folder,
+        [*words, "independent.merge=outer", "independent.outer_learning_rate=1", "independent.outer_momentum=0"],
+        "mean",
+    )
+    world.gather_text("finished")
+    own = [weights(runs["none"] / "ranks" / f"rank-{rank:03d}") for rank in range(world.size)]
+    record = merges_of(runs["stack"])[0]
+    parts = np.array(record["pairs"]) / sum(record["pairs"])
+    assert sum(record["pairs"]) == 40 and record["bytes_sent"] > 0 == merges_of(runs["none"])[0]["bytes_sent"]
+    exact = {
+        layer: sum(part * products(one)[layer] for part, one in zip(parts, own, strict=True))
+        for layer in products(own[0])
+    }
+    merged = {name: products(weights(run)) for name, run in runs.items()}
+    for layer, mean in exact.items():
+        size = np.linalg.norm(mean)
+        assert np.linalg.norm(merged["stack"][layer] - mean) <= 1e-6 * size
+        u, sigma, vt = np.linalg.svd(mean)
+        best = u[:, :3] @ np.diag(sigma[:3]) @ vt[:3]
+        assert np.linalg.norm(merged["svd"][layer] - best) <= 1e-5 * size
+    for name, array in weights(runs["average"]).items():
+        mean = sum(part * one[name].astype(np.float64) for part, one in zip(parts, own, strict=True))
+        np.testing.assert_allclose(array, mean, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(weights(runs["mean"])[name], array, rtol=1e-4, atol=1e-6)
+    errors = {name: merges_of(run)[0]["error"] for name, run in runs.items()}
+    assert errors["none"] is None and errors["stack"] < 1e-6 and 0 < errors["svd"] < errors["average"]
+    summary = json.loads((runs["none"] / "summary.json").read_text())
+    assert len(summary["ranks"]) == world.size and summary["loss"] == summary["ranks"][0]["loss"]
+    assert len({each["loss"] for each in summary["ranks"]}) == world.size
+    world.gather_text("checked")
+
+
+@pytest.mark.parametrize(
+    ("method", "compression", "merge"),
+    [
+        ("lora", "none", "outer"),
+        ("lora", "int8", "svd"),
+        ("lora", "topk", "average"),
+        ("full", "none", "average"),
+        ("full", "bf16", "outer"),
+        ("full", "int8", "outer"),
+    ],
+)
+def test_ranks_leave_a_round_with_the_same_weights(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    shares: str,
+    method: str,
+    compression: str,
+    merge: str,
+) -> None:
+    words = [*settings(world, folder), "strategy=independent", shares, f"independent.merge={merge}"]
+    words += [f"model.method={method}", f"sync.compression={compression}", "sync.topk_fraction=0.2"]
+    run = train(world, folder, [*words, "independent.pairs_per_round=16", "train.steps=6"], "run")
+    held_out = [r for r in read_records(run / "logs" / f"rank-{world.rank:03d}.jsonl") if r["kind"] == "evaluation"]
+    told = json.dumps([held_out[-1]["loss"], [r["error"] for r in merges_of(run, world.rank)]])
+    assert world.gather_long_text(told) == [told] * world.size
+    record = merges_of(run)[0]
+    size = sum(array.nbytes for array in weights(run).values())
+    fractions = {"none": (1, 1), "bf16": (0.5, 0.5), "int8": (0.25, 0.36), "topk": (0.4, 0.5)}
+    low, high = (size * (world.size - 1) * fraction for fraction in fractions[compression])
+    if method == "full" and compression in ("none", "bf16"):
+        low, high = low * 2 / world.size, high * 2 / world.size
+    assert low * 0.99 <= record["bytes_sent"] <= high * 1.01 + 64
+    assert (record["compression_error"] is None) == (compression == "none")
+    if compression != "none":
+        assert 0 < record["compression_error"] < {"bf16": 0.01, "int8": 0.05, "topk": 0.95}[compression]
+    world.gather_text("checked")
+
+
+def test_a_slow_rank_takes_less_and_nobody_waits_for_it(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = step.make_step
+
+    def slower(*args: Any, **kwargs: Any) -> Any:
+        take_step = made(*args, **kwargs)
+
+        def slow_step(*args: Any) -> Any:
+            time.sleep(0.02 * (1 + 3 * world.rank))
+            return take_step(*args)
+
+        return slow_step
+
+    monkeypatch.setattr(step, "make_step", slower)
+    words = [*settings(world, folder, rows=300), "strategy=independent", "independent.pairs_per_round=150"]
+    run = train(world, folder, [*words, "train.epochs=2", "checkpoint.every=10"], "run")
+    world.gather_text("finished")
+    assert rows_of_epochs(run) == {0: list(range(300)), 1: list(range(300))}
+    pairs = np.sum([record["pairs"] for record in merges_of(run)], axis=0)
+    assert pairs[0] > 1.5 * pairs[-1] > 0, pairs
+    assert [len(steps_of(run, rank)) for rank in range(world.size)] == [
+        sum(record["steps"][rank] for record in merges_of(run)) for rank in range(world.size)
+    ]
+    world.gather_text("checked")
+
+
+def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+    words = [*settings(world, folder), "train.steps=10", shares]
+    sent = {}
+    for compression in ("none", "bf16", "int8", "topk"):
+        run = train(world, folder, [*words, f"sync.compression={compression}"], compression)
+        world.gather_text("finished")
+        sent[compression] = [r["bytes_sent"] for r in steps_of(run)]
+        losses = [r["loss"] for r in steps_of(run)]
+        assert world.gather_long_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
+        if compression != "topk":
+            plain = weights(folder / "runs" / "none")
+            moved = {name: np.linalg.norm(array) for name, array in plain.items()}
+            for name, array in weights(run).items():
+                assert np.linalg.norm(array - plain[name]) <= 0.2 * moved[name], (compression, name)
+    assert all(len(set(each)) == 1 for each in sent.values())
+    assert sent["bf16"][0] < 0.52 * sent["none"][0] and sent["topk"][0] < 0.1 * sent["none"][0]
+    assert sent["int8"][0] < 0.4 * sent["none"][0] * (world.size / 2)
+    world.gather_text("checked")
+
+
+def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+    words = [*settings(world, folder), shares, "sync.compression=topk", "train.schedule=constant", "model.dropout=0.1"]
+    straight = train(world, folder, [*words, "train.steps=11"], "straight")
+    train(world, folder, [*words, "train.steps=5"], "stopped")
+    stopped = train(world, folder, [*words, "train.steps=11"], "stopped", resume=True)
+    world.gather_text("finished")
+    assert difference(straight, stopped) == 0.0
+    world.gather_text("checked")
+
+
+@pytest.mark.parametrize("words", [(), ("plan.replan=false",)], ids=["by speed", "as planned"])
+def test_what_one_rank_meets_ends_all(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    """A fault on the last rank, in the middle of a round: all leave at their next meeting, and say whose it is."""
+    common = [*settings(world, folder, rows=200), "strategy=independent", *words]
+    original = rounds.Rounds._work
+    for number, fault in enumerate([Stopped("not finite"), OSError(28, "No space left on device", "log")]):
+
+        def work(self: Any, queue: Any, seconds: Any, local_step: Any, fault: Exception = fault) -> Any:
+            def broken(step: int, *rest: Any) -> Any:
+                if step == 5 and world.rank == world.size - 1:
+                    raise fault
+                return local_step(step, *rest)
+
+            return original(self, queue, seconds, broken)
+
+        monkeypatch.setattr(rounds.Rounds, "_work", work)
+        with pytest.raises((Stopped, AgreedError), match=f"rank {world.size - 1}: .*(not finite|No space left)"):
+            train(world, folder, common, f"run{number}")
+        world.gather_text("left")
+
+
+def test_what_is_gathered_arrives_bit_for_bit(world: World) -> None:  # noqa: F811
+    rng = np.random.default_rng(world.rank)
+    own = [
+        rng.normal(size=(3, 5)).astype(np.float32),
+        rng.integers(-128, 128, 7).astype(np.int8),
+        rng.integers(0, 2**32, (2, 2)).astype(np.uint32),
+        np.array([np.nan, -0.0, np.inf], np.float32),
+    ]
+    theirs = world.gather_arrays([mx.array(a) for a in own], "a test")
+    again = np.random.default_rng
+    for rank, arrays in enumerate(theirs):
+        expected = again(rank)
+        assert np.array_equal(np.array(arrays[0]), expected.normal(size=(3, 5)).astype(np.float32))
+        assert np.array_equal(np.array(arrays[1]), expected.integers(-128, 128, 7).astype(np.int8))
+        assert np.array_equal(np.array(arrays[2]), expected.integers(0, 2**32, (2, 2)).astype(np.uint32))
+        assert np.array(arrays[3]).tobytes() == own[3].tobytes()
+    sent = world.traffic.bytes_sent
+    decoded, left_out = exchange.gather(world, {"w": mx.array(own[0])}, Sync(compression="int8"), {}, "a test")
+    assert world.traffic.bytes_sent - sent == (15 + 4) * (world.size - 1)
+    np.testing.assert_allclose(np.array(decoded[world.rank]["w"] + left_out["w"]), own[0], rtol=1e-6)

@@ -1,0 +1,240 @@
+"""Rounds without a network: the ledger over random worlds, and train.py on one and several ranks as a user runs it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib import ledger, runtime
+from lib.performance import read_records
+from tests import tiny
+from tests.tiny import ROOT, difference, rows_of_epochs, steps_of, weights
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObject) -> None:
+    """Random data sets, batches, rounds, shares and speeds; ranks stop anywhere; checkpoints in between."""
+    size, batch = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 12))
+    in_epoch = -(-size // batch)
+    steps, pairs = data.draw(st.integers(1, 3 * in_epoch)), data.draw(st.integers(1, 2 * size))
+    ranks, rng = data.draw(st.integers(1, 4)), np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    lengths, step, seen = rng.integers(2, 99, size), 0, []
+    while step < steps:
+        this = ledger.open_round(step, steps, pairs, lengths, 5, batch, 4)
+        assert this.first_step == step and this.last_step > step
+        held = len(this.rows)
+        assert held >= pairs or this.last_step == steps
+        assert held - (this.edges[-1] - this.edges[-2]) < pairs, "a round is the fewest batches that hold its pairs"
+        pending = np.arange(held)
+        while len(pending):
+            shares = rng.multinomial(batch, np.ones(ranks) / ranks).tolist()
+            if rng.random() < 0.5 and ledger.is_tail(this, pending):
+                queues = ledger.deal_planned(this, pending, shares)
+                batches = [{len(queue) for queue in queues}]
+                cut = int(rng.integers(1, len(this.edges)))
+                end = this.edges[min(int(np.searchsorted(this.edges, pending[0])) + cut, len(this.edges) - 1)]
+                done = [sum(chunk.places[-1] < end for chunk in queue) for queue in queues]
+                assert batches
+            else:
+                queues = ledger.deal_by_speed(this, pending, shares, rng.uniform(0.1, 9, ranks).tolist())
+                done = [int(rng.integers(0, len(queue) + 1)) for queue in queues]
+            dealt = [chunk.places for queue in queues for chunk in queue]
+            assert sorted(np.concatenate(dealt).tolist()) == pending.tolist(), "dealt twice, or not at all"
+            for rank, queue in enumerate(queues):
+                for chunk in queue:
+                    assert 0 < len(chunk.places) <= shares[rank]
+                    assert len({int(this.epochs[place]) for place in chunk.places}) == 1
+            for queue, count in zip(queues, done, strict=True):
+                for chunk in queue[:count]:
+                    seen += [(int(this.epochs[place]), int(this.rows[place])) for place in chunk.places]
+            pending = ledger.left_over(pending, queues, done)
+            state = json.loads(json.dumps(ledger.to_state(pending, held)))
+            assert ledger.from_state(**state, size=held).tolist() == pending.tolist()
+        step = this.last_step
+    assert len(seen) == len(set(seen)), "a pair was trained twice in an epoch"
+    whole, rest = divmod(steps, in_epoch)
+    for epoch in range(whole):
+        assert sorted(row for e, row in seen if e == epoch) == list(range(size))
+    assert len([row for e, row in seen if e == whole]) == min(rest * batch, size)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.lists(st.floats(0.1, 10), min_size=5, max_size=5),
+    st.integers(1, 3000),
+)
+def test_dealt_by_speed_all_end_within_a_chunk_of_each_other(shares: list[int], speeds: list[float], size: int) -> None:
+    speeds = speeds[: len(shares)]
+    this = ledger.open_round(0, 10**6, size, np.ones(size, int), 0, size, 1)
+    queues = ledger.deal_by_speed(this, np.arange(size), shares, speeds)
+    ends = [sum(len(c.places) for c in queue) / speed for queue, speed in zip(queues, speeds, strict=True)]
+    longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
+    assert max(ends) <= size / sum(speeds) + longest * (1 + 1e-9)
+    befores = [chunk.before for queue in queues for chunk in queue]
+    assert all(queue == sorted(queue, key=lambda c: c.before) for queue in queues) and min(befores) == 0
+
+
+def test_planned_shares_are_those_of_a_synchronous_step() -> None:
+    this = ledger.open_round(3, 9, 40, np.arange(21), 0, 8, 1)
+    queues = ledger.deal_planned(this, np.arange(len(this.rows)), [6, 2])
+    batches = np.diff(this.edges).tolist()
+    assert batches == [8, 8, 5, 8, 8, 5][: len(batches)] and [len(c.places) for c in queues[0]][:3] == [6, 6, 4]
+    assert [len(c.places) for c in queues[1]][:3] == [2, 2, 1]
+    assert [chunk.before for chunk in queues[0]] == this.edges[:-1].tolist()
+
+
+# ---- train.py ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
+    """Alone there is nothing to wait for and nothing to merge: the same bits, but for the order within a batch."""
+    words = [*tiny.settings(tmp_path), "train.steps=8", "independent.pairs_per_round=20"]
+    tiny.train(tmp_path, [*words, "run.name=plain"])
+    tiny.train(tmp_path, [*words, "run.name=apart", "strategy=independent"])
+    plain, apart = (steps_of(tmp_path / "runs" / name) for name in ("plain", "apart"))
+    assert difference(tmp_path / "runs" / "plain", tmp_path / "runs" / "apart") <= 1e-5
+    for one, other in zip(plain, apart, strict=True):
+        assert sorted(one["rows"]) == sorted(other["rows"]) and one["learning_rate"] == other["learning_rate"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def launch(words: Sequence[str], ranks: int, wait: bool = True) -> subprocess.Popen[str]:
+    """train.py under mpirun, in a process group of its own."""
+    command = [str(runtime.mpirun_path()), "-n", str(ranks), sys.executable, str(ROOT / "train.py"), *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # type: ignore[call-overload]
+
+
+def test_killed_inside_a_round_and_resumed_is_bit_identical(tmp_path: Path) -> None:
+    """Momentum, what compression left out, every rank's own weights and optimizer: all of it is in the checkpoints."""
+    words = [
+        "strategy=independent",
+        "independent.merge=outer",
+        "sync.compression=int8",
+        "independent.pairs_per_round=64",
+    ]
+    common = [*tiny.settings(tmp_path, rows=45), *words, "plan.shares=[5,3]", "train.steps=40", "checkpoint.every=3"]
+    common += ["model.dropout=0.1", f"--config={tiny.config_file(tmp_path)}"]
+    whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "run"
+    tiny.train(tmp_path, [*common, "run.name=whole"], ranks=2)
+    process = launch([*common, "run.name=run"], 2)
+    log = run / "logs" / "rank-001.jsonl"
+    while process.poll() is None and not (log.exists() and len(log.read_bytes().splitlines()) > 23):
+        time.sleep(0.002)
+    assert process.poll() is None, process.communicate()[0]
+    os.killpg(process.pid, signal.SIGKILL)
+    for rank in _descendants_of_run(run):
+        os.kill(rank, signal.SIGKILL)
+    process.wait()
+    resumed = tiny.train(tmp_path, ["--resume", str(run)], ranks=2)
+    step = int(resumed.stdout.split("after step ")[1].split()[0])
+    assert 0 < step < 40 and step % 8, "the test wants a stop inside a round"
+    assert difference(whole, run) == 0.0
+    for rank in range(2):
+        assert [(r["step"], r["loss"], r["rows"]) for r in steps_of(run, rank)] == [
+            (r["step"], r["loss"], r["rows"]) for r in steps_of(whole, rank)
+        ]
+    kinds = [[r["kind"] for r in read_records(one / "logs" / "rank-000.jsonl")] for one in (whole, run)]
+    assert kinds[0].count("merge") == kinds[1].count("merge")
+
+
+def _descendants_of_run(run: Path) -> list[int]:
+    """Ranks of this run that outlived their mpirun: each has a session of its own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word.endswith(b"train.py") for word in words) and f"run.dir={run.parent}".encode() in words:
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_run_of_two_goes_on_alone_from_a_rounds_end(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path, rows=40), "strategy=independent", "independent.pairs_per_round=16"]
+    words += ["plan.shares=[5,3]", "train.epochs=2", "checkpoint.every=1", "checkpoint.keep=4", "run.name=run"]
+    tiny.train(tmp_path, words, ranks=2)
+    run = tmp_path / "runs" / "run"
+    for path in sorted((run / "checkpoints").glob("step-*"))[-1:]:  # the last one: the newest left is inside a round
+        shutil.rmtree(path)
+    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert newest == "step-00000009"
+    result = tiny.train(tmp_path, ["--resume", str(run), "plan.shares=null"])
+    assert "inside a round" in result.stdout and "2 ranks instead of 1" in result.stdout
+    assert "after step 8 of 10" in result.stdout
+    assert rows_of_epochs(run) == {0: list(range(40)), 1: list(range(40))}
+    assert json.loads((run / "summary.json").read_text())["world_size"] == 1
+
+
+def test_a_stacked_run_goes_on_at_its_rank(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "strategy=independent", "independent.merge=stack", "run.name=run"]
+    tiny.train(tmp_path, [*words, "plan.shares=[5,3]", "train.epochs=1"], ranks=2)
+    run = tmp_path / "runs" / "run"
+    config = json.loads((run / "adapter_config.json").read_text())
+    stacked = weights(run)
+    name = next(name for name in stacked if name.endswith("lora_a"))
+    assert config["lora_parameters"]["rank"] == 16 == stacked[name].shape[1]
+    again = tiny.train(tmp_path, ["--resume", str(run)], ranks=2)  # finished: nothing changes
+    assert "after step 3 of 3" in again.stdout and all(np.array_equal(stacked[n], a) for n, a in weights(run).items())
+    tiny.train(tmp_path, ["--resume", str(run), "train.epochs=2", "plan.shares=null"])
+    assert weights(run)[name].shape[1] == 8 and rows_of_epochs(run)[1] == list(range(21))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["independent.merge=stack", "model.method=full"], ["stack", "model.method=lora", "average or outer"]),
+        (["independent.merge=svd", "model.method=dora"], ["svd", "DoRA", "average or outer"]),
+        (["independent.merge=mean"], ["independent.merge"]),
+        (["independent.pairs_per_round=0"], ["independent.pairs_per_round", "greater than 0"]),
+        (["sync.compression=topk", "sync.topk_fraction=0"], ["sync.topk_fraction", "greater than 0"]),
+        (["sync.topk_fraction=1.5"], ["sync.topk_fraction"]),
+        (["sync.compression=zip"], ["sync.compression"]),
+        (["independent.outer_momentum=1"], ["independent.outer_momentum", "less than 1"]),
+        (["independent.outer_learning_rate=-1"], ["independent.outer_learning_rate"]),
+        (["strategy=independant"], ["strategy"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_mistake_is_one_clear_line(tmp_path: Path, words: list[str], expected: list[str]) -> None:
+    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "strategy=independent", *words], check=False)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert result.returncode == 2 and len(lines) == 1, result.stderr
+    assert all(part in lines[0] for part in expected), lines[0]
+
+
+def test_rounds_smaller_than_a_batch_are_whole_batches(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "strategy=independent", "independent.pairs_per_round=1", "train.steps=4"]
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    records = read_records(tmp_path / "runs" / "run" / "logs" / "rank-000.jsonl")
+    assert [sum(r["pairs"]) for r in records if r["kind"] == "merge"] == [8, 8, 5, 8]
+
+
+def test_a_merged_adapter_loads_in_mlx_lm(tmp_path: Path) -> None:
+    from mlx_lm.utils import load_adapters, load_model
+
+    from tests.test_train import stored_model
+
+    stored = stored_model(tmp_path)
+    words = [*tiny.settings(tmp_path), "model.random_init=false", f"model.path={stored}", "train.steps=3"]
+    for method in ("stack", "svd"):
+        name = f"run.name={method}"
+        tiny.train(tmp_path, [*words, "strategy=independent", f"independent.merge={method}", name], ranks=2)
+        model, _ = load_model(stored)
+        before = np.array(model(mx.array([[3, 4, 5]])))
+        model = load_adapters(model, str(tmp_path / "runs" / method))
+        assert not np.array_equal(before, np.array(model(mx.array([[3, 4, 5]])))), method
