@@ -169,6 +169,10 @@ class Train(_Section):
     """Steps over which the learning rate rises from zero."""
     final_learning_rate: NonNegative = 0.0
     """Learning rate at the last step (linear, cosine)."""
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were chosen for."""
+    learning_rate_batch_size: Positive | None = None
+    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
     ] = "adamw"
@@ -290,6 +294,11 @@ class Config(_Section):
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
         plan, batch = self.plan, self.train.global_batch_size
+        if self.train.learning_rate_scaling != "none" and self.train.learning_rate_batch_size is None:
+            raise ValueError(
+                f"train.learning_rate_scaling={self.train.learning_rate_scaling} needs train.learning_rate_batch_size, "
+                "the global batch that the learning rate was chosen for"
+            )
         if plan.shares is not None and sum(plan.shares) != batch:
             raise ValueError(
                 f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal"

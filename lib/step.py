@@ -117,12 +117,19 @@ def means_of(sums: dict[str, float], train: Train) -> dict[str, float | None]:
 
 
 def learning_rate(train: Train, step: int, steps: int) -> float:
-    """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall."""
+    """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
+
+    For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
+    square root (arXiv:1404.5997, section 5), if asked to.
+    """
+    ratio = train.global_batch_size / (train.learning_rate_batch_size or train.global_batch_size)
+    scale = ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.learning_rate_scaling]
+    peak, final = scale * train.learning_rate, scale * train.final_learning_rate
     if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / (train.warmup_steps + 1)
+        return peak * (step + 1) / (train.warmup_steps + 1)
     progress = min(1.0, (step - train.warmup_steps) / max(1, steps - train.warmup_steps))
     fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
-    return train.learning_rate + (train.final_learning_rate - train.learning_rate) * fall
+    return peak + (final - peak) * fall
 
 
 def make_optimizer(train: Train) -> optim.Optimizer:

@@ -43,6 +43,7 @@ def test_numbers_that_yaml_reads_as_strings_work() -> None:
         ("train.steps=many", "train.steps: input should be a valid integer"),
         ("model.dtype=int8", "'float32', 'bfloat16' or 'float16'"),
         ("plan.shares=[6,1]", "sum to 7, but train.global_batch_size is 16"),
+        ("train.learning_rate_scaling=sqrt", "needs train.learning_rate_batch_size"),
         ("plan.shares=[17,-1]", "plan.shares"),
         ("train.beta", "not of the form key=value"),
         ("run.name=../escape", "run.name"),

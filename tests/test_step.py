@@ -225,6 +225,14 @@ def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
     assert learning_rate(config.Train(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
 
 
+@pytest.mark.parametrize(("scaling", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_the_learning_rate_follows_the_batch_where_it_is_asked_to(scaling: str, rate: float) -> None:
+    words = {"learning_rate": 0.1, "final_learning_rate": 0.01, "global_batch_size": 64, "learning_rate_batch_size": 16}
+    train = config.Train(**words, learning_rate_scaling=scaling, schedule="linear")
+    assert learning_rate(train, 0, 10) == pytest.approx(rate)
+    assert learning_rate(train, 10, 10) == pytest.approx(rate / 10)
+
+
 @pytest.mark.parametrize(
     "name", ["adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"]
 )
