@@ -68,7 +68,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     import numpy as np
 
-    from lib import checkpoint, evaluate, forward, heartbeat, report, scoring, sync
+    from lib import checkpoint, evaluate, heartbeat, loading, report, scoring, sync
     from lib import model as models
     from lib.data import collate, load_dataset, prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
@@ -107,22 +107,22 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
     with world.agreeing("loading the model"):
-        model = models.load(config.model, config.train.seed, lazy=dry_run)
+        model = models.load(config.model, config.train.seed, lazy=dry_run or plan.division is not None)
         models.make_trainable(model, config.model, config.train.seed)
         if plan.gradient_checkpointing:
             models.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
-    multiple = forward.length_multiple(config.data)
-    alone = forward.cannot_share_prompts(model) if config.data.shared_prompts and not dry_run else None
-    shares_prompts = config.data.shared_prompts and not alone
-    if alone:
-        say.line(f"prompts run once for each completion: {alone}")
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return
+    world = loading.divided(model, plan.division, world)
+    workers = world.workers  # those that take different rows: all ranks, or, where they share one model, all as one
+    multiple, shares_prompts, why_not = scoring.layout(model, config.data, world)
+    if why_not:
+        say.line(f"prompts run once for each completion: {why_not}")
     world.require_equal("model files", models.fingerprint(config.model, config.train.seed))
-    world.require_equal("initial weights", models.digest(models.trainable(model)))
+    world.require_equal("initial weights", models.digest(world.alike(models.trainable(model))))
 
     # ---- The run's folder has one owner ------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         plan=plan.to_dict(),
     )
     if apart is None:
-        take_step = make_step(model, optimizer, config.train, world, config.model.dropout > 0, config.sync, feedback)
+        take_step = make_step(model, optimizer, config.train, workers, config.model.dropout > 0, config.sync, feedback)
     else:
         take_step = make_step(model, optimizer, config.train, world.alone(), config.model.dropout > 0, rank=world.rank)
 
@@ -194,8 +194,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 epoch = position.epoch
                 order = epoch_order(data.lengths, config.train.seed, epoch, batch_size, config.data.length_window)
             rows = global_batch(order, position, batch_size)
-            dealt, tokens = deal(rows, lengths, [rank.micro_batch_sizes for rank in schedule.at(step).ranks], cost)
-            own = dealt[world.rank]
+            dealt, tokens = deal(rows, lengths, schedule.at(step).micro_batch_sizes, cost)
+            own = dealt[workers.rank]
             position = advance(position, len(rows), len(data))
             yield epoch, position, len(rows), tokens, [int(row) for part in own for row in part], prepared(own)
 
@@ -301,11 +301,11 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     each = (
         world.gather_long_text(json.dumps(latest), "every rank's metrics") if apart and apart.method == "none" else []
     )
-    with world.agreeing("finishing"):
+    with world.agreeing("finishing"), world.gathering(model.trainable_parameters()) as [weights]:
         if apart is not None and apart.method == "none":
             models.save_trained(model, config.model, checkpoint.own_folder(folder, world.rank))
         if world.rank == 0:
-            models.save_trained(model, config.model, folder)
+            models.save_trained(model, config.model, folder, *weights)
             summary = report.summarise(config, plan, progress, latest, each, time.perf_counter() - launched)
             (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     tracker.record("end", step=progress.steps_of(world.rank))

@@ -19,13 +19,13 @@ from typing import IO, Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from lib import model as models
 from lib.config import Config, UserError, dump
 from lib.order import Position
 from lib.step import StepResult
-from lib.sync import World
+from lib.sync import Described, World
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -116,40 +116,45 @@ def _claim(folder: Path) -> IO[str]:
 
 
 def save(
-    folder: Path, progress: Progress, model: nn.Module, optimizer: optim.Optimizer, config: Config, plan: dict[str, Any]
-) -> Path:
-    """Writes `folder/step-XXXXXXXX`, all of it or nothing.
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    config: Config,
+    plan: dict[str, Any],
+    world: World,
+) -> Path | None:
+    """Writes `folder/step-XXXXXXXX`, all of it or nothing; all ranks call it, rank 0 writes and gets the path.
 
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are untouched.
     """
     final = folder / f"step-{progress.step:08d}"
     unfinished = folder / f".unfinished-{progress.step:08d}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        models.save_trained(model, config.model, unfinished)
-        mx.save_safetensors(str(unfinished / OPTIMIZER), dict(tree_flatten(optimizer.state)))
-        (unfinished / "config.yaml").write_text(dump(config))
-        (unfinished / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
-        (unfinished / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n")
-        hashes = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
-        (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n")
-        for file in unfinished.iterdir():
-            _fsync(file)
-        _fsync(unfinished)
-        shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
-        unfinished.rename(final)
-        _fsync(folder)
-    except RuntimeError as error:  # what MLX raises when a write fails
-        shutil.rmtree(unfinished, ignore_errors=True)
-        free = shutil.disk_usage(folder).free
-        raise OSError(
-            None, f"cannot be written, {free:,} bytes are free there ({str(error).splitlines()[0]})", str(final)
-        ) from None
-    except OSError:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, state):
+        if world.rank != 0:
+            return None
+        try:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            models.save_trained(model, config.model, unfinished, *weights)
+            models.write_arrays(unfinished / OPTIMIZER, *state)
+            (unfinished / "config.yaml").write_text(dump(config))
+            (unfinished / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
+            (unfinished / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n")
+            hashes = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
+            (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n")
+            for file in unfinished.iterdir():
+                _fsync(file)
+            _fsync(unfinished)
+            shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
+            unfinished.rename(final)
+            _fsync(folder)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+            reason = f"cannot be written, {free:,} bytes are free there ({error.strerror})"
+            raise OSError(None, reason, str(final)) from None
     return final
 
 
@@ -178,8 +183,8 @@ def save_all(
         progress.parts = world.gather_text(part)
     path, kept = None, ""
     with world.agreeing(what):
-        if world.rank == 0:
-            path = save(folder, progress, model, optimizer, config, plan)
+        path = save(folder, progress, model, optimizer, config, plan, world)
+        if path is not None:
             kept = json.dumps(prune(folder, config.checkpoint.keep, progress.best_step))
     if own is not None:
         prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
@@ -323,8 +328,10 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, warnings
 
 
-def restore(path: Path, model: nn.Module, optimizer: optim.Optimizer, data_digest: str) -> Progress:
-    """Puts a checkpoint's weights and optimizer state back, bit for bit, and returns how far it was.
+def restore(
+    path: Path, wanted: Described, data_digest: str
+) -> tuple[Progress, dict[str, mx.array], dict[str, mx.array]]:
+    """A checkpoint: how far it was, its weights and its optimizer's state, both not read yet.
 
     Raises:
         UserError: the weights do not fit, or the training data is no longer the same.
@@ -334,10 +341,7 @@ def restore(path: Path, model: nn.Module, optimizer: optim.Optimizer, data_diges
         raise UserError(
             f"{path}: data.train is no longer what this run was trained on; put the file back, or start a new run with model.adapter={path}"
         )
-    models.load_trained(model, path, "checkpoint")
-    optimizer.state = tree_unflatten(list(mx.load(str(path / OPTIMIZER)).items()))
-    mx.eval(model.trainable_parameters(), optimizer.state)
-    return progress
+    return progress, models.read_trained(wanted, path, "checkpoint"), dict(mx.load(str(path / OPTIMIZER)))
 
 
 def resume(
@@ -358,15 +362,17 @@ def resume(
         AgreedError: as `restore`.
     """
     optimizer.init(model.trainable_parameters())
+    progress = start
+    weights: dict[str, mx.array] = {}
+    state: dict[str, mx.array] = {}
     with world.agreeing("resuming"):
-        progress = start
         if newest is not None and world.rank == 0:
-            progress = restore(newest, model, optimizer, start.data_digest)
-    rank = int(world.broadcast_text(str(models.adapter_rank(model) or 0)))
-    if rank != (models.adapter_rank(model) or 0):
-        models.set_adapter_rank(model, rank)
-    share(world, model, optimizer)
+            progress, weights, state = restore(newest, world.described(models.trainable(model)), start.data_digest)
     progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
+    if progress.step:
+        model.update(tree_unflatten(list(world.scattered(weights))))
+        optimizer.state = tree_unflatten(list(world.scattered(state)))
+        mx.eval(model.trainable_parameters(), optimizer.state)
     own = load_part(folder, progress.step, world.rank) if with_parts else {}
     if "weights" in own:
         model.update(tree_unflatten(list(own["weights"].items())))
@@ -376,11 +382,11 @@ def resume(
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Gives every rank rank 0's trained weights and optimizer state."""
+    """Gives every rank rank 0's trained weights and optimizer state, of what ranks hold alike."""
     if world.size == 1:
         return
-    model.update(world.broadcast(model.trainable_parameters()))
-    optimizer.state = world.broadcast(optimizer.state)
+    model.update(world.align(model.trainable_parameters()))
+    optimizer.state = world.align(optimizer.state)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

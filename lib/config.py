@@ -195,7 +195,7 @@ class Plan(_Section):
     """How a step's work is divided among the ranks."""
 
     shares: tuple[Natural, ...] | None = None
-    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else equal."""
+    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else equal. With strategy=sharded: each rank's weight in the division of the model."""
     micro_batch_sizes: tuple[Positive, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
     calibration_dir: str = "calibration"
@@ -282,8 +282,8 @@ class Config(_Section):
     model: Model
     data: Data
     train: Train = Train()
-    strategy: Literal["auto", "independent", "synchronous"] = "auto"
-    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges; `auto` is synchronous."""
+    strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges, `sharded` gives each a part of the model; `auto` is synchronous."""
     plan: Plan = Plan()
     cost: Cost = Cost()
     sync: Sync = Sync()
@@ -299,12 +299,16 @@ class Config(_Section):
                 f"train.learning_rate_scaling={self.train.learning_rate_scaling} needs train.learning_rate_batch_size, "
                 "the global batch that the learning rate was chosen for"
             )
-        if plan.shares is not None and sum(plan.shares) != batch:
+        is_sharded = self.strategy == "sharded"
+        if is_sharded:
+            self._sharding_is_possible()
+        if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
             raise ValueError(
                 f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal"
             )
         if (
             plan.shares is not None
+            and not is_sharded
             and plan.micro_batch_sizes is not None
             and len(plan.shares) != len(plan.micro_batch_sizes)
         ):
@@ -334,6 +338,28 @@ class Config(_Section):
                 "train.rpo_alpha adds an SFT term to a preference loss, but train.loss is sft; leave it at 0"
             )
         return self
+
+    def _sharding_is_possible(self) -> None:
+        if self.plan.shares is not None and 0 in self.plan.shares:
+            raise ValueError(
+                f"plan.shares {list(self.plan.shares)}: with strategy=sharded every rank keeps a part; leave the rank out"
+            )
+        if len(set(self.plan.micro_batch_sizes or ())) > 1:
+            raise ValueError(
+                f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: with strategy=sharded all ranks run the same batches; give one size"
+            )
+        if self.train.optimizer in ("adafactor", "muon"):
+            raise ValueError(
+                f"train.optimizer={self.train.optimizer} looks at whole matrices, which no rank of strategy=sharded has; take adamw"
+            )
+        if self.train.compile:
+            raise ValueError(
+                "train.compile with strategy=sharded would hang: ranks with unequal parts compile unequal graphs; leave it out"
+            )
+        if self.sync.compression != "none":
+            raise ValueError(
+                f"sync.compression={self.sync.compression} is for gradients that replicas exchange; with strategy=sharded leave it at none"
+            )
 
     @property
     def record_kind(self) -> Literal["preference", "sft"]:

@@ -78,6 +78,29 @@ class Division:
     mlp_columns: tuple[int, ...]
     expert_columns: tuple[int, ...] = ()
     vocabulary: tuple[int, ...] = ()  # rows of the embedding and the head; empty: every rank keeps all
+    weights: tuple[float, ...] = ()  # that it was made from
+
+
+@dataclass(frozen=True)
+class Part:
+    """How an array is divided: rank r keeps [bounds[r], bounds[r + 1]) of an axis, which is counted from the end."""
+
+    axis: int
+    bounds: tuple[int, ...]
+
+    def size(self, rank: int) -> int:
+        """How much of the axis a rank keeps."""
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    def of(self, whole: Any, rank: int) -> Any:
+        """A rank's part of an array."""
+        return whole[(..., slice(*self.bounds[rank : rank + 2]), *[slice(None)] * (-1 - self.axis))]
+
+    def shape(self, of_any: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """The shape of the whole, or of a rank's part, from that of the whole or any part."""
+        shape = list(of_any)
+        shape[self.axis] = self.bounds[-1] if rank is None else self.size(rank)
+        return tuple(shape)
 
 
 def shape_of(stored: dict[str, Any], dtype: str | None = None) -> Shape:
@@ -153,7 +176,7 @@ def divide(shape: Shape, weights: Sequence[float], vocabulary: bool = False) -> 
         for what, width in widths.items()
     )
     rows = apportion(shape.vocabulary, share, 1, "tokens of the vocabulary") if vocabulary else ()
-    return Division(kv_heads, mlp, expert, rows)
+    return Division(kv_heads, mlp, expert, rows, tuple(map(float, weights)))
 
 
 def _column_unit(shape: Shape, width: int, ranks: int) -> int:

@@ -27,12 +27,13 @@ import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm import batch_generate  # noqa: E402
 
-from lib import config, losses, scoring, sync  # noqa: E402
+from lib import config, loading, losses, scoring, sync  # noqa: E402
 from lib import model as models  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
 from lib.data import Dataset, encode_prompt, load_dataset  # noqa: E402
 from lib.records import read  # noqa: E402
 from lib.report import Report, describe  # noqa: E402
+from lib.schedule import sharded_plan  # noqa: E402
 from lib.step import SUMS, means_of, objective  # noqa: E402
 from lib.sync import World  # noqa: E402
 
@@ -160,12 +161,19 @@ def load_questions(settings: Config, tokenizer: Any) -> list[Question]:
 def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_tokens: int, world: World) -> list[str]:
     """The greedy continuation of every prompt, on every rank; the ranks share the work."""
     model.eval()
+    world = world.workers
     mine = list(range(world.rank, len(prompts), world.size))
     tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
     if mine:
-        response = batch_generate(
-            model, tokenizer, [prompts[i] for i in mine], max_tokens=max_tokens, return_token_ids=True
-        )
+        with world.together("greedy answers", passes=len(mine)):
+            response = batch_generate(
+                model,
+                tokenizer,
+                [prompts[i] for i in mine],
+                max_tokens=max_tokens,
+                return_token_ids=True,
+                sampler=lambda logps: world.decide(mx.argmax(logps, axis=-1)),
+            )
         for i, generated in zip(mine, response.token_ids or [], strict=True):
             ids = [token for token in generated if token not in tokenizer.eos_token_ids][:max_tokens]
             tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
@@ -255,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
-    say, shares = Report(world), [1] * world.size
+    say = Report(world)
     with world.agreeing("reading the data"):
         tokenizer = models.load_tokenizer_of(settings.model)
         dataset = load_dataset(
@@ -269,22 +277,28 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     wants_reference = settings.train.loss != "sft" and (
         options.per_pair is not None or losses.needs_reference(settings.train.loss)
     )
+    division = None
+    if settings.strategy == "sharded" and world.size > 1:
+        division = sharded_plan(settings, world, world.gather_text(sync.host_name())).division
+    if division is not None:
+        world = sync.sharded(world, division)
+    shares = [1] * world.workers.size
     reference = None
     if wants_reference:
-        with world.agreeing("loading the reference"):
-            judge = models.load_reference(settings.model, settings.train.seed)
+        judge = loading.load_reference(settings, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
             reference = scoring.dataset_logps(
                 judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress
             )
         del judge  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
-        model = models.load(settings.model, settings.train.seed)
+        model = models.load(settings.model, settings.train.seed, lazy=division is not None)
         if options.run is not None:
             models.make_trainable(model, settings.model, settings.train.seed)
             models.load_trained(model, Path(options.run), "--run")
         elif settings.model.adapter is not None:
             models.make_trainable(model, settings.model, settings.train.seed)
+    world = loading.divided(model, division, world)
     policy = policy_logps(model, dataset, settings, world, shares)
     values = metrics_of(dataset, policy, reference, settings)
     if questions:

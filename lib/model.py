@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from lib.config import UserError
 
 WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+
+Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
+Arrays = Iterable[tuple[str, mx.array]]
 
 
 def resolve(path: str, revision: str | None = None) -> Path:
@@ -115,21 +119,27 @@ def load_tokenizer_of(settings: config.Model) -> Any:
 
 def vocabulary(settings: config.Model) -> dict[str, int | None]:
     """The ids that the model knows: its vocab_size and its eos_token_id (the first, where it has several)."""
-    stored = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
+    stored = stored_config(settings)
     text = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
     end = text.get("eos_token_id")
     return {"vocab_size": text.get("vocab_size"), "eos_token_id": end[0] if isinstance(end, list) else end}
 
 
-def load_reference(settings: config.Model, seed: int) -> nn.Module:
+def stored_config(settings: config.Model) -> dict[str, Any]:
+    """The model's config.json."""
+    stored: dict[str, Any] = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
+    return stored
+
+
+def load_reference(settings: config.Model, seed: int, lazy: bool = False) -> nn.Module:
     """The frozen model that the policy is compared with: another one, or the policy as training starts.
 
     Raises:
         UserError: it cannot be loaded.
     """
     if settings.reference != "initial":
-        return load(_other_reference(settings), seed)
-    model = load(settings, seed)
+        return load(reference_settings(settings), seed, lazy)
+    model = load(settings, seed, lazy)
     if settings.adapter is not None:
         make_trainable(model, settings, seed)
     return model
@@ -137,10 +147,13 @@ def load_reference(settings: config.Model, seed: int) -> nn.Module:
 
 def reference_fingerprint(settings: config.Model, seed: int) -> str:
     """`fingerprint` of what `load_reference` loads."""
-    return fingerprint(settings if settings.reference == "initial" else _other_reference(settings), seed)
+    return fingerprint(reference_settings(settings), seed)
 
 
-def _other_reference(settings: config.Model) -> config.Model:
+def reference_settings(settings: config.Model) -> config.Model:
+    """The settings of the reference model, as those of a policy."""
+    if settings.reference == "initial":
+        return settings
     return settings.model_copy(update={"path": settings.reference, "adapter": None, "random_init": False})
 
 
@@ -342,10 +355,51 @@ def digest(arrays: dict[str, mx.array]) -> str:
     return sha.hexdigest()
 
 
-def save_trained(model: nn.Module, settings: config.Model, folder: Path) -> None:
-    """Writes the trained parameters in mlx-lm's adapter layout: `mlx_lm.load(path, adapter_path=folder)` reads it."""
-    mx.save_safetensors(str(folder / WEIGHTS), trainable(model), metadata={"format": "mlx"})
+def save_trained(
+    model: nn.Module, settings: config.Model, folder: Path, described: Described | None = None, arrays: Arrays = ()
+) -> None:
+    """Writes the trained parameters in mlx-lm's adapter layout: `mlx_lm.load(path, adapter_path=folder)` reads it.
+
+    Args:
+        described, arrays: where the model is a part of one, names, shapes and dtypes of the whole, and in that order
+            the arrays; one at a time lies in memory.
+    """
+    if described is None:
+        own = sorted(trainable(model).items())
+        described, arrays = {name: (array.shape, array.dtype) for name, array in own}, own
+    write_arrays(folder / WEIGHTS, described, arrays)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(_adapter_config(model, settings), indent=2) + "\n")
+
+
+def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
+    """A safetensors file, written array by array: the whole need never lie in memory.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    for name, (shape, dtype) in described.items():
+        begin, end = end, end + math.prod(shape) * dtype.size
+        header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in arrays:
+            file.write(np.array(mx.view(array.reshape(-1), mx.uint8)).data)
+
+
+SAFETENSORS = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint8: "U8",
+    mx.uint32: "U32",
+    mx.uint64: "U64",
+    mx.int32: "I32",
+    mx.int64: "I64",
+}
 
 
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:
@@ -354,21 +408,30 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
     Raises:
         UserError: names or shapes differ; names the first of them.
     """
+    wanted = {name: (array.shape, array.dtype) for name, array in trainable(model).items()}
+    model.update(tree_unflatten(list(read_trained(wanted, folder, where).items())))
+
+
+def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.array]:
+    """Trained parameters from a folder, by name, not evaluated yet.
+
+    Raises:
+        UserError: they are not those of the wanted names and shapes; names the first of them.
+    """
     try:
         loaded = mx.load(str(folder / WEIGHTS))
     except (RuntimeError, OSError) as error:
         raise UserError(f"{where} {folder}: {WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
-    wanted = trainable(model)
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
             raise UserError(
                 f"{where} {folder} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}"
             )
-        if _but_rank(name, loaded[name].shape) != _but_rank(name, wanted[name].shape):
+        if _but_rank(name, loaded[name].shape) != _but_rank(name, wanted[name][0]):
             raise UserError(
-                f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, the model wants {wanted[name].shape}"
+                f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, the model wants {wanted[name][0]}"
             )
-    model.update(tree_unflatten([(name, array.astype(wanted[name].dtype)) for name, array in loaded.items()]))
+    return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
 
 
 def adapter_rank(model: nn.Module) -> int | None:

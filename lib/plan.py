@@ -18,6 +18,7 @@ import numpy as np
 
 from lib.calibration import MEMORY_HEADROOM, Curve, CurveChoice, CurveKey, HostCalibration, choose_curves
 from lib.config import Config, UserError
+from lib.division import Division, Shape, divide, rank_bytes
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
@@ -35,6 +36,38 @@ class Plan:
     micro_batch_sizes: tuple[int, ...]  # pairs, in the order they are run; they add up to the share
     predicted_compute_seconds: float | None = None  # without the sync; None where nothing is measured
     solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
+
+
+@dataclass(frozen=True)
+class PartOfModel:
+    """What one rank keeps of a model."""
+
+    kv_heads: int
+    columns: int  # of the MLPs, or of every expert where there are no others
+    share: float  # of all that is divided
+    divided_bytes: int
+    whole_bytes: int  # what every rank keeps
+    training_bytes: int  # gradients and optimizer, of full training
+    memory_bytes: int | None  # that the rank may use
+
+    @property
+    def needed_bytes(self) -> int:
+        """All but activations."""
+        return self.divided_bytes + self.whole_bytes + self.training_bytes
+
+    def row(self, rank: int, host: str) -> dict[str, str]:
+        """For the plan's table."""
+        return {
+            "rank": str(rank),
+            "host": host,
+            "part": f"{self.share:.1%}",
+            "KV heads": str(self.kv_heads),
+            "MLP columns": str(self.columns),
+            "its part GB": f"{self.divided_bytes / 1e9:.3g}",
+            "kept by all GB": f"{self.whole_bytes / 1e9:.3g}",
+            "training GB": f"{self.training_bytes / 1e9:.3g}",
+            "memory GB": "unknown" if self.memory_bytes is None else f"{self.memory_bytes / 1e9:.3g}",
+        }
 
 
 @dataclass(frozen=True)
@@ -62,11 +95,23 @@ class ClusterPlan:
     calibrated: bool = False  # curves of this very model on every host: their seconds are this run's
     gradient_checkpointing: bool = False  # chosen because one pair does not fit without
     predictions: tuple[Prediction, ...] = ()
+    division: Division | None = None  # of the model, where it is sharded
+    parts: tuple[PartOfModel, ...] = ()  # then, what each rank keeps
+
+    @property
+    def workers(self) -> tuple[Plan, ...]:
+        """Those among whom data are divided: all ranks, or, where they hold parts of one model, all as one."""
+        return self.ranks[:1] if self.division else self.ranks
 
     @property
     def shares(self) -> list[int]:
-        """Pairs a step, by rank."""
-        return [plan.share for plan in self.ranks]
+        """Pairs a step, by worker."""
+        return [plan.share for plan in self.workers]
+
+    @property
+    def micro_batch_sizes(self) -> list[tuple[int, ...]]:
+        """The micro-batches of a step, by worker."""
+        return [plan.micro_batch_sizes for plan in self.workers]
 
     @property
     def left_out(self) -> list[str]:
@@ -105,6 +150,8 @@ class ClusterPlan:
 
     def rows(self) -> list[dict[str, str]]:
         """One row a rank, for a table; the columns are the keys."""
+        if self.division:
+            return [part.row(rank.rank, rank.host) for rank, part in zip(self.ranks, self.parts, strict=True)]
         return [
             {
                 "rank": str(plan.rank),
@@ -233,6 +280,115 @@ def plan_cluster(
         warnings=tuple(warnings),
         curves=tuple(curves),
     )
+
+
+def plan_sharded(
+    config: Config,
+    hosts: Sequence[str],
+    shape: Shape,
+    memory_bytes: Sequence[int | None],
+    gflops: Sequence[float | None],
+) -> ClusterPlan:
+    """Divides a model among ranks: as plan.shares weighs them, else by speed, else by memory, else equally.
+
+    Nobody gets more than fits, less the headroom that activations need.
+
+    Args:
+        hosts, memory_bytes, gflops: one a rank, in the order of ranks; None where it is not known.
+
+    Raises:
+        UserError: the settings do not fit the world, or the model does not fit the hosts' memory.
+    """
+    world_size, batch = len(hosts), config.train.global_batch_size
+    if config.plan.shares is not None and len(config.plan.shares) != world_size:
+        raise UserError(
+            f"plan.shares {list(config.plan.shares)} has {len(config.plan.shares)} numbers, but there are {world_size} ranks; "
+            "give one a rank"
+        )
+    if config.plan.shares is not None:
+        weights, reason = [float(share) for share in config.plan.shares], "divided as plan.shares weighs the ranks"
+    elif all(gflops):
+        weights, reason = [float(rate or 0) for rate in gflops], "divided by the hosts' calibrated matmul rates"
+    elif all(memory_bytes):
+        weights, reason = [float(size or 0) for size in memory_bytes], "divided by memory: no calibration of every host"
+    else:
+        weights, reason = [1.0] * world_size, "divided equally: neither speed nor memory is known of every host"
+
+    # Full training keeps for every weight a gradient, its float32 sum and the two moments of an Adam.
+    per_weight = (4 + 3 * shape.other_bytes) / shape.weight_bytes if config.model.method == "full" else 0.0
+
+    def parts_of(division: Division) -> tuple[PartOfModel, ...]:
+        sizes = [rank_bytes(shape, division, rank) for rank in range(world_size)]
+        total = sum(divided for divided, _ in sizes)
+        return tuple(
+            PartOfModel(
+                kv_heads=division.kv_heads[rank],
+                columns=(division.mlp_columns or division.expert_columns)[rank],
+                share=divided / total,
+                divided_bytes=divided,
+                whole_bytes=whole,
+                training_bytes=round(per_weight * (divided + whole)),
+                memory_bytes=memory_bytes[rank],
+            )
+            for rank, (divided, whole) in enumerate(sizes)
+        )
+
+    warnings: list[str] = []
+    division = divide(shape, weights)
+    parts = parts_of(division)
+    if config.plan.shares is None and all(memory_bytes):
+        total, whole = sum(part.divided_bytes for part in parts), parts[0].whole_bytes
+        room = [(1 - MEMORY_HEADROOM) * (size or 0) / (1 + per_weight) - whole for size in memory_bytes]
+        limited = within_memory(weights, [max(0.0, space) / total for space in room])
+        if limited is None:
+            needed = (1 + per_weight) * (total + world_size * whole)
+            raise UserError(
+                f"strategy=sharded: {world_size} ranks need {needed / 1e9:.2f} GB together for weights"
+                f"{', gradients and optimizer' if per_weight else ''}, but have {sum(filter(None, memory_bytes)) / 1e9:.2f} GB less "
+                f"{MEMORY_HEADROOM:.0%} headroom; add a host, or take a quantised model with model.method=lora"
+            )
+        if limited != weights:
+            division, reason = divide(shape, limited), f"{reason}, as far as memory allows"
+            parts = parts_of(division)
+    for host, part in zip(hosts, parts, strict=True):
+        if part.memory_bytes and part.needed_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes:
+            warnings.append(
+                f"host {host}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
+            )
+    size = (config.plan.micro_batch_sizes or (DEFAULT_MICRO_BATCH_SIZE,))[0]
+    return ClusterPlan(
+        strategy="sharded",
+        global_batch_size=batch,
+        ranks=tuple(Plan(rank, host, batch, split_evenly_sized(batch, size)) for rank, host in enumerate(hosts)),
+        sync_seconds=0.0,
+        reason=reason,
+        warnings=tuple(warnings),
+        curves=(None,) * world_size,
+        division=division,
+        parts=parts,
+    )
+
+
+def within_memory(weights: Sequence[float], room: Sequence[float]) -> list[float] | None:
+    """Weights under which no rank gets more than its room, a fraction of all; None if all rooms together are too small.
+
+    Those that are full stay full; what is left goes to the others in proportion to their weights.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    if all(share <= space for share, space in zip(shares, room, strict=True)):
+        return list(weights)
+    if sum(room) < 1:
+        return None
+    full: set[int] = set()
+    while True:
+        left = 1 - sum(room[rank] for rank in full)
+        open_weight = sum(weight for rank, weight in enumerate(weights) if rank not in full)
+        shares = [room[r] if r in full else left * weight / open_weight for r, weight in enumerate(weights)]
+        over = {rank for rank, share in enumerate(shares) if share > room[rank] * (1 + 1e-12)}
+        if not over:
+            return shares
+        full |= over
 
 
 def with_micro_batches(plan: ClusterPlan, micro_batch_sizes: Sequence[Sequence[int]], reason: str) -> ClusterPlan:

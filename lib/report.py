@@ -150,7 +150,7 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
     if valid is not None:
         rows.append(("held-out data", f"{valid.path}: {len(valid):,} rows"))
     rows += [
-        ("global batch", " + ".join(map(str, plan.shares)) + (f" = {batch}" if len(plan.ranks) > 1 else "")),
+        ("global batch", " + ".join(map(str, plan.shares)) + (f" = {batch}" if len(plan.workers) > 1 else "")),
         ("steps", f"{steps:,} ({steps / -(-len(data) // batch):.3g} epochs)"),
         ("why this plan", plan.reason),
     ]

@@ -21,8 +21,17 @@ from lib.calibration import Curve, HostCalibration
 from lib.config import Config
 from lib.config import Plan as PlanSettings
 from lib.data import padded_lengths
+from lib.division import shape_of
 from lib.forward import length_multiple
-from lib.plan import DEFAULT_MICRO_BATCH_SIZE, ClusterPlan, plan_cluster, plan_run, slower, with_micro_batches
+from lib.plan import (
+    DEFAULT_MICRO_BATCH_SIZE,
+    ClusterPlan,
+    plan_cluster,
+    plan_run,
+    plan_sharded,
+    slower,
+    with_micro_batches,
+)
 from lib.sync import World
 
 
@@ -34,6 +43,12 @@ def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarr
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
+    if config.strategy == "sharded":
+        if world.size > 1:
+            return sharded_plan(config, world, hosts)
+        sizes = config.plan.micro_batch_sizes
+        alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
+        config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = models.resolve(config.model.path, config.model.revision)
@@ -57,6 +72,24 @@ def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarr
         )
 
 
+def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
+    """The division of a model, from what every host has: memory, and the calibrated rate of its matrix products.
+
+    Raises:
+        AgreedError: the model cannot be divided, or not among these hosts.
+    """
+    with world.agreeing("reading the calibration"):
+        own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
+        shape = shape_of(models.stored_config(config.model), config.model.dtype)
+        memory = machine.memory_limit_bytes()
+        if memory and machine.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
+            memory //= hosts.count(hosts[world.rank])
+    facts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")
+    memory_bytes, gflops = zip(*map(json.loads, facts), strict=True)
+    with world.agreeing("planning"):
+        return plan_sharded(config, hosts, shape, memory_bytes, gflops)
+
+
 class Schedule:
     """The plan of every step.
 
@@ -70,7 +103,7 @@ class Schedule:
     def __init__(self, first: ClusterPlan, settings: PlanSettings, lead: int, steps: int):
         self.plans: list[tuple[int, ClusterPlan]] = [(1, first)]  # (first step, plan), steps counted from 1
         self.settings, self.lead, self.steps = settings, lead, steps
-        self.is_open = settings.replan and settings.shares is None and len(first.ranks) > 1
+        self.is_open = settings.replan and settings.shares is None and len(first.workers) > 1
         self._speeds: deque[np.ndarray] = deque(maxlen=settings.replan_steps)  # tokens/s by rank, of late
         self._costs: deque[float] = deque(maxlen=settings.replan_steps)  # tokens a pair
         self._excess: deque[float] = deque(maxlen=settings.replan_steps)  # slowest over balanced, less one
@@ -87,6 +120,8 @@ class Schedule:
         work spread evenly over the speeds, and another plan is that much shorter at the speeds' medians, that
         is taken.
         """
+        if not self.is_open:
+            return None
         first, plan = self.plans[-1]
         shares = np.array(plan.shares, dtype=np.float64)
         worked = shares > 0
@@ -95,7 +130,7 @@ class Schedule:
         comparable = (
             worked.any() and (counts[worked] > 0).all() and (seconds[worked] > 0).all() and np.isfinite(seconds).all()
         )
-        if not self.is_open or step <= first or not comparable:
+        if step <= first or not comparable:
             return None
         speeds = np.divide(counts, seconds, out=np.zeros_like(counts), where=worked)
         self._speeds.append(speeds)
@@ -214,6 +249,7 @@ class Schedule:
     def _identity(self) -> dict[str, Any]:
         plan = self.plans[0][1]
         return {
+            "strategy": plan.strategy,
             "hosts": [rank.host for rank in plan.ranks],
             "global_batch_size": plan.global_batch_size,
             "settings": self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"}),

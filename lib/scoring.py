@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from lib import losses
+from lib import loading, losses
 from lib import model as models
 from lib.config import Config, Data
 from lib.data import Dataset, collate
@@ -35,7 +35,7 @@ def dataset_logps(
     """log pi(completion | prompt) of every completion, summed over its tokens.
 
     Args:
-        shares: relative amounts of work of the ranks.
+        shares: relative amounts of work of the world's workers.
         batch_size: examples per forward pass.
         settings: how lengths are padded, and whether prompts may run once for all their completions.
         progress: called with the number of examples done.
@@ -44,8 +44,8 @@ def dataset_logps(
         float32 [N, K] in the dataset's order, the same on every rank.
     """
     model.eval()
-    multiple = length_multiple(settings)
-    share = settings.shared_prompts and cannot_share_prompts(model) is None
+    world = world.workers
+    multiple, share, _ = layout(model, settings, world)
     order = np.argsort(dataset.lengths, kind="stable")
     logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
     block_size = batch_size * world.size * BLOCK_BATCHES
@@ -55,10 +55,23 @@ def dataset_logps(
         place = {row: i for i, row in enumerate(block.tolist())}
         for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
             batch = collate([dataset[row] for row in rows], multiple, share)
-            mine[[place[row] for row in rows.tolist()]] = np.array(completion_logps(model, arrays_of(batch.inputs)))
+            with world.together("log-probabilities of a batch"):
+                own = np.array(completion_logps(model, arrays_of(batch.inputs)))
+            mine[[place[row] for row in rows.tolist()]] = own
         logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
         progress(min(start + block_size, len(order)))
     return logps
+
+
+def layout(model: nn.Module, settings: Data, world: World) -> tuple[int, bool, str | None]:
+    """How batches are laid out: what lengths are padded to, whether prompts run once, and why they do not if asked to."""
+    why_not = None
+    if settings.shared_prompts:
+        with world.workers.together("a look at how the model takes prompts"):
+            why_not = cannot_share_prompts(model)
+    own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])
+    multiple, share = world.workers.decide(own).tolist()
+    return multiple, bool(share), why_not
 
 
 def reference_logps(
@@ -84,9 +97,8 @@ def reference_logps(
     folder = Path(settings.run.dir) / ".reference"
     logps = cached_logps(folder, key, dataset, world)
     if logps is None:
-        with world.agreeing("loading the reference"):
-            named = settings.model.reference != "initial"
-            judge = models.load_reference(settings.model, settings.train.seed) if named else policy
+        named = settings.model.reference != "initial"
+        judge = loading.load_reference(settings, world) if named else policy
         with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
             logps = dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress)
         with world.agreeing("keeping the reference's log-probabilities"):

@@ -12,9 +12,6 @@ The model files know nothing of it: the classes of these two modules are derived
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -23,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 
 from lib.config import UserError
-from lib.division import Division, bounds
+from lib.division import Division, Part, bounds
 
 FAMILIES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # modules of mlx_lm.models
 
@@ -33,111 +30,19 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
     def sum_forward(self, x: mx.array) -> mx.array: ...
     def sum_backward(self, x: mx.array) -> mx.array: ...
     def agree_forward(self, x: mx.array) -> mx.array: ...
-    def all_sum(self, array: mx.array, what: str) -> mx.array: ...
-    def broadcast(self, tree: Any) -> Any: ...
-    def broadcast_text(self, text: str) -> str: ...
 
 
-@dataclass(frozen=True)
-class Part:
-    """How an array is divided: rank r keeps [bounds[r], bounds[r + 1]) of an axis, which is counted from the end."""
-
-    axis: int
-    bounds: tuple[int, ...]
-
-    def of(self, whole: mx.array, rank: int) -> mx.array:
-        """A rank's part."""
-        return whole[(..., slice(*self.bounds[rank : rank + 2]), *[slice(None)] * (-1 - self.axis))]
-
-    def whole_shape(self, own: Sequence[int]) -> list[int]:
-        """The shape of the whole from that of any part."""
-        shape = list(own)
-        shape[self.axis] = self.bounds[-1]
-        return shape
-
-
-@dataclass(frozen=True)
-class Shards:
-    """How the arrays of a model are divided, by name.
-
-    Args:
-        parts: of the arrays that are divided; the others are whole on every rank.
-        partial: arrays that are whole, but of whose gradient every rank makes a part.
-    """
-
-    ranks: Ranks
-    parts: Mapping[str, Part]
-    partial: frozenset[str]
-
-    def gathered(self, tree: Any) -> Iterator[tuple[str, mx.array]]:
-        """Every array of a tree (parameters, or an optimizer's state) by name, whole, one at a time.
-
-        All ranks have to run through it to the end: each array is a collective.
-        """
-        own = dict(tree_flatten(tree))
-        for name, (shape, dtype) in self._described(own).items():
-            part = self._part(name)
-            if part is None:
-                yield name, own[name]
-            elif name not in own:  # another rank keeps all of it
-                yield name, self._join(part, mx.zeros(part_shape(part, shape, self.ranks.rank), dtype))
-            else:
-                yield name, self._join(part, own[name])
-
-    def scattered(self, whole: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-        """This rank's part of every array that rank 0 has whole, one at a time; a collective, as `gathered`."""
-        for name, (shape, dtype) in self._described(whole if self.ranks.rank == 0 else {}).items():
-            mine = whole[name] if self.ranks.rank == 0 else mx.zeros(shape, dtype)
-            array = self.ranks.broadcast({"whole": mine})["whole"]
-            part = self._part(name)
-            if part is None:
-                yield name, array
-            elif part.bounds[self.ranks.rank] < part.bounds[self.ranks.rank + 1]:
-                yield name, _copied(part.of(array, self.ranks.rank))
-
-    def _part(self, name: str) -> Part | None:
-        """Of a parameter, or of an optimizer's array for it, which is called model.PARAMETER.SLOT or PARAMETER.SLOT."""
-        return self.parts.get(name) or self.parts.get(name.rpartition(".")[0])
-
-    def _described(self, arrays: Mapping[str, mx.array]) -> dict[str, tuple[list[int], mx.Dtype]]:
-        """Names, whole shapes and dtypes as rank 0 knows them: it has some part of everything."""
-        mine = []
-        for name, array in sorted(arrays.items()):
-            part = self._part(name)
-            shape = list(array.shape) if part is None else part.whole_shape(array.shape)
-            mine.append([name, shape, str(array.dtype).rpartition(".")[2]])
-        told = json.loads(self.ranks.broadcast_text(json.dumps(mine)))
-        return {name: (shape, getattr(mx, dtype)) for name, shape, dtype in told}
-
-    def _join(self, part: Part, own: mx.array) -> mx.array:
-        """The whole, bit for bit: sums of integers, to which all but one rank add nothing."""
-        words = mx.view(own, mx.int32) if own.itemsize == 4 else mx.view(own, _WORDS[own.itemsize]).astype(mx.int32)
-        first, last = part.bounds[self.ranks.rank], part.bounds[self.ranks.rank + 1]
-        around = [[0, 0] for _ in own.shape]
-        around[part.axis] = [first, part.bounds[-1] - last]
-        total = self.ranks.all_sum(mx.pad(words, around), "the parts of an array")
-        return mx.view(total if own.itemsize == 4 else total.astype(_WORDS[own.itemsize]), own.dtype)
-
-
-_WORDS = {1: mx.uint8, 2: mx.uint16}
-
-
-def part_shape(part: Part, whole: Sequence[int], rank: int) -> list[int]:
-    """The shape of a rank's part."""
-    shape = list(whole)
-    shape[part.axis] = part.bounds[rank + 1] - part.bounds[rank]
-    return shape
-
-
-def shard(model: nn.Module, division: Division, ranks: Ranks) -> Shards:
+def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
     """Takes all but this rank's part out of a model that may have adapters, and lets ranks compute together.
 
     A lazily loaded model is read array by array, and of each no more is kept than this rank's part.
+
+    Returns:
+        How the parameters are divided, by name (the others are whole on every rank); and the names of those that are
+        whole, but of whose gradient every rank makes a part.
 
     Raises:
         UserError: a family that is not known, or a cut through a quantisation group.
@@ -163,7 +68,7 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> Shards:
     for name, array in tree_flatten(model.parameters()):
         mx.eval(array)
     mx.clear_cache()
-    return Shards(ranks, parts, frozenset(partial))
+    return parts, partial
 
 
 # ---- Which part of what ------------------------------------------------------------------------------------------------
@@ -233,7 +138,7 @@ def _keep(module: nn.Module, name: str, part: Part, rank: int) -> None:
     *path, leaf = name.split(".")
     for step in path:
         module = module[step]
-    if part.bounds[rank] == part.bounds[rank + 1]:
+    if part.size(rank) == 0:
         del module[leaf]
     else:
         module[leaf] = _copied(part.of(module[leaf], rank))

@@ -22,7 +22,7 @@ from lib import exchange, losses
 from lib.config import Sync, Train, UserError
 from lib.data import Batch
 from lib.forward import arrays_of, completion_logps
-from lib.sync import World
+from lib.sync import Lockstep, World
 
 # What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs for preference
 # losses, tokens for SFT); `pairs` divides the metrics.
@@ -181,9 +181,9 @@ def make_step(
         _, sums = objective(train, logps, counts, reference)
         return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
 
-    def mean_of(gradients: Any, count: mx.array) -> tuple[Any, mx.array]:
+    def mean_of(gradients: Any, count: mx.array) -> tuple[Any, dict[str, mx.array]]:
         mean = tree_map(lambda g: g / count, gradients)
-        return mean, mx.sqrt(sum(mx.square(g).sum() for _, g in tree_flatten(mean)))
+        return mean, {name: mx.square(g).sum() for name, g in tree_flatten(mean)}
 
     def updated(parameters: Any, gradients: Any, norm: mx.array) -> Any:
         if train.max_grad_norm is not None:
@@ -194,8 +194,9 @@ def make_step(
     gradients_of = nn.value_and_grad(model, forward)
     optimizer_state: list[Any] = [optimizer.state]
     if train.compile if train.compile is not None else mx.default_device() == mx.gpu:
-        state = [model.state, mx.random.state]
-        gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
+        if not isinstance(world, Lockstep):  # ranks' graphs differ there, and so would their collectives
+            state = [model.state, mx.random.state]
+            gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)
         updated = mx.compile(updated, inputs=optimizer_state, outputs=optimizer_state)
@@ -203,7 +204,7 @@ def make_step(
     shapes: set[Any] = set()
 
     def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
-        started = time.perf_counter()
+        started, bytes_before = time.perf_counter(), world.traffic.bytes_sent
         mx.reset_peak_memory()
         model.train()
         if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
@@ -214,21 +215,23 @@ def make_step(
             rank_tokens += batch.real_tokens
             padded_tokens += batch.computed_tokens
             shapes.add(batch.shapes)
-            (_, micro_sums), micro = gradients_of(
-                arrays_of(batch.inputs), None if reference is None else mx.array(reference)
-            )
-            gradients = tree_map(lambda total, g: total + g.astype(mx.float32), gradients, micro)
-            sums = sums + micro_sums
-            mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
-        mx.eval(gradients, sums)
+            with world.together(f"step {index + 1}"):
+                (_, micro_sums), micro = gradients_of(
+                    arrays_of(batch.inputs), None if reference is None else mx.array(reference)
+                )
+                gradients = tree_map(lambda total, g: total + g.astype(mx.float32), gradients, micro)
+                sums = sums + micro_sums
+                mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
+        with world.together(f"step {index + 1}"):
+            mx.eval(gradients, sums)
         compute_seconds = time.perf_counter() - started
 
         # Each rank puts its seconds in a slot of its own: after the sum all ranks know who waited for whom.
         seconds = [compute_seconds if other == world.rank else 0.0 for other in range(world.size)]
-        bytes_before = world.traffic.bytes_sent
         both = mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])])
         gradients, both, left_out = exchange.sum_gradients(world, gradients, both, sync, feedback)
-        gradients, norm = mean_of(gradients, both[SUMS.index("count")])
+        gradients, squares = mean_of(gradients, both[SUMS.index("count")])
+        norm = mx.sqrt(world.sum_of_all(squares))
         mx.eval(norm, both)
         sync_seconds = time.perf_counter() - started - compute_seconds
         values = both.tolist()

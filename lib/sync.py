@@ -7,13 +7,13 @@ themselves, on evaluated arrays: a Mac's GPU may not wait for the network inside
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import json
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +22,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib import heartbeat
 from lib.config import UserError
+from lib.division import Division, Part
 from lib.runtime import Launch
+
+Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 MESSAGE_BYTES = 1024
@@ -174,21 +177,97 @@ class World:
         """Those among whom data are divided: here, every rank by itself."""
         return self
 
-    def square_norm(self, gradients: Any) -> mx.array:
-        """The sum of the squares of summed gradients: float32 scalar, the same on every rank."""
-        return sum((mx.square(g).sum() for _, g in tree_flatten(gradients)), mx.array(0.0))
+    def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
+        """The sum of what was made of every summed gradient, by name: a scalar, the same on every rank."""
+        return sum(values.values(), mx.array(0.0))
 
-    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A pass through the model, in which ranks may have to wait for each other. Here they do not."""
+    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Passes through the model, in which ranks may have to wait for each other. Here they do not."""
         return contextlib.nullcontext()
+
+    def decide(self, x: mx.array) -> mx.array:
+        """What a rank decides for itself: a token, a layout."""
+        return x
+
+    # ---- Whole arrays, for a file
+
+    def part(self, name: str) -> Part | None:
+        """How an array is divided: a parameter, or what an optimizer keeps for it, called PARAMETER.SLOT. Here none is."""
+        return None
+
+    def alike(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Those that every rank holds whole."""
+        return {name: array for name, array in arrays.items() if self.part(name) is None}
+
+    def described(self, arrays: Mapping[str, mx.array]) -> Described:
+        """Shapes and dtypes of the whole arrays, by sorted name."""
+        parts = {name: self.part(name) for name in arrays}
+        shapes = {name: part.shape(arrays[name].shape) if part else arrays[name].shape for name, part in parts.items()}
+        return {name: (tuple(shapes[name]), arrays[name].dtype) for name in sorted(arrays)}
+
+    @contextlib.contextmanager
+    def gathering(self, *trees: Any) -> Iterator[list[tuple[Described, Iterator[tuple[str, mx.array]]]]]:
+        """What the arrays of each tree are, and the arrays themselves by name, whole, one at a time, for rank 0 to write.
+
+        All ranks enter. Every divided array is a collective: rank 0 takes them in order, and whatever nobody asked for,
+        because there was no need or the disk was full, is gone through at the end.
+        """
+        flat = [dict(tree_flatten(tree)) for tree in trees]
+        wholes = [(names, self._gathered(arrays, names)) for arrays in flat for names in [self._names(arrays)]]
+        try:
+            yield wholes
+        finally:
+            for _, arrays in wholes:
+                for _ in arrays:
+                    pass
+
+    def scattered(self, whole: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
+        """This rank's part of every array that rank 0 has whole, by name, one at a time; `whole` is emptied."""
+        for name, (shape, dtype) in self._told(whole).items():
+            mine = whole.pop(name) if self.rank == 0 else mx.zeros(shape, dtype)
+            array, part = self.broadcast({"whole": mine})["whole"], self.part(name)
+            if part is None:
+                yield name, array
+            elif part.size(self.rank):
+                array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
+                mx.eval(array)
+                yield name, array
+
+    def align(self, tree: Any) -> Any:
+        """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""
+        flat = dict(tree_flatten(tree))
+        whole = tree_unflatten(list(self.alike(flat).items()))
+        return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
+
+    def _names(self, arrays: Mapping[str, mx.array]) -> Described:
+        """Of the arrays that there are to gather: here this rank's own."""
+        return self.described(arrays)
+
+    def _told(self, arrays: Mapping[str, mx.array]) -> Described:
+        """`described` as rank 0 knows it: it has some part of everything."""
+        mine = [(name, shape, str(dtype).rpartition(".")[2]) for name, (shape, dtype) in self.described(arrays).items()]
+        told = json.loads(self.broadcast_text(json.dumps(mine)))
+        return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in told}
+
+    def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
+        for name, (shape, dtype) in described.items():
+            part = self.part(name)
+            if part is None:
+                yield name, own[name]
+                continue
+            array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
+            # Bit for bit: sums of integers, to which all but one rank add nothing.
+            words = mx.view(array, mx.int32 if array.itemsize == 4 else mx.uint16).astype(mx.int32)
+            around = [(0, 0)] * array.ndim
+            around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
+            total = self.all_sum(mx.pad(words, around), "the parts of an array")
+            yield name, mx.view(total if array.itemsize == 4 else total.astype(mx.uint16), dtype)
 
     # ---- Inside a graph: nothing is evaluated, and the graphs of all ranks have the same collectives in the same order
 
     def sum_forward(self, x: mx.array) -> mx.array:
         """The sum of all ranks' x, whose gradient is everyone's own: Megatron-LM's g (arXiv:1909.08053, section 3)."""
-        if self.size == 1:
-            return x
-        return mx.distributed.all_sum(x, group=self.group, stream=self.stream)
+        return x if self.size == 1 else self._sum_lazily(x)
 
     def sum_backward(self, x: mx.array) -> mx.array:
         """x itself, whose gradient is summed over the ranks: Megatron-LM's f."""
@@ -201,7 +280,7 @@ class World:
 
         @pass_on.vjp
         def pass_on_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
-            return mx.distributed.all_sum(cotangent, group=self.group, stream=self.stream)
+            return self._sum_lazily(cotangent)
 
         return pass_on(x)
 
@@ -212,14 +291,17 @@ class World:
 
         @mx.custom_function
         def agreed(x: mx.array) -> mx.array:
-            mine = x if self.rank == 0 else mx.zeros_like(x)
-            return mx.distributed.all_sum(mine, group=self.group, stream=self.stream)
+            return self._sum_lazily(x if self.rank == 0 else mx.zeros_like(x))
 
         @agreed.vjp
         def agreed_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
             return cotangent
 
         return agreed(x)
+
+    def _sum_lazily(self, x: mx.array) -> mx.array:
+        self.traffic.bytes_sent += 2 * x.nbytes * (self.size - 1) // self.size
+        return mx.distributed.all_sum(x, group=self.group, stream=self.stream)
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
@@ -240,19 +322,19 @@ class World:
         raise AgreedError("; ".join(distinct))
 
     @contextlib.contextmanager
-    def deadline(self, what: str) -> Iterator[None]:
-        """Ends the process with a message if the block outlasts the limit: MLX itself would wait for ever."""
+    def deadline(self, what: str, times: int = 1) -> Iterator[None]:
+        """Ends the process with a message if the block outlasts the limit (`times` it): MLX itself would wait for ever."""
 
         def give_up() -> None:
             print(
-                f"error: rank {self.rank} on {host_name()} waited {self.timeout_seconds:g} s for {what}; another rank is dead, "
+                f"error: rank {self.rank} on {host_name()} waited {times * self.timeout_seconds:g} s for {what}; another rank is dead, "
                 "stopped or cut off (raise sync.timeout_seconds if it is only slow); resume from the last checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
             os._exit(1)  # the main thread is inside MLX, where no exception or signal handler can reach it
 
-        timer = threading.Timer(self.timeout_seconds, give_up)
+        timer = threading.Timer(times * self.timeout_seconds, give_up)
         timer.daemon = True
         timer.start()
         try:
@@ -265,36 +347,49 @@ class World:
 
 @dataclass(frozen=True)
 class ShardedWorld(World):
-    """Ranks that hold parts of one model: every batch goes through all of them.
+    """Ranks that hold parts of one model (lib/shard.py): every batch goes through all of them.
 
     Args:
+        division: that the model was divided by.
+        parts: how parameters are divided, by name; the others are whole on every rank.
         partial: parameters that every rank holds whole, but of whose gradient it makes a part.
-        divided: parameters of which every rank holds a part.
     """
 
+    division: Division | None = None
+    parts: Mapping[str, Part] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
-    divided: frozenset[str] = frozenset()
 
     @property
     def workers(self) -> World:
         """All ranks as one."""
-        return Lockstep(timeout_seconds=self.timeout_seconds, backend=self.backend, ranks=self)
+        return Lockstep(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
+
+    def _names(self, arrays: Mapping[str, mx.array]) -> Described:
+        return self._told(arrays)
+
+    def part(self, name: str) -> Part | None:
+        return self.parts.get(name) or self.parts.get(name.rpartition(".")[0])
 
 
-def sharded(world: World, partial: Iterable[str], divided: Iterable[str]) -> ShardedWorld:
-    """The world, once its ranks hold parts of a model (lib/shard.py)."""
-    fields = {field.name: getattr(world, field.name) for field in dataclasses.fields(World)}
-    return ShardedWorld(**fields, partial=frozenset(partial), divided=frozenset(divided))
+def sharded(
+    world: World, division: Division, parts: Mapping[str, Part] | None = None, partial: Iterable[str] = ()
+) -> ShardedWorld:
+    """The world, once its ranks hold parts of a model."""
+    same = {of_world.name: getattr(world, of_world.name) for of_world in fields(World)}
+    return ShardedWorld(**same, division=division, parts=parts or {}, partial=frozenset(partial))
 
 
 @dataclass(frozen=True)
 class Lockstep(World):
     """Ranks that do the same work at the same time, seen as one. What they may see differently, rank 0 says for all."""
 
-    ranks: ShardedWorld = ShardedWorld()
+    ranks: ShardedWorld = field(default_factory=ShardedWorld)
 
     def all_sum(self, array: mx.array, what: str) -> mx.array:
         return self.ranks.all_sum(array if self.ranks.rank == 0 else mx.zeros_like(array), what)
+
+    def decide(self, x: mx.array) -> mx.array:
+        return self.ranks.agree_forward(x)
 
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
         flat = dict(tree_flatten(gradients))
@@ -302,19 +397,15 @@ class Lockstep(World):
         total, sums = self.ranks.sum_gradients(parts, sums if self.ranks.rank == 0 else mx.zeros_like(sums))
         return tree_unflatten(list((flat | dict(tree_flatten(total))).items())), sums
 
-    def square_norm(self, gradients: Any) -> mx.array:
-        flat = tree_flatten(gradients)
-        mine = [g for name, g in flat if name in self.ranks.divided or self.ranks.rank == 0]  # each number once
-        return self.ranks.all_sum(World.square_norm(self, mine), "the gradient's norm")
-
-    def broadcast(self, tree: Any) -> Any:
-        return self.ranks.broadcast(tree)
+    def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
+        once = {name: value for name, value in values.items() if name in self.ranks.parts or self.ranks.rank == 0}
+        return self.ranks.all_sum(super().sum_of_all(once), "the gradient's norm")
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str, passes: int = 1) -> Iterator[None]:
         """Ranks meet on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by."""
         self.ranks.all_sum(mx.array(0.0), what)
-        with self.ranks.deadline(what):
+        with self.ranks.deadline(what, passes):
             yield
 
 

@@ -12,7 +12,7 @@ FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
     | {"heartbeat", "watch", "agent"},
     {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression"},
-    {"step", "schedule", "scoring", "checkpoint", "exchange", "ledger", "rounds", "launcher", "preflight"},
+    {"step", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger", "rounds", "launcher", "preflight"},
     {"evaluate", "report", "dashboard", "server"},
 ]
 

@@ -13,12 +13,14 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import quantize_model, save_model
 
+import train as script
 from lib import config, division, forward, runtime, shard, sync
 from lib import model as models
 from lib.config import UserError
 from lib.data import Batch, Example, collate
 from lib.sync import ShardedWorld, World
-from tests.tiny import model_folder
+from tests import tiny
+from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
 
@@ -77,9 +79,16 @@ def division_of(path: Path, weights: tuple[float, ...], vocabulary: bool = False
     return division.divide(division.shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary)
 
 
-def divide(world: World, path: Path, model: nn.Module, weights: tuple[float, ...]) -> tuple[shard.Shards, ShardedWorld]:
-    shards = shard.shard(model, division_of(path, weights), world)
-    return shards, sync.sharded(world, shards.partial, shards.parts)
+def divide(world: World, path: Path, model: nn.Module, weights: tuple[float, ...]) -> ShardedWorld:
+    dealt = division_of(path, weights)
+    return sync.sharded(world, dealt, *shard.shard(model, dealt, world))
+
+
+def gathered(world: World, tree: Any) -> dict[str, mx.array]:
+    with world.gathering(tree) as [(described, arrays)]:
+        found = dict(arrays)
+    assert {name: (a.shape, a.dtype) for name, a in found.items()} == described
+    return found
 
 
 def folder_of(world: World, folder: Path, family: str) -> Path:
@@ -121,7 +130,7 @@ def assert_equals_whole(
     """Log-probabilities and every gathered gradient of the divided model against those of the whole one."""
     whole, _ = build(path, **changes)
     model, _ = build(path, **changes)
-    shards, together = divide(world, path, model, weights)
+    together = divide(world, path, model, weights)
     assert forward.cannot_share_prompts(whole) is None and forward.cannot_share_prompts(model) is None
     inputs = forward.arrays_of(batch_of(shares_prompts).inputs)
     mx.random.seed(7)
@@ -131,9 +140,10 @@ def assert_equals_whole(
     np.testing.assert_allclose(np.array(own_logps), np.array(logps), rtol=tolerance)
     gradients, sums = together.workers.sum_gradients(gradients, mx.array([own_loss.item(), 1.0]))
     assert sums.tolist() == pytest.approx([loss.item(), 1.0], rel=tolerance)  # counted once, whatever the ranks
-    norm = mx.sqrt(together.workers.square_norm(gradients)).item()
-    assert norm == pytest.approx(mx.sqrt(World().square_norm(wanted)).item(), rel=tolerance)
-    found, theirs = dict(shards.gathered(gradients)), dict(tree_flatten(wanted))
+    squares = {name: mx.square(g).sum() for name, g in tree_flatten(gradients)}
+    square_norm = sum(mx.square(g).sum().item() for _, g in tree_flatten(wanted))
+    assert together.workers.sum_of_all(squares).item() == pytest.approx(square_norm, rel=tolerance)
+    found, theirs = gathered(together, gradients), dict(tree_flatten(wanted))
     assert found.keys() == theirs.keys()
     largest = max(mx.linalg.norm(gradient).item() for gradient in theirs.values())
     for name, gradient in theirs.items():
@@ -185,25 +195,23 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
 @mpi
 def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world: World, folder: Path) -> None:
     path = folder_of(world, folder, "llama-tied-biased")
-    whole, _ = build(path, method="full", dtype="bfloat16")
-    whole.model.norm.weight[0] = -0.0
-    model, _ = build(path, method="full", dtype="bfloat16")
-    first, _ = divide(world, path, model, (1,) * world.size)
-    gathered = dict(first.gathered(model.trainable_parameters()))
+    whole, model = (build(path, method="full", dtype="bfloat16")[0] for _ in range(2))
+    for either in (whole, model):
+        either.model.layers[1].mlp.down_proj.weight[:, 3] = -0.0
+    first = divide(world, path, model, (1,) * world.size)
+    found = gathered(first, model.trainable_parameters())
     wanted = models.trainable(whole)
-    assert gathered.keys() == wanted.keys()
+    assert found.keys() == wanted.keys()
     other, _ = build(path, seed=1, method="full", dtype="bfloat16")
-    second, _ = divide(world, path, other, UNEVEN[world.size])
-    other.update(tree_unflatten(list(second.scattered(wanted if world.rank == 0 else {}))))
+    second = divide(world, path, other, UNEVEN[world.size])
+    other.update(tree_unflatten(list(second.scattered(dict(wanted) if world.rank == 0 else {}))))
     assert {name: a.shape for name, a in models.trainable(other).items()} != {
         name: a.shape for name, a in models.trainable(model).items()
     }
-    for found in (gathered, dict(second.gathered(other.trainable_parameters()))):
+    for arrays in (found, gathered(second, other.trainable_parameters())):
         for name, array in wanted.items():
-            if name != "model.norm.weight":
-                assert (
-                    np.array(mx.view(found[name], mx.uint16)).tobytes() == np.array(mx.view(array, mx.uint16)).tobytes()
-                )
+            bits = [np.array(mx.view(a, mx.uint16)).tobytes() for a in (arrays[name], array)]
+            assert bits[0] == bits[1], name
     world.gather_text("compared")
 
 
@@ -220,7 +228,7 @@ def test_heads_and_columns_are_dealt_by_weight() -> None:
         "torch_dtype": "bfloat16",
     }
     shape = division.shape_of(stored)
-    assert division.divide(shape, [1, 1]) == division.Division((4, 4), (7168, 7168))
+    assert division.divide(shape, [1, 1]) == division.Division((4, 4), (7168, 7168), weights=(1.0, 1.0))
     assert division.divide(shape, [2, 6]).kv_heads == (2, 6)
     three = division.divide(shape, [1, 1, 1])
     assert sum(three.kv_heads) == 8 and sum(three.mlp_columns) == 14336 and max(three.kv_heads) == 3
@@ -257,3 +265,48 @@ def test_the_smallest_share_is_one_part() -> None:
     assert division.apportion(8, [1000, 1, 1]) == (6, 1, 1)
     assert division.apportion(256, [1, 5], unit=32) == (32, 224)
     assert division.apportion(7, [0, 0, 0]) == (3, 2, 2)
+
+
+# ---- Training ----------------------------------------------------------------------------------------------------------
+
+
+def train(world: World, folder: Path, words: list[str], name: str, resume: bool = False) -> Path:
+    """A run in this process: with a world of one each rank trains by itself."""
+    script.train(config.load(None, [*words, f"run.name={name}"]), world, resume=resume, dry_run=False)
+    return folder / "runs" / name
+
+
+def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[str]:
+    """The same settings on every rank; rank 0 writes the files, before anyone reads them."""
+    mine: list[str] = []
+    if world.rank == 0:
+        mine = tiny.settings(folder)
+        model_folder(folder / "model", **HEADS, **changes)
+    return [*json.loads(world.broadcast_text(json.dumps(mine))), *words]
+
+
+@mpi
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1"),
+        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4"),
+        ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
+    common = [*words_of(world, folder), *words, "train.steps=20", "evaluate.every=8", "train.max_grad_norm=0.05"]
+    alone = train(World(), folder, common, f"alone{world.rank}")
+    shares = list(UNEVEN[world.size])
+    run = train(world, folder, [*common, "strategy=sharded", f"plan.shares={shares}"], "sharded")
+    world.gather_text("finished")
+    assert difference(alone, run) <= 1e-4
+    for key in ("loss", "grad_norm", "tokens", "rows"):
+        one, other = ([record[key] for record in steps_of(either)] for either in (alone, run))
+        assert one == (pytest.approx(other, rel=1e-4) if isinstance(one[0], float) else other), key
+    assert steps_of(run, world.rank)[-1]["rows"] == steps_of(run)[-1]["rows"]
+    before, after = (json.loads((either / "summary.json").read_text()) for either in (alone, run))
+    assert after["strategy"] == "sharded" and after["world_size"] == world.size
+    assert after["loss"] == pytest.approx(before["loss"], rel=1e-4)
+    world.gather_text("checked")
