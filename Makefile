@@ -16,10 +16,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch calibrate bench lint clean
+.PHONY: help setup train test launch preflight calibrate bench lint clean
 
 help:
-	@echo "make setup | train | test | launch | calibrate | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | launch | preflight | calibrate | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -48,6 +48,9 @@ test: setup
 # make launch HOSTS=hostfile ARGS="--config ..." trains on all of them; OPTIONS="--backend mpi --max-restarts 3" is for ./launch.
 launch: setup
 	./launch --hostfile $(or $(HOSTS),hostfile) $(OPTIONS) -- train.py $(ARGS)
+
+preflight: setup
+	./launch --hostfile $(or $(HOSTS),hostfile) --preflight-only $(OPTIONS) -- train.py $(ARGS)
 
 # HOSTS=hostfile (Open MPI's form) measures all hosts: each alone, then together. Without "slot", the policy above
 # would put every rank on the first host.

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster import CGROUP, Host, Unavailable, cluster, unavailable
 
+LISTEN = "import socket, time; s = socket.create_server(('', 4000)); print('ready'); time.sleep(100)"
 COUNT = "import time; end = time.process_time() + 0.2; t = time.time()\nwhile time.process_time() < end: pass\nprint(time.time() - t)"
 
 
@@ -34,6 +35,22 @@ def test_a_host_without_its_cable_is_not_reached_until_it_is_plugged_in(three_ho
     finally:
         three_hosts[1].plug_in()
     assert three_hosts[0].run(ask).returncode == 0
+
+
+def test_a_port_may_be_dead_while_ssh_lives(three_hosts: list[Host]) -> None:
+    listener = three_hosts[1].start([sys.executable, "-u", "-c", LISTEN])
+    assert listener.stdout is not None and listener.stdout.readline() == "ready\n"
+    ask = [sys.executable, "-c", f"import socket; socket.create_connection(('{three_hosts[1].name}', 4000), 1)"]
+    assert three_hosts[0].run(ask).returncode == 0
+    three_hosts[1].only_ssh()
+    try:
+        assert three_hosts[0].run(ask).returncode != 0
+        assert three_hosts[0].run(["ssh", three_hosts[1].name, "true"]).returncode == 0
+    finally:
+        three_hosts[1].only_ssh(False)
+    assert three_hosts[0].run(ask).returncode == 0
+    os.killpg(listener.pid, 9)
+    listener.communicate()
 
 
 def test_processes_are_a_hosts_own(three_hosts: list[Host]) -> None:

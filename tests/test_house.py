@@ -12,7 +12,8 @@ FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
     | {"heartbeat", "watch", "agent"},
     {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression"},
-    {"step", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger", "rounds", "launcher", "preflight"},
+    {"step", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger", "rounds"}
+    | {"launcher", "preflight", "ranks"},
     {"evaluate", "report", "dashboard", "server"},
 ]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lib import launcher, watch
+from lib import launcher, ranks, watch
 from lib.hostfile import Host
-from lib.launcher import Launching
+from lib.ranks import Launching
 from lib.watch import HostSeen, RankSeen, diagnose
 from tests import tiny
 from tests.cluster import Host as Machine
@@ -244,7 +244,7 @@ def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp
 
 def launching(backend: str, hosts: tuple[Host, ...], **more: Any) -> list[Any]:
     folders = [f"/f{i}" for i in range(len(hosts))]
-    return launcher.processes_of(Launching(hosts, backend, ("train.py", "a=b"), **more), folders)
+    return ranks.processes_of(Launching(hosts, backend, ("train.py", "a=b"), **more), folders)
 
 
 def test_the_contract_of_every_backend() -> None:

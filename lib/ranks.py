@@ -1,0 +1,477 @@
+"""All ranks of a world, started once on their hosts: what is started where, the agents that do it, and what comes back.
+
+On every host an agent (lib/agent.py) starts the ranks and passes on what they say; it is reached over ssh, or directly
+on this machine. What the ranks wait for comes in beside their output, and lib/watch.py says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lib import hostfile, watch
+from lib.config import UserError
+from lib.hostfile import Host
+
+ROOT = Path(__file__).resolve().parent.parent
+COLOURS = (36, 33, 35, 32, 34, 31)
+TICK_SECONDS = 0.25
+PING_SECONDS = 1.0
+CONNECT_SECONDS = 10
+END_SECONDS = 2.0  # between asking a rank to end and killing it
+SETTLE_SECONDS = 0.5  # after a death, for the others to tell why they end
+LINE_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Launching:
+    """What the command line asks for."""
+
+    hosts: tuple[Host, ...]
+    backend: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    directory: str = str(ROOT)
+    python: str = sys.executable
+    connections_per_ip: int = 1
+    starting_port: int = 32323
+    mpi_arguments: tuple[str, ...] = ()
+    nice: int | None = None
+    silent_seconds: float = 10.0
+    wedged_seconds: float = 600.0
+
+    @property
+    def size(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one start of all ranks ended."""
+
+    status: int
+    fault: watch.Fault | None = None
+    run: str | None = None  # folder to resume from
+    interrupted: bool = False
+
+
+# ---- What is started where: pure
+
+
+def processes_of(launching: Launching, folders: Sequence[str]) -> list[tuple[list[dict[str, Any]], dict[str, str]]]:
+    """For every host its processes, and the files that they read in that host's folder.
+
+    Contracts: MLX_HOSTFILE and MLX_RANK (ring); MLX_IBV_DEVICES, MLX_JACCL_COORDINATOR and MLX_RANK (jaccl);
+    NCCL_HOST_IP, NCCL_PORT, MLX_WORLD_SIZE and MLX_RANK (nccl); Open MPI's own (mpi). lib/runtime.py reads them.
+    """
+    hosts, port = launching.hosts, launching.starting_port
+    environment = {"PYTHONUNBUFFERED": "1", **launching.environment}
+    command = as_command(launching)
+    if launching.backend == "mpi":
+        return _mpi(launching, folders[0], environment, command)
+    common: dict[str, str] = {}
+    files: dict[str, str] = {}
+    listed = ""  # the variable that names the file
+    if launching.size > 1 and launching.backend == "ring":
+        ring: list[list[str]] = []
+        for host in hosts:
+            for _ in range(host.slots):
+                ring.append([])
+                for link in host.addresses or (hostfile.address(host),):
+                    for _ in range(launching.connections_per_ip):
+                        ring[-1].append(f"{link}:{port}")
+                        port += 1
+        files, listed = {"hosts.json": json.dumps(ring)}, "MLX_HOSTFILE"
+    elif launching.size > 1 and launching.backend == "jaccl":
+        files, listed = {"hosts.json": json.dumps([list(host.rdma) for host in hosts])}, "MLX_IBV_DEVICES"
+        common = {"MLX_JACCL_COORDINATOR": f"{hostfile.address(hosts[0])}:{port}"}
+    elif launching.size > 1:
+        common = {
+            "NCCL_HOST_IP": hostfile.address(hosts[0]),
+            "NCCL_PORT": str(port),
+            "MLX_WORLD_SIZE": str(launching.size),
+        }
+    found, rank = [], 0
+    for host, folder in zip(hosts, folders, strict=True):
+        processes = []
+        for local_rank in range(host.slots):
+            own = {"MLX_RANK": str(rank)} if launching.size > 1 else {}
+            if listed:
+                own[listed] = f"{folder}/hosts.json"
+            if launching.backend == "nccl":
+                own["CUDA_VISIBLE_DEVICES"] = str(local_rank)
+            # The user's own come last: who sets CUDA_VISIBLE_DEVICES means it.
+            variables = {**common, **own, **environment}
+            processes.append({"rank": rank, "command": command, "environment": variables})
+            rank += 1
+        found.append((processes, files))
+    return found
+
+
+def _mpi(
+    launching: Launching, folder: str, environment: dict[str, str], command: list[str]
+) -> list[tuple[list[dict[str, Any]], dict[str, str]]]:
+    """The first host's agent starts mpirun, and mpirun a rank of ours on every slot, joined to its host's agent."""
+    words = [
+        str(Path(launching.python).parent / "mpirun"),
+        "--hostfile",
+        f"{folder}/hostfile",
+        "-n",
+        str(launching.size),
+    ]
+    # Without "slot", a default policy of :oversubscribe puts all ranks on the first host.
+    words += ["--map-by", "slot:oversubscribe", "--bind-to", "none", "--wdir", launching.directory]
+    if launching.connections_per_ip > 1:
+        words += ["--mca", "btl_tcp_links", str(launching.connections_per_ip)]
+    for name in (*environment, "TANDEM_AGENT"):
+        words += ["-x", name]
+    words += [*launching.mpi_arguments, launching.python, "-m", "lib.agent", "rank", "--"]
+    allowed = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
+    files = {"hostfile": hostfile.to_text(launching.hosts)}
+    first = {"rank": None, "command": [*words, *command], "environment": {**allowed, **environment}}
+    return [([first] if index == 0 else [], files) for index in range(len(launching.hosts))]
+
+
+def as_command(launching: Launching) -> list[str]:
+    """The user's command, a Python script after the interpreter."""
+    words = list(launching.command)
+    return [launching.python, *words] if words[0].endswith(".py") else words
+
+
+# ---- A host's agent, at the other end of ssh
+
+
+class Link:
+    """The connection to one host's agent."""
+
+    def __init__(self, host: Host, process: asyncio.subprocess.Process, machine: str):
+        self.process = process
+        self.name, self.machine = host.name, machine  # what we call it, and what it calls itself
+        self.ended = asyncio.Event()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        if self.process.stdin is not None and not self.process.stdin.is_closing():
+            self.process.stdin.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+    async def close(self) -> None:
+        """Ends the agent, which ends whatever it started."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), 3)
+        except TimeoutError:
+            kill(self.process)
+            await self.process.wait()
+
+
+def agent_words(launching: Launching, host: Host) -> list[str]:
+    """The command line that starts a host's agent: directly on this machine, else over ssh."""
+    if is_this_machine(host) and launching.directory == str(ROOT):
+        return [launching.python, "-m", "lib.agent"]
+    return remote_words(launching, host, "lib.agent")
+
+
+def remote_words(launching: Launching, host: Host, module: str) -> list[str]:
+    """The command line that runs a module of ours on a host, over ssh."""
+    start = shlex.join([launching.python, "-m", module])
+    return [*ssh_words(host), f"cd {shlex.quote(launching.directory)} && exec {start}"]
+
+
+def ssh_words(host: Host) -> list[str]:
+    """ssh that never asks, notices a dead host, and takes nothing in the name for an option."""
+    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
+    return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.name]
+
+
+def is_this_machine(host: Host) -> bool:
+    """Whether a host's name means the machine that this runs on, and no other user there."""
+    if "@" in host.name:
+        return False
+    if host.name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((hostfile.address(host), 0))  # only an own address can be bound
+    except (OSError, UserError):
+        return False
+    return True
+
+
+async def connect(launching: Launching, host: Host) -> Link:
+    """Starts a host's agent.
+
+    Raises:
+        ConnectionError: it did not answer; what ssh said, in one line.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *agent_words(launching, host),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        start_new_session=True,  # a Ctrl-C is ours to hand on
+        limit=LINE_BYTES,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    hello = b""
+    try:
+        with contextlib.suppress(asyncio.TimeoutError):
+            hello = await asyncio.wait_for(process.stdout.readline(), CONNECT_SECONDS + 2)
+    finally:
+        if not hello:
+            kill(process)
+    if not hello:
+        told = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+        await process.wait()
+        raise ConnectionError(f"{host.name}: {told[-1] if told else 'no answer'}")
+    return Link(host, process, json.loads(hello)["host"])
+
+
+# ---- One start of all ranks
+
+
+class Console:
+    """Writes whole lines, each with its rank and host before it, from a thread: a terminal that stands still stops nobody."""
+
+    def __init__(self, stopped: Any):
+        self.lines: queue.SimpleQueue[tuple[Any, str] | None] = queue.SimpleQueue()
+        self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.thread = threading.Thread(target=self._write, args=(stopped,), daemon=True)
+        self.thread.start()
+
+    def output(self, rank: int | None, host: str, stream: str, text: str) -> None:
+        tag = f"[{'mpirun' if rank is None else rank} {host}]"
+        if self.colour:
+            tag = f"\033[{COLOURS[(rank or 0) % len(COLOURS)]}m{tag}\033[0m"
+        self.lines.put((sys.stderr if stream == "stderr" else sys.stdout, f"{tag} {text}\n"))
+
+    def note(self, text: str) -> None:
+        self.lines.put((sys.stderr, f"launch: {text}\n"))
+
+    def close(self) -> None:
+        self.lines.put(None)
+        self.thread.join(2)
+
+    def _write(self, stopped: Any) -> None:
+        while (line := self.lines.get()) is not None:
+            try:
+                line[0].write(line[1])
+                line[0].flush()
+            except (OSError, ValueError):  # `| head` has seen enough
+                stopped()
+                return
+
+
+class Quiet(Console):
+    """Keeps the lines instead: for a check, whose output is nobody's business until it fails."""
+
+    def __init__(self, lines: list[str]):
+        self.kept = lines
+
+    def output(self, rank: int | None, host: str, stream: str, text: str) -> None:
+        self.kept.append(text)
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class Attempt:
+    """All ranks, started once."""
+
+    def __init__(self, launching: Launching, console: Console, here: Host | None = None):
+        """here: the only host whose ranks are started, where people start the others."""
+        self.launching, self.console = launching, console
+        self.hosts_to_start = [here] if here else list(launching.hosts)
+        self.links: list[Link] = []
+        self.hosts: dict[str, watch.HostSeen] = {}
+        self.ranks: dict[int, watch.RankSeen] = {}
+        self.first: int = -1 if launching.backend == "mpi" else 0
+        self.run: str | None = None
+        self.checkpoint: int | None = None
+        self.named: set[int] = set()
+        self.typed = threading.Event()
+
+    async def go(self, interrupts: asyncio.Queue[int]) -> Outcome:
+        """Starts, watches, and ends all ranks."""
+        reaching = asyncio.gather(
+            *(connect(self.launching, host) for host in self.hosts_to_start), return_exceptions=True
+        )
+        interrupt = asyncio.ensure_future(interrupts.get())
+        early: set[asyncio.Future[Any]] = {reaching, interrupt}
+        await asyncio.wait(early, return_when=asyncio.FIRST_COMPLETED)
+        if interrupt.done():
+            reaching.cancel()
+            await asyncio.gather(reaching, return_exceptions=True)
+            return Outcome(128 + interrupt.result(), interrupted=True)
+        interrupt.cancel()
+        reached = reaching.result()
+        self.links = [link for link in reached if isinstance(link, Link)]
+        failed = [str(error) for error in reached if isinstance(error, BaseException)]
+        readers = [asyncio.ensure_future(self._read(link)) for link in self.links]
+        try:
+            if failed:
+                unreached = {host.name for host in self.hosts_to_start} - {link.name for link in self.links}
+                return Outcome(1, watch.Fault("lost", "; ".join(failed), tuple(unreached)))
+            self._start()
+            return await self._watch(interrupts)
+        finally:
+            await asyncio.gather(*(link.close() for link in self.links))
+            for reader in readers:
+                reader.cancel()
+
+    def _start(self) -> None:
+        # Not in TMPDIR, which may differ: mpirun's ranks look for their host's agent where the first host has its own.
+        address = f"/tmp/tandem-{secrets.token_hex(8)}"
+        folders = {link.name: f"{address}-{link.machine}" for link in self.links}
+        hosts = self.launching.hosts
+        work = processes_of(self.launching, [folders.get(host.name, "") for host in hosts])
+        of_host = dict(zip((host.name for host in hosts), work, strict=True))
+        now = time.monotonic()
+        for link in self.links:
+            processes, files = of_host[link.name]
+            self.hosts[link.name] = watch.HostSeen(link.name, now)
+            for process in processes:
+                rank = self.first if process["rank"] is None else process["rank"]
+                self.ranks[rank] = watch.RankSeen(rank, link.name)
+            link.send(
+                "start",
+                address=address,
+                processes=processes,
+                files=files,
+                directory=self.launching.directory,
+                silent_seconds=max(5.0, self.launching.silent_seconds),
+                nice=self.launching.nice,
+                awake=True,
+            )
+
+    async def _watch(self, interrupts: asyncio.Queue[int]) -> Outcome:
+        limits = self.launching.silent_seconds, self.launching.wedged_seconds
+        pinged = 0.0
+        while any(rank.status is None for rank in self._started()):
+            now = time.monotonic()
+            if now - pinged > PING_SECONDS:
+                pinged = now
+                for link in self.links:
+                    link.send("ping")
+            fault = watch.diagnose(now, self.hosts, list(self.ranks.values()), *limits)
+            if fault is not None:
+                return await self._fail(fault, interrupts)
+            for rank in watch.stragglers(now, list(self.ranks.values()), max(5.0, self.launching.silent_seconds)):
+                if rank.rank not in self.named:
+                    self.named.add(rank.rank)
+                    self.console.note(f"rank {rank.rank} on {rank.host} lets the others wait")
+            try:
+                number = await asyncio.wait_for(interrupts.get(), TICK_SECONDS)
+            except TimeoutError:
+                continue
+            self.console.note("ending every rank (once more: at once)")
+            await self._end(signal.SIGINT, interrupts)
+            return Outcome(128 + number, None, self.run, interrupted=True)
+        fault = watch.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *limits)
+        return Outcome(self._worst(), fault, self.run)
+
+    async def _fail(self, fault: watch.Fault, interrupts: asyncio.Queue[int]) -> Outcome:
+        if fault.kind == "died":  # the others may be about to tell more, and to end by themselves
+            deadline = time.monotonic() + SETTLE_SECONDS
+            while time.monotonic() < deadline and any(rank.status is None for rank in self._started()):
+                await asyncio.sleep(0.02)
+        status = self._worst() or 1
+        interrupted = await self._end(signal.SIGTERM, interrupts)
+        return Outcome(status, fault, self.run, interrupted)
+
+    async def _end(self, number: signal.Signals, interrupts: asyncio.Queue[int]) -> bool:
+        """Ends every rank on every host; an interrupt kills at once. Returns whether there was one."""
+        for link in self.links:
+            link.send("end", number=int(number), grace_seconds=END_SECONDS)
+        alive = [link for link in self.links if not self.hosts[link.name].closed]
+        ended = asyncio.ensure_future(_all_set([link.ended for link in alive]))
+        again = asyncio.ensure_future(interrupts.get())
+        limit = END_SECONDS + 1.0
+        waits: set[asyncio.Future[Any]] = {ended, again}
+        await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        interrupted = again.done()
+        if interrupted:
+            for link in self.links:
+                link.send("end", number=int(signal.SIGKILL), grace_seconds=0.0)
+            await asyncio.wait({ended}, timeout=1.0)
+        again.cancel()
+        ended.cancel()
+        return interrupted
+
+    def _started(self) -> list[watch.RankSeen]:
+        """The processes whose end ends the attempt: the ranks, or mpirun."""
+        return [self.ranks[-1]] if self.first == -1 else list(self.ranks.values())
+
+    def _worst(self) -> int:
+        return max((watch.exit_status(rank.status or 0) for rank in self._started()), default=1)
+
+    async def _read(self, link: Link) -> None:
+        """Takes in what a host's agent says."""
+        assert link.process.stdout is not None and link.process.stderr is not None
+        while line := await link.process.stdout.readline():
+            words = json.loads(line)
+            kind = words.pop("kind")
+            seen = self.hosts.get(link.name)
+            if seen is not None:
+                seen.heard = time.monotonic()
+            if kind == "output":
+                self.console.output(words["rank"], link.name, words["stream"], words["text"])
+            elif kind == "exit":
+                self.ranks[self.first if words["rank"] is None else words["rank"]].status = words["status"]
+            elif kind == "alive":
+                self._note_states(link.name, words["states"])
+            elif kind == "beat":
+                self._note_beat(link.name, words)
+            elif kind == "warning":
+                self.console.note(f"{link.name}: {words['text']}")
+            elif kind == "typed":
+                self.typed.set()
+            elif kind == "ended":
+                link.ended.set()
+        if link.name in self.hosts:
+            self.hosts[link.name].closed = True
+        link.ended.set()
+
+    def _note_states(self, host: str, states: dict[str, str]) -> None:
+        for rank, state in states.items():
+            seen = self.ranks.setdefault(int(rank), watch.RankSeen(int(rank), host))
+            if state != "stopped":
+                seen.stopped_since = None
+                if state == "gone" and self.first == -1:
+                    seen.status = 0  # how it ended is mpirun's to tell
+            elif seen.stopped_since is None:
+                seen.stopped_since = time.monotonic()
+
+    def _note_beat(self, host: str, facts: dict[str, Any]) -> None:
+        seen = self.ranks.setdefault(facts["rank"], watch.RankSeen(facts["rank"], host))
+        seen.beats, seen.waiting = True, facts["waiting"]
+        seen.waiting_since = time.monotonic() - facts["seconds"]
+        if facts["rank"] == 0:
+            self.run, self.checkpoint = facts.get("run"), facts.get("checkpoint")
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """asyncio's own kill() may reap a process that has just ended, and then wonder where it is."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+async def _all_set(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()

@@ -1,0 +1,318 @@
+"""Preflight: each check fails for its own fault on real hosts, the printed command mends it, and nothing starts before."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib import launcher, preflight
+from lib.hostfile import Host
+from lib.preflight import Context, Finding, Needs, judge, judge_links, mend_ssh
+from lib.ranks import Launching
+from tests import tiny
+from tests.cluster import Host as Machine
+from tests.tiny import ROOT
+
+
+@pytest.fixture(scope="module")
+def project(three_hosts: list[Machine]) -> Iterator[list[str]]:
+    """The project copied by --sync to each host's own disk, and the words that run it there."""
+    words = ["--directory", f"{three_hosts[0].disk}/tandem", "--python", sys.executable, "--sync", "."]
+    done = three_hosts[0].run(
+        [sys.executable, ROOT / "launch", "--hosts", "host-a,host-b", *words, "--no-preflight", "--", "pwd"]
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{three_hosts[0].disk}/tandem") == 2
+    yield words[:-2]
+
+
+@pytest.fixture
+def data(three_hosts: list[Machine]) -> list[str]:
+    """The words of a run whose model and data are on each host's own disk."""
+    host = three_hosts[0]
+    script = "import sys; from tests import tiny; from pathlib import Path; print('\\n'.join(tiny.settings(Path(sys.argv[1]))))"
+    for machine in three_hosts[:2]:
+        made = machine.run(
+            [
+                "sh",
+                "-c",
+                f'mkdir -p {machine.disk}/run && exec "$@"',
+                "-",
+                sys.executable,
+                "-c",
+                script,
+                f"{host.disk}/run",
+            ]
+        )
+        assert made.returncode == 0, made.stderr
+    config = tiny.config_file(host.outside / "run")
+    return ["train.py", "--config", f"{host.disk}/run/{config.name}", *made.stdout.split()]
+
+
+def check(
+    hosts: list[Machine], *words: str, command: list[str], names: str = "host-a,host-b"
+) -> tuple[int, dict[str, Any]]:
+    words = ("--hosts", names, "--preflight-only", "--json", *words, "--", *command)
+    done = hosts[0].run([sys.executable, ROOT / "launch", *words])
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def failures(report: Mapping[str, Any]) -> dict[tuple[str, str], list[dict[str, str]]]:
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for finding in report["findings"]:
+        if finding["status"] == "failed":
+            found.setdefault((finding["host"], finding["check"]), []).append(finding)
+    return found
+
+
+def test_every_fault_is_found_on_its_host_and_the_printed_command_mends_it(
+    three_hosts: list[Machine], project: list[str], data: list[str], tmp_path: Path
+) -> None:
+    a, b, c = three_hosts
+    run = b.outside / "run"
+    (b.outside / "tandem/lib/losses.py").write_text("broken = True\n")
+    (run / "train.jsonl").write_text((run / "train.jsonl").read_text().replace("1", "2", 1))
+    (run / "model/config.json").unlink()
+    (run / "model").rmdir()
+    listener = b.start(
+        [sys.executable, "-c", "import socket, time; s = socket.create_server(('', 32324)); time.sleep(100)"]
+    )
+    (a.outside / "tandem/train.py").unlink()  # here as well: --directory is not where ./launch is
+    command = [*data, f"run.dir={b.disk}/run/runs"]
+    try:
+        status, report = check(three_hosts, *project, command=command)
+        found = failures(report)
+        assert status == 1 and not report["passed"] and report["seconds"] < 30
+        files = [("host-b", "files")]
+        assert found.keys() == {("host-a", "project"), ("host-b", "project"), ("host-b", "ports"), *files}, found
+        assert "lib/losses.py" in found["host-b", "project"][0]["message"]
+        assert sorted(
+            re.findall(r"(model|train.jsonl) (is missing|differs)", " ".join(f["message"] for f in found[files[0]]))
+        ) == [
+            ("model", "is missing"),
+            ("train.jsonl", "differs"),
+        ]
+        for findings in found.values():
+            for finding in findings:
+                if finding["check"] != "ports":
+                    mended = a.run(["sh", "-c", finding["remedy"]])
+                    assert mended.returncode == 0, (finding, mended.stderr)
+        again = re.search(r"--starting-port \d+", found["host-b", "ports"][0]["remedy"])
+        assert again is not None
+        status, report = check(three_hosts, *project, *again[0].split(), command=command)
+        assert status == 0 and report["passed"], failures(report)
+        assert {f["check"] for f in report["findings"]} >= {
+            "ssh",
+            "project",
+            "packages",
+            "files",
+            "memory",
+            "disk",
+            "ports",
+        }
+        assert {"links", "backend", "calibration", "clock", "load"} <= {f["check"] for f in report["findings"]}
+    finally:
+        os.killpg(listener.pid, signal.SIGKILL)
+        listener.communicate()
+
+
+def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
+    three_hosts: list[Machine], project: list[str], data: list[str], tmp_path: Path
+) -> None:
+    a, b, c = three_hosts
+    script = "from importlib import metadata; print(metadata.distribution('mlx')._path)"
+    mlx = (
+        Path(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip()) / "METADATA"
+    )
+    (tmp_path / "METADATA").write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.0.1", mlx.read_text()))
+    (tmp_path / "nobody").write_text("")
+    key = a.outside.parent / "key.pub"
+    mounts = {
+        b.name: [f"--bind {tmp_path}/METADATA {mlx}", f"-t tmpfs -o size=1m tmpfs {b.disk}/full"],
+        c.name: [f"--bind {tmp_path}/nobody {key}"],
+    }
+    named = {host.name: host for host in three_hosts}
+    for host in (a, b):
+        (host.outside / "full").mkdir(exist_ok=True)
+        with (host.outside / "run/model/model.safetensors").open("wb") as file:
+            file.truncate(2**40)  # a terabyte that takes no room
+    for host, options in mounts.items():
+        for option in options:
+            assert named[host].run(["sh", "-c", f"mount {option}"]).returncode == 0
+    try:
+        _, report = check(
+            three_hosts, *project, command=[*data, f"run.dir={b.disk}/full"], names="host-a,host-b,host-c"
+        )
+        found = failures(report)
+        assert found.keys() >= {
+            ("host-b", "packages"),
+            ("host-b", "disk"),
+            ("host-c", "ssh"),
+            ("host-b", "memory"),
+            ("host-a", "memory"),
+        }
+        assert (
+            "mlx 0.0.1 (here" in found["host-b", "packages"][0]["message"]
+            and "make setup" in found["host-b", "packages"][0]["remedy"]
+        )
+        assert found["host-c", "ssh"][0]["remedy"] == "ssh-copy-id host-c"
+        assert f"{b.disk}/full" in found["host-b", "disk"][0]["message"]
+    finally:
+        for host, options in mounts.items():
+            for option in options:
+                named[host].run(["umount", option.split()[-1]])
+        for host in (a, b):
+            (host.outside / "run/model/model.safetensors").unlink()
+    launching = Launching((Host("host-a"),), "ring", ("train.py",))
+    shown = judge(
+        [Host("host-a")],
+        {"host-a": facts(disk={"folder": "/x", "fault": "Permission denied", "free_bytes": 9})},
+        context(launching),
+    )
+    assert [f.message for f in shown if f.status == "failed"] == ["/x: Permission denied"]
+
+
+def test_a_slow_link_a_cut_one_and_a_backend_that_does_not_sum(three_hosts: list[Machine]) -> None:
+    a, b, c = three_hosts
+    b.shape("20mbit")
+    c.only_ssh()
+    try:
+        _, report = check(three_hosts, command=["hostname"], names="host-a,host-b,host-c")
+        found = failures(report)
+        assert found.keys() == {("host-a", "links"), ("host-b", "links")}
+        slow = next(f for f in found["host-a", "links"] if "host-b" in f["message"])
+        assert "Mbit/s" in slow["message"] and any(
+            "host-c: timed out" in f["message"] for f in found["host-a", "links"]
+        )
+        accepted = re.search(r"--min-mbit \d+ --max-round-trip-ms \d+", slow["remedy"])
+        assert accepted is not None
+        status, _ = check(three_hosts, *accepted[0].split(), command=["hostname"])
+        assert status == 0
+    finally:
+        b.shape(None)
+        c.only_ssh(False)
+    status, report = check(
+        three_hosts, "--backend", "mpi", "--env", "MLX_MPI_LIBNAME=/nowhere/libmpi.so", command=["hostname"]
+    )
+    assert status == 1 and {name for _, name in failures(report)} == {"backend"}
+
+
+def test_nothing_is_started_where_a_check_fails_and_the_table_says_why(
+    three_hosts: list[Machine], tmp_path: Path
+) -> None:
+    command = [sys.executable, ROOT / "launch", "--hosts", "host-a,10.77.0.99", "--", "touch", tmp_path / "started"]
+    done = three_hosts[0].run(command)
+    assert done.returncode == 1 and not (tmp_path / "started").exists() and done.stdout == ""
+    assert "1 failed: nothing was started" in done.stderr and "ping -c 3 10.77.0.99" in done.stderr
+    assert re.search(r"10\.77\.0\.99 +FAILED", done.stderr)
+
+
+# ---- Pure
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {name: None for name, _ in preflight.JUDGES.values()}
+    return {**usual, **changes}
+
+
+def context(launching: Launching, **needs: Any) -> Context:
+    return Context({"project": {}, "packages": {}, "files": {}}, Needs(**needs), launching, 0)
+
+
+def test_judgements_of_what_no_host_here_can_have() -> None:
+    host = Host("mac-b", 2, (), (None, "rdma_en5"))
+    launching = Launching((Host("mac-a"), host), "jaccl", ("train.py",))
+
+    def one(check: str, where: Context | None = None, **found: Any) -> Finding:
+        return next(
+            f for f in judge([host], {"mac-b": facts(**found)}, where or context(launching)) if f.check == check
+        )
+
+    assert one("clock", clock={"ahead_seconds": 60.0, "unsure_seconds": 1.0}).status == "told"
+    assert one("clock", clock={"ahead_seconds": 2.5, "unsure_seconds": 1.0}).status == "ok"
+    assert one("load", load={"average": 4.0, "cpus": 2}).status == "told"
+    assert one("calibration", calibration={"there": False}).status == "told"
+    strict = context(launching, require_calibration=True)
+    stale = one(
+        "calibration", strict, calibration={"there": True, "fresh": False, "measured_at": "2020-01-01T00:00:00"}
+    )
+    assert stale.status == "failed" and stale.remedy.endswith("make calibrate'")
+    assert one("rdma", rdma={"devices": ["rdma_en5"]}).status == "ok"
+    assert "no rdma_en5" in one("rdma", rdma={"devices": []}).message
+    assert one("rdma", rdma={"error": "ibv_devices is missing"}).status == "failed"
+    assert "hf download org/model" in one("models", models={"org/model": False}).remedy
+    assert "to mac-c: Host key" in one("ssh", ssh_to={"mac-c": "Host key verification failed."}).message
+    links = {("a", "b"): {"bytes_per_second": 1e7, "round_trip_seconds": 0.001}, ("a", "c"): {"error": "refused"}}
+    assert [f.status for f in judge_links(links, 2e7, 1.0)] == ["failed", "failed"]
+    assert [f.status for f in judge_links(links, 0.9e7, 1.0)] == ["ok", "failed"]
+    assert [f.status for f in judge_links(links, 0.9e7, 1e-4)] == ["failed", "failed"]
+    for said in (
+        "Permission denied (publickey).",
+        "Host key verification failed.",
+        "Connection refused",
+        "Could not resolve hostname",
+        "timed out",
+    ):
+        assert "mac-b" in mend_ssh("mac-b", said)
+
+
+def test_a_digest_sees_names_contents_and_the_ends_of_large_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "WHOLE_BYTES", 2**20)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/a").write_bytes(b"1")
+    before = preflight.digest(tmp_path / "m")
+    (tmp_path / "m/a").rename(tmp_path / "m/b")
+    renamed = preflight.digest(tmp_path / "m")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(20 * 2**20)
+    large = preflight.digest(tmp_path / "large")
+    with (tmp_path / "large").open("r+b") as file:
+        file.seek(20 * 2**20 - 1)
+        file.write(b"x")
+    assert len({before, renamed, large, preflight.digest(tmp_path / "large")}) == 4
+    assert preflight.digest(tmp_path / "none") is None
+
+
+def test_a_fact_that_fails_or_takes_too_long_is_told_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "project_digests", lambda: __import__("time").sleep(3))
+    request = {
+        "files": [],
+        "models": [],
+        "run_dir": None,
+        "ports": [],
+        "ssh_to": [],
+        "calibration_dir": None,
+        "rdma": False,
+    }
+    found = preflight.facts({**request, "ports": ["no port"]})
+    assert found["project"] == {"error": "no answer within 0.5 s"} and "TypeError" in found["ports"]["error"]
+    assert found["packages"]["mlx"]
+
+
+def test_a_wrong_configuration_is_one_line_before_any_host_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["--hosts", "nowhere-a,nowhere-b", "--", "train.py", "train.betta=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "train.beta" in error
+
+
+def test_what_a_run_needs_is_read_off_its_configuration() -> None:
+    launching = Launching((Host("a"),), "ring", ("train.py",))
+    needs = preflight.needs_of(launching)
+    assert needs.files[0] == "configs/quickstart/train.jsonl" and "configs/quickstart/model" in needs.files
+    needs = preflight.needs_of(replace(launching, command=("train.py", "model.path=org/name", "checkpoint.keep=5")))
+    assert needs.models == ("org/name",) and needs.checkpoints == 6
+    assert preflight.needs_of(replace(launching, command=("hostname",))) == Needs()
