@@ -41,7 +41,7 @@ class Agent:
         self.processes: dict[int | None, asyncio.subprocess.Process] = {}  # None: mpirun
         self.pids: dict[int, int] = {}  # of every rank of this host, whoever started it
         self.folder: Path | None = None
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Future[None]] = set()
         self.heard = time.monotonic()
         self.silent_seconds = 60.0
         self.typed: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's input
@@ -131,7 +131,7 @@ class Agent:
                 await self.typed_all.wait()
             elif hello["kind"] == "output":
                 self.pids[hello["rank"]] = hello["pid"]
-                await self._relay(reader, hello["rank"], hello["stream"])
+                await self._task(self._relay(reader, hello["rank"], hello["stream"]))
             else:
                 while line := await reader.readline():
                     facts = json.loads(line)
@@ -189,10 +189,12 @@ class Agent:
                     "warning", text=f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
                 )
 
-    def _task(self, work: Any) -> None:
+    def _task(self, work: Any) -> asyncio.Future[None]:
+        """Work that is done before this agent says that all has ended."""
         task = asyncio.ensure_future(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
 
 async def serve() -> None:
@@ -234,8 +236,8 @@ async def serve() -> None:
 
 async def _end(agent: Agent, number: int, grace_seconds: float) -> None:
     await agent.end(number, grace_seconds)
-    while agent.tasks:  # the exits are told before
-        await asyncio.sleep(0.01)
+    if agent.tasks:  # the last lines and exits are told before; who still holds a pipe open is not waited for
+        await asyncio.wait(agent.tasks, timeout=1.0)
     agent.say("ended")
 
 

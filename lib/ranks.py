@@ -383,6 +383,7 @@ class Attempt:
             await self._end(signal.SIGINT, interrupts)
             return Outcome(128 + number, None, self.run, interrupted=True)
         fault = watch.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *limits)
+        await self._end(signal.SIGTERM, interrupts)  # nothing is left but last lines under way
         return Outcome(self._worst(), fault, self.run)
 
     async def _fail(self, fault: watch.Fault, interrupts: asyncio.Queue[int]) -> Outcome:
