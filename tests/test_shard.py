@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import quantize_model, save_model
 
 import train as script
-from lib import config, division, forward, runtime, shard, sync
+from lib import config, division, evaluate, forward, runtime, shard, sync
 from lib import model as models
 from lib.config import UserError
 from lib.data import Batch, Example, collate
@@ -309,4 +312,89 @@ def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, wor
     before, after = (json.loads((either / "summary.json").read_text()) for either in (alone, run))
     assert after["strategy"] == "sharded" and after["world_size"] == world.size
     assert after["loss"] == pytest.approx(before["loss"], rel=1e-4)
+    world.gather_text("checked")
+
+
+@mpi
+def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) -> None:
+    common = [*words_of(world, folder, mlp_bias=True), "model.method=full", "train.learning_rate=1e-4"]
+    common += ["train.schedule=constant", "checkpoint.every=1", "strategy=sharded", "data.valid=null"]
+    uneven = f"plan.shares={list(UNEVEN[world.size])}"
+    train(world, folder, [*common, "train.steps=2"], "moving")
+    train(world, folder, [*common, "train.steps=4", uneven], "moving", resume=True)
+    if world.rank == 0:
+        train(World(), folder, [*common, "train.steps=6", uneven], "moving", resume=True)
+    world.gather_text("moved")
+    run = train(world, folder, [*common, "train.steps=8", "plan.micro_batch_sizes=[3]"], "moving", resume=True)
+    straight = train(World(), folder, [*common, "train.steps=8"], f"straight{world.rank}")
+    world.gather_text("finished")
+    assert difference(straight, run) <= 1e-4
+    assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight)]
+    world.gather_text("checked")
+
+
+@mpi
+def test_answers_metrics_and_another_reference_in_parts(
+    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate.answers_limit=12", "evaluate.max_tokens=24", "evaluate.every=null", "train.steps=2"]
+    words += ["model.reference=configs/quickstart/model", "train.global_batch_size=8"]
+    words += [f"run.dir={folder / 'runs'}", "data.train=configs/quickstart/valid.jsonl"]
+
+    def run(world: World, *more: str) -> Path:
+        settings = config.load("configs/quickstart.yaml", [*words, *more])
+        script.train(settings, world, resume=False, dry_run=False)
+        return Path(settings.run.dir) / str(settings.run.name)
+
+    alone = run(World(), f"run.name=alone{world.rank}")
+    parts = run(world, "run.name=parts", "strategy=sharded", f"plan.shares={list(UNEVEN[world.size])}")
+    world.gather_text("finished")
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, parts)]
+    for key in ("exact_match_before", "exact_match_after", "loss", "reward_accuracy", "kl"):
+        assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=1e-6), key
+    capsys.readouterr()
+    settings = config.load(parts / "config.yaml", [])
+    options = argparse.Namespace(run=str(parts), model=None, per_pair=str(folder / "pairs.jsonl"))
+    evaluate.evaluate(settings, options, world)
+    if world.rank == 0:
+        told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        assert told["loss"] == pytest.approx(summaries[1]["loss"], rel=1e-4)
+        assert told["exact_match"] == summaries[1]["exact_match_after"]
+        assert len((folder / "pairs.jsonl").read_text().splitlines()) == told["rows"]
+        # What the parts saved is an ordinary adapter.
+        model, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(parts))
+        mine, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(alone))
+        logits = [m(mx.array([[7, 8, 9, 10]])) for m in (model, mine)]
+        assert mx.allclose(*logits, rtol=1e-4, atol=1e-5)
+    world.gather_text("checked")
+
+
+@mpi
+def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> None:
+    """Loading piece by piece: never more than 1.2 times what is kept, and that in proportion to the plan within 10 %."""
+    path, sizes = folder / "model", {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
+    if world.rank == 0:
+        model_folder(path, **sizes, **heads)
+        save_model(path, models.load(config.Model(path=str(path), random_init=True), 0))
+    world.gather_text("written")
+    weights = UNEVEN[world.size]
+    settings = config.Model(path=str(path), rank=4)
+    shape = division.shape_of(json.loads((path / "config.json").read_text()))
+    dealt = division.divide(shape, weights)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = models.load(settings, 0, lazy=True)
+    models.make_trainable(model, settings, 0)
+    shard.shard(model, dealt, world)
+    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    planned, whole = division.rank_bytes(shape, dealt, world.rank)
+    adapters = sum(array.nbytes for array in models.trainable(model).values())
+    assert held - adapters == pytest.approx(planned + whole, rel=0.02)
+    assert peak <= 1.2 * held
+    told = [int(text) for text in world.gather_text(str(held - adapters - whole))]
+    for size, weight in zip(told, weights, strict=True):
+        assert size / sum(told) == pytest.approx(weight / sum(weights), rel=0.1)
     world.gather_text("checked")
