@@ -73,7 +73,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.data import collate, load_dataset, prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.order import micro_batches as micro_batches_of
-    from lib.performance import PerformanceTracker, rewind
+    from lib.performance import PerformanceTracker
     from lib.rounds import Rounds
     from lib.schedule import Schedule, first_plan
     from lib.step import make_optimizer, make_step
@@ -128,6 +128,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     with world.agreeing(f"opening {folder}"):
         lock = checkpoint.open_run(folder, config, plan.to_dict(), resume) if world.rank == 0 else None
+    with world.agreeing(f"writing {folder}"):
+        if hosts[world.rank] != hosts[0] and not (folder / "config.yaml").exists():  # a disk of its own
+            checkpoint.keep_settings(folder, config, plan.to_dict())
     heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
@@ -150,12 +153,11 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         feedback = own.get("feedback", {})
         if apart is not None:
             apart.resume(progress, own)
+        elif progress.rounds:
+            raise sync.AgreedError(f"{folder} is a run of ranks that train apart; go on with strategy=independent")
         if progress.schedule and not schedule.restore(progress.schedule):
             say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
-        with world.agreeing("going back in the logs"):
-            if world.rank == 0 or hosts[world.rank] != hosts[0]:  # once on every host that has its own disk
-                for log in sorted((folder / "logs").glob("rank-*.jsonl")):
-                    rewind(log, progress.steps_of(rank=int(log.stem.removeprefix("rank-"))) if progress.step else -1)
+        checkpoint.rewind_logs(folder / "logs", progress, world, hosts)
         say.line(f"resuming {folder} after step {progress.step} of {steps}")
 
     # ---- Training ----------------------------------------------------------------------------------------------------
@@ -266,11 +268,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                     changed = schedule.observe(step, tokens, result.compute_seconds)
                     progress.schedule = schedule.state(step)
                     if changed is not None:
-                        first = step + schedule.lead
-                        before = schedule.at(step).shares
-                        tracker.record("plan", step=step, first_step=first, shares_before=before, **changed.to_dict())
-                        shares = " + ".join(map(str, changed.shares))
-                        say.line(f"step {step}: from step {first} on shares {shares}: {changed.reason}", "bold")
+                        report.show_new_plan(say, tracker, step, step + schedule.lead, schedule.at(step), changed)
                     is_last = step == steps
                     evaluation_due = is_last or bool(config.evaluate.every and step % config.evaluate.every == 0)
                     evaluate_and_save(evaluation_due, is_last or step % checkpoint_every == 0)

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +25,7 @@ from mlx.utils import tree_unflatten
 from lib import model as models
 from lib.config import Config, UserError, dump
 from lib.order import Position
+from lib.performance import rewind
 from lib.step import StepResult
 from lib.sync import Described, World
 
@@ -86,9 +88,15 @@ def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool) -
         raise UserError(
             f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
         )
+    keep_settings(folder, config, plan)
+    return lock
+
+
+def keep_settings(folder: Path, config: Config, plan: dict[str, Any]) -> None:
+    """Writes the settings and the plan that a resumed run reads: on every host that has a disk of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
     _write(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
-    return lock
 
 
 def _write(path: Path, text: str) -> None:
@@ -379,6 +387,19 @@ def resume(
     if "optimizer" in own:
         optimizer.state = tree_unflatten(list(own["optimizer"].items()))
     return progress, own
+
+
+def rewind_logs(folder: Path, progress: Progress, world: World, hosts: Sequence[str]) -> None:
+    """Cuts every rank's log back to where the run goes on, once on every host that has its own disk. hosts: by rank.
+
+    Raises:
+        AgreedError: a log cannot be written.
+    """
+    with world.agreeing("going back in the logs"):
+        if world.rank == 0 or hosts[world.rank] != hosts[0]:
+            for log in sorted(folder.glob("rank-*.jsonl")):
+                rank = int(log.stem.removeprefix("rank-"))
+                rewind(log, progress.steps_of(rank) if progress.step else -1)
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:

@@ -241,9 +241,9 @@ class Independent(_Section):
     """Pairs of a round over all ranks, as whole global batches; by default the epoch."""
     merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
     """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: svd for LoRA, else average."""
-    outer_learning_rate: PositiveFloat = 0.7
-    """Of `outer`: how much of the averaged change is taken."""
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    outer_learning_rate: PositiveFloat = 0.5
+    """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 - momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Of `outer`: Nesterov momentum over the rounds."""
 
 
@@ -283,7 +283,7 @@ class Config(_Section):
     data: Data
     train: Train = Train()
     strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
-    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges, `sharded` gives each a part of the model; `auto` is synchronous."""
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges, `sharded` gives each a part of the model; `auto`: independent where a sync would cost 5 % of a step or more, else synchronous."""
     plan: Plan = Plan()
     cost: Cost = Cost()
     sync: Sync = Sync()

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from lib.calibration import MEMORY_HEADROOM, Curve, CurveChoice, CurveKey, HostCalibration, choose_curves
-from lib.config import Config, UserError
+from lib.config import Config, Sync, UserError
 from lib.division import Division, Shape, divide, rank_bytes
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
+FREE_SYNC = 0.05  # of a step: a sync that costs less is worth its exactness
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
@@ -79,6 +80,8 @@ class Prediction:
     step_seconds: float
     efficiency: float  # over the sum of what all hosts of the run do alone
     chosen: bool = False
+    memory_bytes: int | None = None  # the largest host's peak, where it was measured
+    bytes_per_step: float | None = None  # that each rank sends, on average
 
 
 @dataclass(frozen=True)
@@ -438,6 +441,7 @@ def plan_run(
     versions: Mapping[str, str],
     device_names: Sequence[str] | None = None,
     published: Sequence[HostCalibration] = (),
+    dataset_size: int | None = None,
 ) -> ClusterPlan:
     """The plan of a run from every host's calibration, with the predictions of the ways to run it.
 
@@ -445,6 +449,7 @@ def plan_run(
         hosts, calibrations, device_names: one a rank.
         key: its sequence length is a typical row's, for the time; `longest`: the longest's, for the memory.
         backend: that carries the gradients.
+        dataset_size: in pairs, which is a round of independent ranks unless the settings say otherwise.
 
     Raises:
         UserError: as make_plan and choose_curves.
@@ -470,7 +475,10 @@ def plan_run(
         return replace(choice, curves=tuple(_with_memory_of(curve, other) for curve, other in pairs))
 
     def planned() -> ClusterPlan:
-        return make_plan(config, hosts, choice.curves, _sync_seconds(calibrations, backend, choice.curves or ()))
+        return make_plan(config, hosts, choice.curves, sync_seconds())
+
+    def sync_seconds() -> float:
+        return _sync_seconds(calibrations, backend, choice.curves or (), config.sync)
 
     choice = choose(key)
     checkpointed = False
@@ -491,6 +499,11 @@ def plan_run(
             f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",
         )
 
+    link_is_known = any(link.backend == backend for one in calibrations if one for link in one.links)
+    apart = make_plan(config, hosts, choice.curves)
+    strategy, why = choose_strategy(config, apart, sync_seconds() if link_is_known else None)
+    plan = apart if strategy == "independent" else plan
+
     reason = plan.reason
     if choice.curves is None:
         reason = choice.reason if plan.reason.startswith("equal shares") else f"{plan.reason}; {choice.reason}"
@@ -503,20 +516,47 @@ def plan_run(
     if strangers:
         warnings = (*warnings, f"cost: no host of this run is called {_listed(sorted(strangers))}")
     if plan.efficiency is not None and plan.efficiency < GOOD_EFFICIENCY and 1 < len(hosts) <= 64 and choice.curves:
-        sync_seconds = _sync_seconds(calibrations, backend, choice.curves)
-        enough = sufficient_global_batch(hosts, choice.curves, plan.global_batch_size, sync_seconds)
+        enough = sufficient_global_batch(hosts, choice.curves, plan.global_batch_size, sync_seconds())
         if enough and enough > plan.global_batch_size and config.plan.shares is None:
             reason += f"; a global batch of {enough} would reach {GOOD_EFFICIENCY:.0%} of their speed"
     plan = replace(
         plan,
-        reason=reason,
+        strategy=strategy,
+        reason=f"{strategy}, {why}; {reason}" if len(hosts) > 1 else reason,
         warnings=(*warnings, *choice.warnings, *plan.warnings),
         calibrated=_measured_for(key, choice),
         gradient_checkpointing=checkpointed,
     )
-    if config.strategy == "independent":
-        plan = replace(plan, strategy="independent")
-    return replace(plan, predictions=_predict(plan, _sync_seconds(calibrations, backend, plan.curves)))
+    pairs_per_round = config.independent.pairs_per_round or dataset_size or plan.global_batch_size
+    return replace(plan, predictions=_predict(plan, apart, sync_seconds(), pairs_per_round, config.sync))
+
+
+def choose_strategy(config: Config, apart: ClusterPlan, sync_seconds: float | None) -> tuple[str, str]:
+    """How the ranks work together, and why.
+
+    Told is told. Otherwise ranks train apart where waiting for the network would cost FREE_SYNC of a step or more, and
+    sum their gradients, which gives one machine's result, where it would not, or where nobody knows.
+
+    Args:
+        apart: the plan of ranks that train apart: no sync.
+        sync_seconds: what one would take; None if nobody knows.
+    """
+    if config.strategy != "auto":
+        return config.strategy, "as strategy has it"
+    if len(apart.ranks) == 1:
+        return "synchronous", "one rank"
+    if config.plan.shares is not None:
+        return "synchronous", "which plan.shares is for"
+    if len({rank.host for rank in apart.ranks}) == 1:
+        return "synchronous", "all ranks are on one machine"
+    if apart.predicted_step_seconds is None:
+        return "synchronous", "as the hosts are not measured"
+    if sync_seconds is None:
+        return "synchronous", "as the link is not measured"
+    cost = sync_seconds / (apart.predicted_step_seconds + sync_seconds)
+    if cost < FREE_SYNC:
+        return "synchronous", f"whose sync costs {cost:.1%} of a step"
+    return "independent", f"because a sync would cost {cost:.0%} of a step"
 
 
 def _measured_for(key: CurveKey, choice: CurveChoice) -> bool:
@@ -587,29 +627,50 @@ def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
 
 
 def _sync_seconds(
-    calibrations: Sequence[HostCalibration | None], backend: str, curves: Sequence[Curve | None]
+    calibrations: Sequence[HostCalibration | None], backend: str, curves: Sequence[Curve | None], sync: Sync
 ) -> float:
     """One sum of the gradients over the slowest link; 0 for a single host, and where nothing was measured."""
-    size = max((curve.gradient_bytes or 0 for curve in curves if curve), default=0)
+    size = _compressed(max((curve.gradient_bytes or 0 for curve in curves if curve), default=0), sync)
     links = [link for c in calibrations if c for link in c.links if link.backend == backend]
     return max((link.seconds(size) for link in links if link.operation == "all_sum"), default=0.0) * (len(curves) > 1)
 
 
-def _predict(plan: ClusterPlan, sync_seconds: float) -> tuple[Prediction, ...]:
-    """The chosen plan, equal shares, and the fastest hosts each alone; nothing without curves."""
+def _compressed(size_bytes: float, sync: Sync) -> float:
+    """What float32 values of that size are on their way (lib/compression.py)."""
+    factor = {"none": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256), "topk": 2 * sync.topk_fraction}
+    return size_bytes * factor[sync.compression]
+
+
+def _predict(
+    plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, pairs_per_round: int, sync: Sync
+) -> tuple[Prediction, ...]:
+    """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves. apart: without a sync."""
     solo = plan.solo_sum_pairs_per_second
     if solo is None or plan.predicted_step_seconds is None:
         return ()
     hosts = [rank.host for rank in plan.ranks]
-    batch = plan.global_batch_size
+    batch, size = plan.global_batch_size, len(plan.ranks)
+    # One message of all that is trained, as a ring algorithm sends it.
+    message = _compressed(max((curve.gradient_bytes or 0 for curve in plan.curves if curve), default=0), sync)
+    to_sum = message * (2 * (size - 1) / size if sync.compression in ("none", "bf16") else size - 1)
 
-    def prediction(name: str, names: Sequence[str], seconds: float, chosen: bool = False) -> Prediction:
-        return Prediction(name, tuple(names), seconds, batch / seconds / solo, chosen)
+    def prediction(
+        name: str, ranks: Sequence[Plan], seconds: float, chosen: bool = False, bytes_sent: float = 0.0
+    ) -> Prediction:
+        return Prediction(
+            name,
+            tuple(rank.host for rank in ranks),
+            seconds,
+            batch / seconds / solo,
+            chosen,
+            _peak_memory(plan, ranks),
+            bytes_sent if message or len(ranks) == 1 else None,
+        )
 
     alone = [
         prediction(
             f"{rank.host} alone" if hosts.count(rank.host) == 1 else f"rank {rank.rank} ({rank.host}) alone",
-            [rank.host],
+            [rank],
             plan_cluster([rank.host], batch, curves=[plan.curves[rank.rank]]).predicted_step_seconds or 0.0,
         )
         for rank in sorted(plan.ranks, key=lambda rank: -(rank.solo_pairs_per_second or 0.0))[:SHOWN_ALONE]
@@ -623,19 +684,51 @@ def _predict(plan: ClusterPlan, sync_seconds: float) -> tuple[Prediction, ...]:
         curves=plan.curves,
         sync_seconds=sync_seconds,
     )
-    working = [rank.host for rank in plan.ranks if rank.share]
-    together = prediction(
-        f"{plan.strategy}, {' + '.join(map(str, plan.shares[:SHOWN_ALONE]))}"
-        + (" + ..." if len(hosts) > SHOWN_ALONE else ""),
-        working,
-        plan.predicted_step_seconds,
-        True,
+    working = [rank for rank in plan.ranks if rank.share]
+    seconds = plan.predicted_step_seconds - plan.sync_seconds + (sync_seconds if len(working) > 1 else 0.0)
+    together = prediction(f"synchronous, {_sum_of(plan.shares)}", working, seconds, False, to_sum)
+    # A merge's message is as large as a step's.
+    merges = batch / pairs_per_round
+    working = [rank for rank in apart.ranks if rank.share]
+    seconds = _apart_seconds(apart, working) + sync_seconds * merges
+    in_rounds = prediction(
+        f"independent, {_sum_of(apart.shares)}", working, seconds, False, message * (size - 1) * merges
     )
+    first, second = (in_rounds, together) if plan.strategy == "independent" else (together, in_rounds)
     return (
-        together,
-        prediction(f"{plan.strategy}, equal shares", hosts, equal.predicted_step_seconds or 0.0),
+        replace(first, chosen=True),
+        second,
+        prediction("synchronous, equal shares", plan.ranks, equal.predicted_step_seconds or 0.0, False, to_sum),
         *alone,
     )
+
+
+def _sum_of(shares: Sequence[int]) -> str:
+    return " + ".join(map(str, shares[:SHOWN_ALONE])) + (" + ..." if len(shares) > SHOWN_ALONE else "")
+
+
+def _apart_seconds(plan: ClusterPlan, working: Sequence[Plan]) -> float:
+    """A global batch's time where each rank goes through its steps at its own pace."""
+    speeds = []
+    for rank in working:
+        curve = plan.curves[rank.rank]
+        assert curve is not None and rank.predicted_compute_seconds is not None
+        speeds.append(rank.share / (rank.predicted_compute_seconds + curve.step_overhead_seconds))
+    return plan.global_batch_size / sum(speeds)
+
+
+def _peak_memory(plan: ClusterPlan, ranks: Sequence[Plan]) -> int | None:
+    """The largest peak of these ranks' micro-batches, in bytes; None where it was not measured."""
+    peaks = []
+    for rank in ranks:
+        curve = plan.curves[rank.rank]
+        points = curve.points if curve else ()
+        if not points or points[0].peak_memory_bytes is None:
+            return None
+        sizes = [point.batch_size for point in points]
+        largest = max(rank.micro_batch_sizes, default=sizes[0])
+        peaks.append(int(np.interp(largest, sizes, [point.peak_memory_bytes or 0 for point in points])))
+    return max(peaks)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rich.text import Text
 from lib import checkpoint
 from lib.config import Config
 from lib.data import Dataset
-from lib.performance import hosts_cost, read_records
+from lib.performance import PerformanceTracker, hosts_cost, read_records
 from lib.plan import ClusterPlan
 from lib.sync import World
 
@@ -121,6 +121,15 @@ def describe(values: dict[str, float | None]) -> str:
     return "  ".join(shown)
 
 
+def show_new_plan(
+    say: Report, tracker: PerformanceTracker, step: int, first: int, before: ClusterPlan, plan: ClusterPlan
+) -> None:
+    """A plan that was decided after `step` and is in force from step `first` on; recorded and printed."""
+    tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
+    shares = " + ".join(map(str, plan.shares))
+    say.line(f"step {step}: from step {first} on shares {shares}: {plan.reason}", "bold")
+
+
 def describe_merge(step: int, merged: dict[str, Any]) -> str:
     """One line of a merge record."""
     shown = [f"{' + '.join(map(str, merged['pairs']))} pairs", f"{merged['bytes_sent']:,} bytes sent"]
@@ -175,12 +184,14 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
 
 def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int) -> None:
     """What each way to run would give; its time and cost only where they were measured with this model."""
-    columns = ["predicted", "efficiency", "step s", "pairs/s", "in all", "kWh", "cost"]
+    columns = ["predicted", "efficiency", "step s", "pairs/s", "memory GB", "MB sent a step", "in all", "kWh", "cost"]
     rows = []
     for way in plan.predictions:
         seconds = steps * way.step_seconds
         row = [f"{'➜' if way.chosen else ' '} {way.strategy}", f"{way.efficiency:.0%}"]
-        row += [f"{way.step_seconds:.3g}", f"{plan.global_batch_size / way.step_seconds:.3g}", _duration(seconds)]
+        row += [f"{way.step_seconds:.3g}", f"{plan.global_batch_size / way.step_seconds:.3g}"]
+        row.append("-" if way.memory_bytes is None else f"{way.memory_bytes / 1e9:.3g}")
+        row += ["-" if way.bytes_per_step is None else f"{way.bytes_per_step / 1e6:.3g}", _duration(seconds)]
         cost = hosts_cost(way.hosts, seconds, config.cost)
         rows.append([*row, f"{cost['energy_kwh']:.3g}", f"{cost['cost']:.2f}"] if cost else row)
     width = min(map(len, rows)) if plan.calibrated else 2

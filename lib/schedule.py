@@ -69,6 +69,7 @@ def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarr
             versions=machine.versions(),
             device_names=chips,
             published=list(calibration.read_published().values()),
+            dataset_size=len(lengths),
         )
 
 

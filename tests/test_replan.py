@@ -212,10 +212,40 @@ def test_measured_hosts_are_planned_with_their_link_and_compared() -> None:
     assert plan.calibrated and plan.shares == [24, 8]
     assert plan.sync_seconds == pytest.approx(0.001 + 0.01)
     names = [way.strategy for way in plan.predictions]
-    assert names == ["synchronous, 24 + 8", "synchronous, equal shares", "a alone", "b alone"]
-    assert [way.chosen for way in plan.predictions] == [True, False, False, False]
-    assert plan.predictions[0].efficiency > plan.predictions[2].efficiency > plan.predictions[1].efficiency
+    assert names == ["synchronous, 24 + 8", "independent, 24 + 8", "synchronous, equal shares", "a alone", "b alone"]
+    assert [way.chosen for way in plan.predictions] == [True, False, False, False, False]
+    together, apart, equal, alone, _ = plan.predictions
+    assert apart.efficiency >= together.efficiency > alone.efficiency > equal.efficiency
+    assert together.bytes_per_step == 10**6 and alone.bytes_per_step == 0
     assert json.dumps(plan.to_dict()) and "curves" not in plan.to_dict()
+
+
+def test_the_strategy_follows_what_a_sync_costs() -> None:
+    """A step takes 0.8 s; a sync of 11 ms is 1.4 % of it, and on a link of 1 MB/s it would be more than half."""
+    curves = [calibrated("a", {1: 10.0, 8: 30.0}), calibrated("b", {1: 5.0, 8: 10.0})]
+    slow_link = Link(backend="mpi", latency_seconds=0.001, bandwidth_bytes_per_second=1e6)
+    slow = [one.model_copy(update={"links": (slow_link,)}) for one in curves]
+    assert planned(configured(32), ["a", "b"], curves).strategy == "synchronous"
+    apart = planned(configured(32, "independent.pairs_per_round=320"), ["a", "b"], slow)
+    assert apart.strategy == "independent" and "a sync would cost 56% of a step" in apart.reason
+    by_name = {way.strategy.partition(",")[0]: way for way in reversed(apart.predictions)}
+    assert apart.predictions[0].chosen and apart.predictions[0].strategy == "independent, 24 + 8"
+    # 24 pairs at 30/s beside 8 at 10/s is 0.8 s; a tenth of a merge's 1.001 s a step.
+    assert by_name["independent"].step_seconds == pytest.approx(0.8 + 0.1001)
+    assert by_name["independent"].bytes_per_step == pytest.approx(10**5)
+    assert by_name["synchronous"].step_seconds == pytest.approx(0.8 + 1.001)
+    smaller = planned(configured(32, "sync.compression=topk"), ["a", "b"], slow)
+    assert smaller.strategy == "synchronous" and smaller.sync_seconds == pytest.approx(0.001 + 0.02)
+    # Told is told; shares that were told are a synchronous step's; what nobody measured is no reason to part.
+    assert planned(configured(32, "strategy=synchronous"), ["a", "b"], slow).strategy == "synchronous"
+    assert planned(configured(32, "strategy=independent"), ["a", "b"], curves).strategy == "independent"
+    assert planned(configured(32, "plan.shares=[20,12]"), ["a", "b"], slow).strategy == "synchronous"
+    unknown = [one.model_copy(update={"links": ()}) for one in curves]
+    for calibrations, said in ((unknown, "the link is not measured"), ([None, None], "the hosts are not measured")):
+        plan = planned(configured(32), ["a", "b"], calibrations)
+        assert plan.strategy == "synchronous" and said in plan.reason
+    one_machine = planned(configured(32), ["a", "a"], [slow[0], slow[0]])
+    assert one_machine.strategy == "synchronous" and "one machine" in one_machine.reason
 
 
 def test_one_host_uses_its_curve_and_needs_no_link() -> None:
