@@ -32,7 +32,14 @@ RESUMABLE: tuple[str, ...] = (
     "train.steps",
     "train.epochs",
 )
-RESUMABLE += ("train.compile", "train.max_skipped_steps", "model.gradient_checkpointing", "run.dir", "run.name")
+RESUMABLE += (
+    "train.compile",
+    "train.max_skipped_steps",
+    "model.gradient_checkpointing",
+    "model.shard_vocabulary",
+    "run.dir",
+    "run.name",
+)
 
 
 class UserError(ValueError):
@@ -97,6 +104,8 @@ class Model(_Section):
     """Type of the weights; by default as stored."""
     gradient_checkpointing: bool | None = None
     """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration shows that one pair does not fit without."""
+    shard_vocabulary: bool = False
+    """With strategy=sharded: divide the embedding and the head as well; no rank then holds all logits."""
     random_init: bool = False
     """Take only config.json from model.path and draw the weights from train.seed."""
     revision: str | None = None
@@ -302,6 +311,10 @@ class Config(_Section):
         is_sharded = self.strategy == "sharded"
         if is_sharded:
             self._sharding_is_possible()
+        elif self.model.shard_vocabulary:
+            raise ValueError(
+                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, where every rank has the whole model"
+            )
         if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
             raise ValueError(
                 f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal"

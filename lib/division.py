@@ -172,16 +172,19 @@ def divide(shape: Shape, weights: Sequence[float], vocabulary: bool = False) -> 
     left = share * shape.divided_parameters - np.array(kv_heads) * float(shape.head_parameters)
     widths = {"MLP columns": shape.mlp_columns, "columns of an expert": shape.expert_columns}
     mlp, expert = (
-        apportion(width, np.maximum(left, 0), _column_unit(shape, width, len(share)), what) if width else ()
+        apportion(width, np.maximum(left, 0), _tidy_unit(width, shape.group_size, len(share)), what) if width else ()
         for what, width in widths.items()
     )
-    rows = apportion(shape.vocabulary, share, 1, "tokens of the vocabulary") if vocabulary else ()
+    rows: tuple[int, ...] = ()
+    if vocabulary:
+        unit = _tidy_unit(shape.vocabulary, 1, len(share))
+        rows = apportion(shape.vocabulary, share, unit, "tokens of the vocabulary")
     return Division(kv_heads, mlp, expert, rows, tuple(map(float, weights)))
 
 
-def _column_unit(shape: Shape, width: int, ranks: int) -> int:
-    tidy = math.lcm(shape.group_size, TIDY_COLUMNS)
-    return tidy if width % tidy == 0 and width // tidy >= CHOICES * ranks else shape.group_size
+def _tidy_unit(width: int, group_size: int, ranks: int) -> int:
+    tidy = math.lcm(group_size, TIDY_COLUMNS)
+    return tidy if width % tidy == 0 and width // tidy >= CHOICES * ranks else group_size
 
 
 def apportion(total: int, weights: Sequence[float] | np.ndarray, unit: int = 1, what: str = "parts") -> tuple[int, ...]:

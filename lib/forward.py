@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -247,18 +248,24 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     (arXiv:2410.10989, section 3.2): d logp / d hidden does not depend on what comes after. A head that is
     trained makes its logits a second time.
     """
-    head = _head(model)
-    vocabulary = head(hidden[:1]).shape[-1]
-    pieces = -(-len(targets) * vocabulary * 4 // LOGITS_BYTES)
-    size = -(-len(targets) // pieces)
-    chunks = [(hidden[i : i + size], targets[i : i + size]) for i in range(0, len(targets), size)]
+    head, part = _head(model), getattr(model, "vocabulary_part", None)
+    if part is not None:
+        return _logps_of_parts(model, part, head, part.ranks.sum_backward(hidden), targets)
+    chunks = _chunks(hidden, targets, head(hidden[:1]).shape[-1])
     if not model.training:
         return mx.concatenate([_logps(head(h), t) for h, t in chunks])
     if _is_frozen(model):
         return mx.concatenate([_logps_and_slope(head, h, t) for h, t in chunks])
     if len(chunks) == 1:
         return _logps(head(hidden), targets)
-    return mx.concatenate([_checkpointed(model, head, h, t) for h, t in chunks])
+    return mx.concatenate([_checkpointed(model, head, h, t, _logps) for h, t in chunks])
+
+
+def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[mx.array, mx.array]]:
+    """Pieces whose logits are small enough."""
+    pieces = -(-len(targets) * vocabulary * 4 // LOGITS_BYTES)
+    size = -(-len(targets) // pieces)
+    return [(hidden[i : i + size], targets[i : i + size]) for i in range(0, len(targets), size)]
 
 
 def _logps(logits: mx.array, targets: mx.array) -> mx.array:
@@ -281,6 +288,11 @@ def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array) -> mx.arra
     logits = head(still)
     logps = _logps(logits, targets)
     _, (slope,) = mx.vjp(head, [still], [_slope_of_logits(logits, targets, logps)])
+    return _known(hidden, logps, slope)
+
+
+def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
+    """Log-probabilities whose gradient is known already: float32 [M], of hidden and slope [M, D]."""
     # The logits are needed by both; in this order they can be let go before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
 
@@ -295,17 +307,90 @@ def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array) -> mx.arra
     return known(hidden)
 
 
-def _checkpointed(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
+def _checkpointed(
+    model: nn.Module,
+    head: Head,
+    hidden: mx.array,
+    targets: mx.array,
+    of: Callable[[mx.array, mx.array], mx.array],
+) -> mx.array:
+    """`of(logits, targets)`, with logits that the backward pass makes again."""
     before = _outside_blocks(model)
 
-    def logps(parameters: dict[str, mx.array], hidden: mx.array) -> mx.array:
+    def made_again(parameters: dict[str, mx.array], hidden: mx.array) -> mx.array:
         model.update(tree_unflatten(list(parameters.items())))
         try:
-            return _logps(head(hidden), targets)
+            return of(head(hidden), targets)
         finally:
             model.update(tree_unflatten(list(before.items())))
 
-    return mx.checkpoint(logps)(before, hidden)
+    return mx.checkpoint(made_again)(before, hidden)
+
+
+class VocabularyPart(Protocol):
+    """Of a model whose embedding and head are divided: this rank's tokens begin at `first`, of `size` in all."""
+
+    ranks: Any  # a sync.World
+    first: int
+    size: int
+
+    def own_logits(self) -> AbstractContextManager[None]:
+        """Within it the head gives this rank's logits only."""
+
+
+def _logps_of_parts(
+    model: nn.Module, part: VocabularyPart, head: Head, hidden: mx.array, targets: mx.array
+) -> mx.array:
+    """`token_logps` where every rank makes the logits of its own tokens, which never leave it.
+
+    What the ranks exchange of a position is one number each, the logarithm of its part of the partition function, and the
+    target's logit. Chunks follow one another, so that their sums are made in the same order everywhere.
+    """
+
+    def own_head(hidden: mx.array) -> mx.array:
+        with part.own_logits():
+            return head(hidden)
+
+    def known_here(logits: mx.array, targets: mx.array) -> mx.array:  # float32 [2, M]
+        wide, local = logits.astype(mx.float32), targets - part.first
+        at = mx.take_along_axis(wide, mx.clip(local, 0, wide.shape[-1] - 1)[:, None], axis=-1).squeeze(-1)
+        return mx.stack([mx.logsumexp(wide, axis=-1), mx.where((local >= 0) & (local < wide.shape[-1]), at, 0.0)])
+
+    def together(own: mx.array) -> tuple[mx.array, mx.array]:  # log-probabilities, log partition function: [M] each
+        slot = (mx.arange(part.ranks.size) == part.ranks.rank)[:, None]
+        told = part.ranks.sum_forward(mx.concatenate([mx.where(slot, own[:1], 0.0), own[1:]]))
+        partition = mx.logsumexp(told[:-1], axis=0)
+        return told[-1] - partition, partition
+
+    chunks = _chunks(hidden, targets, part.size)
+    if not (model.training and _is_frozen(model)):
+        again = model.training and len(chunks) > 1
+        return together(
+            mx.concatenate(
+                [
+                    _checkpointed(model, own_head, h, t, known_here) if again else known_here(own_head(h), t)
+                    for h, t in chunks
+                ],
+                axis=1,
+            )
+        )[0]
+    outputs: list[mx.array] = []
+    for h, t in chunks:
+        if outputs:
+            (t,) = mx.depends([t], [mx.stop_gradient(outputs[-1])])
+        still = mx.stop_gradient(h)
+        logits = own_head(still)
+        logps, partition = together(known_here(logits, t))
+        _, (slope,) = mx.vjp(own_head, [still], [_slope_of_part(logits, t - part.first, partition)])
+        outputs.append(_known(h, logps, slope))
+    return mx.concatenate(outputs)
+
+
+@mx.compile
+def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
+    """d logp / d logits; of targets that are another rank's, none is met."""
+    is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
+    return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
 
 
 def _outside_blocks(model: nn.Module) -> dict[str, mx.array]:
@@ -371,6 +456,7 @@ def _backbone(model: nn.Module) -> tuple[nn.Module, str] | None:
     """The module that holds the backbone (the part that owns the blocks), and its name there; None without one."""
     for holder in model.modules():
         for name, part in holder.children().items():
-            if isinstance(part, nn.Module) and part is not model and part.get("layers") is model.layers:
+            owns = isinstance(part, nn.Module) and part is not model and part.get("layers")
+            if owns and [*map(id, owns)] == [*map(id, model.layers)]:  # which may be a new list at every look
                 return holder, name
     return None

@@ -34,6 +34,7 @@ def load_reference(settings: Config, world: World) -> nn.Module:
     with world.agreeing("loading the reference"):
         model = models.load_reference(settings.model, settings.train.seed, lazy=weights is not None)
         stored = models.stored_config(models.reference_settings(settings.model))
-        division = divide(shape_of(stored, settings.model.dtype), weights) if weights else None
+        shape = shape_of(stored, settings.model.dtype) if weights else None
+        division = divide(shape, weights, settings.model.shard_vocabulary) if shape and weights else None
     divided(model, division, world)
     return model

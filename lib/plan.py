@@ -337,7 +337,7 @@ def plan_sharded(
         )
 
     warnings: list[str] = []
-    division = divide(shape, weights)
+    division = divide(shape, weights, config.model.shard_vocabulary)
     parts = parts_of(division)
     if config.plan.shares is None and all(memory_bytes):
         total, whole = sum(part.divided_bytes for part in parts), parts[0].whole_bytes
@@ -351,7 +351,10 @@ def plan_sharded(
                 f"{MEMORY_HEADROOM:.0%} headroom; add a host, or take a quantised model with model.method=lora"
             )
         if limited != weights:
-            division, reason = divide(shape, limited), f"{reason}, as far as memory allows"
+            division, reason = (
+                divide(shape, limited, config.model.shard_vocabulary),
+                f"{reason}, as far as memory allows",
+            )
             parts = parts_of(division)
     for host, part in zip(hosts, parts, strict=True):
         if part.memory_bytes and part.needed_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes:

@@ -81,7 +81,8 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
     """
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
-        shape = shape_of(models.stored_config(config.model), config.model.dtype)
+        dtype = config.model.dtype or ("float32" if config.model.random_init else None)
+        shape = shape_of(models.stored_config(config.model), dtype)
         memory = machine.memory_limit_bytes()
         if memory and machine.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
             memory //= hosts.count(hosts[world.rank])

@@ -12,6 +12,8 @@ The model files know nothing of it: the classes of these two modules are derived
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -53,6 +55,8 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
+    if division.vocabulary:  # first, because these are read whole: there is still room
+        parts |= _divide_vocabulary(model, names, division, ranks)
     for layer in model.layers:
         for module, found in (
             (layer.self_attn, _attention_parts(layer.self_attn, division)),
@@ -149,6 +153,58 @@ def _copied(array: mx.array) -> mx.array:
     array = mx.contiguous(array)
     mx.eval(array)
     return array
+
+
+def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Division, ranks: Ranks) -> dict[str, Part]:
+    """Leaves this rank its tokens' rows of the embedding and the head."""
+    rows, parts = bounds(division.vocabulary), {}
+    embedding, head = model.model.embed_tokens, model.get("lm_head")
+    for table in (embedding,) if head is None else (embedding, head):
+        name = names[id(table)]
+        if not isinstance(table, nn.Embedding | nn.QuantizedEmbedding | nn.Linear | nn.QuantizedLinear):
+            raise UserError(
+                f"model.shard_vocabulary cannot divide {name}, which has an adapter; leave it out of model.keys"
+            )
+        for leaf, _ in tree_flatten(table.parameters()):
+            parts[f"{name}.{leaf}"] = Part(-2, rows)
+            _keep(table, leaf, parts[f"{name}.{leaf}"], ranks.rank)
+    part = _VocabularyPart(ranks, rows)
+    model.vocabulary_part = part
+    _derive(embedding, lambda plain: lambda self, tokens: part.embed(lambda own: plain(self, own), tokens))
+    if head is not None:
+        _derive(head, lambda plain: lambda self, x: part.logits(plain(self, x)))
+    else:
+        as_linear = type(embedding).as_linear
+        type(embedding).as_linear = lambda self, x: part.logits(as_linear(self, x))
+    return parts
+
+
+class _VocabularyPart:
+    """This rank's tokens, [first, last) of `size`."""
+
+    def __init__(self, ranks: Ranks, rows: tuple[int, ...]):
+        self.ranks, self.first, self.last, self.size = ranks, rows[ranks.rank], rows[ranks.rank + 1], rows[-1]
+        self.keeps_logits = False
+
+    @contextlib.contextmanager
+    def own_logits(self) -> Iterator[None]:
+        """Within it the head gives this rank's logits, outside of it those of all."""
+        self.keeps_logits = True
+        try:
+            yield
+        finally:
+            self.keeps_logits = False
+
+    def embed(self, rows_of: Callable[[mx.array], mx.array], tokens: mx.array) -> mx.array:
+        mine = (tokens >= self.first) & (tokens < self.last)
+        rows = rows_of(mx.where(mine, tokens - self.first, 0))
+        return self.ranks.sum_forward(mx.where(mine[..., None], rows, 0))
+
+    def logits(self, own: mx.array) -> mx.array:
+        if self.keeps_logits:
+            return own
+        around = [(0, 0)] * (own.ndim - 1) + [(self.first, self.size - self.last)]
+        return self.ranks.sum_forward(mx.pad(own, around))
 
 
 # ---- What the parts do together ----------------------------------------------------------------------------------------

@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lib.calibration import MEMORY_HEADROOM, Curve, read_published
-from lib.config import Config, UserError
+from lib.config import Config, UserError, load
+from lib.division import shape_of
 from lib.plan import (
     ClusterPlan,
     best_shares,
@@ -22,6 +25,8 @@ from lib.plan import (
     fastest_micro_batches,
     make_plan,
     plan_cluster,
+    plan_sharded,
+    within_memory,
 )
 
 SIMULATE = Path(__file__).parent.parent / "benchmarks" / "simulate.py"
@@ -367,3 +372,70 @@ def test_what_a_step_costs_once_is_weighed_against_pairs() -> None:
         plan = plan_cluster(names(2), pairs, curves=curves)
         assert plan.predicted_step_seconds is not None
         assert optimum * (1 - 1e-9) <= plan.predicted_step_seconds <= optimum * 1.02, plan.shares
+
+
+# ---- A model divided ---------------------------------------------------------------------------------------------------
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def sharded(memory_gb: list[float | None], gflops: list[float | None], *words: str) -> ClusterPlan:
+    settings = load(None, ["model.path=-", "data.train=-", "strategy=sharded", *words])
+    hosts = [f"host{rank}" for rank in range(len(memory_gb))]
+    memory = [None if size is None else int(size * 1e9) for size in memory_gb]
+    return plan_sharded(settings, hosts, shape_of(LLAMA_8B), memory, gflops)
+
+
+def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:
+    told = sharded([8, 8], [1e3, 1e3], "plan.shares=[2,6]")
+    assert [part.kv_heads for part in told.parts] == [2, 6] and "plan.shares" in told.reason
+    assert "host1: its part needs 12.57 GB" in told.warnings[0]  # told, not overruled
+    by_speed = sharded([128, 128], [1e3, 3e3])
+    assert [part.kv_heads for part in by_speed.parts] == [2, 6] and "matmul rates" in by_speed.reason
+    # The slower host takes what the faster has no room for.
+    limited = sharded([128, 10], [1e3, 3e3])
+    assert limited.parts[1].needed_bytes <= 0.9 * 10e9 < by_speed.parts[1].needed_bytes
+    assert "as far as memory allows" in limited.reason
+    assert sum(part.divided_bytes for part in limited.parts) == sum(part.divided_bytes for part in by_speed.parts)
+    by_memory = sharded([96, 32], [1e3, None])
+    assert [part.kv_heads for part in by_memory.parts] == [6, 2] and "by memory" in by_memory.reason
+    assert [part.kv_heads for part in sharded([None, 32], [None, 1.0]).parts] == [4, 4]
+    for plan in (told, limited):
+        assert plan.shares == [16] and plan.micro_batch_sizes == [(8, 8)]  # every rank runs every batch
+        assert json.loads(json.dumps(plan.to_dict()))["division"]["kv_heads"] == [p.kv_heads for p in plan.parts]
+        assert len({frozenset(row) for row in plan.rows()}) == 1
+
+
+def test_a_model_larger_than_all_hosts_is_refused() -> None:
+    with pytest.raises(UserError, match=r"2 ranks need 18.16 GB together for weights, but have 16.00 GB"):
+        sharded([8, 8], [1.0, 1.0])
+    with pytest.raises(UserError, match="weights, gradients and optimizer"):
+        sharded([40, 40], [1.0, 1.0], "model.method=full")
+    with pytest.raises(UserError, match="has 3 numbers, but there are 2 ranks"):
+        sharded([40, 40], [1.0, 1.0], "plan.shares=[1,1,2]")
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 2)), min_size=1, max_size=8))
+def test_nobody_gets_more_than_fits(hosts: list[tuple[float, float]]) -> None:
+    weights, room = [weight for weight, _ in hosts], [space for _, space in hosts]
+    limited = within_memory(weights, room)
+    if sum(room) < 1:
+        assert limited is None
+        return
+    assert limited is not None
+    shares = np.array(limited) / sum(limited)
+    assert (shares <= np.array(room) * (1 + 1e-9) + 1e-12).all()
+    free = shares < np.array(room) * (1 - 1e-6)  # those with room to spare keep their proportions, and have the most
+    ratio = shares / np.array(weights)
+    if free.any():
+        assert ratio[free] == pytest.approx(ratio.max(), rel=1e-6)

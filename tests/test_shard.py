@@ -82,8 +82,10 @@ def division_of(path: Path, weights: tuple[float, ...], vocabulary: bool = False
     return division.divide(division.shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary)
 
 
-def divide(world: World, path: Path, model: nn.Module, weights: tuple[float, ...]) -> ShardedWorld:
-    dealt = division_of(path, weights)
+def divide(
+    world: World, path: Path, model: nn.Module, weights: tuple[float, ...], vocabulary: bool = False
+) -> ShardedWorld:
+    dealt = division_of(path, weights, vocabulary)
     return sync.sharded(world, dealt, *shard.shard(model, dealt, world))
 
 
@@ -132,8 +134,8 @@ def assert_equals_whole(
 ) -> None:
     """Log-probabilities and every gathered gradient of the divided model against those of the whole one."""
     whole, _ = build(path, **changes)
-    model, _ = build(path, **changes)
-    together = divide(world, path, model, weights)
+    model, settings = build(path, **changes)
+    together = divide(world, path, model, weights, settings.shard_vocabulary)
     assert forward.cannot_share_prompts(whole) is None and forward.cannot_share_prompts(model) is None
     inputs = forward.arrays_of(batch_of(shares_prompts).inputs)
     mx.random.seed(7)
@@ -176,6 +178,24 @@ def test_parts_drop_what_the_whole_drops(world: World, folder: Path) -> None:
 
 
 @mpi
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("family", ["qwen3", "llama-tied-biased"])
+@pytest.mark.parametrize("logits_bytes", [2**29, 2000], ids=["whole", "in pieces"])
+def test_a_divided_vocabulary(
+    world: World, folder: Path, family: str, method: str, logits_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "LOGITS_BYTES", logits_bytes)
+    path = folder_of(world, folder, family)
+    assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, method=method, shard_vocabulary=True)
+    whole, _ = build(path, method=method)
+    model, _ = build(path, method=method)
+    divide(world, path, model, UNEVEN[world.size], vocabulary=True)
+    tokens = mx.array([[1, 47, 3, 24], [0, 13, 35, 36]])
+    assert mx.allclose(model(tokens), whole(tokens), rtol=1e-4, atol=1e-5)  # as generation sees it
+    world.gather_text("compared")
+
+
+@mpi
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
@@ -188,7 +208,7 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
         save_model(path, model)
         (path / "config.json").write_text(json.dumps(stored))
     world.gather_text("written")
-    for changes in ({}, {"method": "dora", "keys": ("self_attn.o_proj", "self_attn.q_proj")}):
+    for changes in ({"shard_vocabulary": True}, {"method": "dora", "keys": ("self_attn.o_proj", "self_attn.q_proj")}):
         assert_equals_whole(
             world, path, UNEVEN[world.size], shares_prompts=True, tolerance=1e-4, random_init=False, **changes
         )
@@ -293,16 +313,15 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
     "words",
     [
         ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1"),
-        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4"),
+        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "model.shard_vocabulary=true"),
         ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
 def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
-    common = [*words_of(world, folder), *words, "train.steps=20", "evaluate.every=8", "train.max_grad_norm=0.05"]
+    common = [*words_of(world, folder), *words, "train.steps=20", "train.max_grad_norm=0.05", "strategy=sharded"]
     alone = train(World(), folder, common, f"alone{world.rank}")
-    shares = list(UNEVEN[world.size])
-    run = train(world, folder, [*common, "strategy=sharded", f"plan.shares={shares}"], "sharded")
+    run = train(world, folder, [*common, "evaluate.every=8", f"plan.shares={list(UNEVEN[world.size])}"], "sharded")
     world.gather_text("finished")
     assert difference(alone, run) <= 1e-4
     for key in ("loss", "grad_norm", "tokens", "rows"):
@@ -337,9 +356,13 @@ def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) 
 def test_answers_metrics_and_another_reference_in_parts(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate.answers_limit=12", "evaluate.max_tokens=24", "evaluate.every=null", "train.steps=2"]
+    words = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
     words += ["model.reference=configs/quickstart/model", "train.global_batch_size=8"]
-    words += [f"run.dir={folder / 'runs'}", "data.train=configs/quickstart/valid.jsonl"]
+    words += [f"run.dir={folder / 'runs'}", f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
+    if world.rank == 0:
+        rows = Path("configs/quickstart/valid.jsonl").read_text().splitlines()
+        (folder / "few.jsonl").write_text("\n".join(rows[:20]) + "\n")
+    world.gather_text("written")
 
     def run(world: World, *more: str) -> Path:
         settings = config.load("configs/quickstart.yaml", [*words, *more])
@@ -347,11 +370,17 @@ def test_answers_metrics_and_another_reference_in_parts(
         return Path(settings.run.dir) / str(settings.run.name)
 
     alone = run(World(), f"run.name=alone{world.rank}")
-    parts = run(world, "run.name=parts", "strategy=sharded", f"plan.shares={list(UNEVEN[world.size])}")
+    parts = run(
+        world,
+        "run.name=parts",
+        "strategy=sharded",
+        "model.shard_vocabulary=true",
+        f"plan.shares={list(UNEVEN[world.size])}",
+    )
     world.gather_text("finished")
     summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, parts)]
     for key in ("exact_match_before", "exact_match_after", "loss", "reward_accuracy", "kl"):
-        assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=1e-6), key
+        assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=5e-4), key  # kl: of roundings
     capsys.readouterr()
     settings = config.load(parts / "config.yaml", [])
     options = argparse.Namespace(run=str(parts), model=None, per_pair=str(folder / "pairs.jsonl"))
@@ -398,3 +427,17 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
     for size, weight in zip(told, weights, strict=True):
         assert size / sum(told) == pytest.approx(weight / sum(weights), rel=0.1)
     world.gather_text("checked")
+
+
+@mpi
+def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: World, folder: Path) -> None:
+    common = [*words_of(world, folder), "strategy=sharded", "data.valid=null"]
+    if world.rank == 0:
+        (folder / "runs/full").mkdir(parents=True)
+        (folder / "runs/full/checkpoints").write_text("a file where a folder should be")
+    with pytest.raises(UserError, match="bytes are free there"):  # rank 0 alone writes
+        train(world, folder, [*common, "train.steps=1"], "full")
+    diverging = ["model.method=full", "train.learning_rate=1e38", "train.max_skipped_steps=2", "train.steps=9"]
+    with pytest.raises(script.Stopped, match="2 updates in a row were not finite"):
+        train(world, folder, [*common, *diverging], "diverging")
+    world.gather_text("all are here")
