@@ -124,13 +124,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     world.require_equal("model files", models.fingerprint(config.model, config.train.seed))
     world.require_equal("initial weights", models.digest(world.alike(models.trainable(model))))
 
-    # ---- The run's folder has one owner ------------------------------------------------------------------------------
+    # ---- The run's folder has one owner, on every disk -----------------------------------------------------------------
 
-    with world.agreeing(f"opening {folder}"):
-        lock = checkpoint.open_run(folder, config, plan.to_dict(), resume) if world.rank == 0 else None
-    with world.agreeing(f"writing {folder}"):
-        if hosts[world.rank] != hosts[0] and not (folder / "config.yaml").exists():  # a disk of its own
-            checkpoint.keep_settings(folder, config, plan.to_dict())
+    lock = checkpoint.open_run(folder, config, plan.to_dict(), resume, world)  # one rank on every disk has it
     heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
@@ -157,7 +153,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             raise sync.AgreedError(f"{folder} is a run of ranks that train apart; go on with strategy=independent")
         if progress.schedule and not schedule.restore(progress.schedule):
             say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
-        checkpoint.rewind_logs(folder / "logs", progress, world, hosts)
+        checkpoint.go_back(folder / "logs", progress, world, lock is not None)
         say.line(f"resuming {folder} after step {progress.step} of {steps}")
 
     # ---- Training ----------------------------------------------------------------------------------------------------
@@ -167,6 +163,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         "start",
         **report.provenance(),
         resumed_from_step=progress.step if resume else None,
+        resumes=progress.resumes,
         config=config.model_dump(mode="json"),
         plan=plan.to_dict(),
     )
@@ -230,8 +227,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 apart.own(optimizer) if apart else {"feedback": feedback} if config.sync.compression != "none" else None
             )
             plan_now = schedule.at(progress.step + 1).to_dict()
-            path = checkpoint.save_all(folder / "checkpoints", world, progress, model, optimizer, config, plan_now, own)
-            if path is not None:
+            path = checkpoint.save_all(
+                folder, world, lock is not None, progress, model, optimizer, config, plan_now, own
+            )
+            if world.rank == 0:
                 tracker.record("checkpoint", step=progress.steps_of(world.rank), path=str(path))
 
     def learn(step: int, index: int, epoch: int, rows: list[int], micro_batches: list[Any]) -> StepResult:
@@ -308,9 +307,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     tracker.record("end", step=progress.steps_of(world.rank))
     tracker.close()
-    if lock is not None:
+    if world.rank == 0:
         report.plot_curves(tracker.log_path, folder / "curves.png")
         report.show_end(say, folder, summary)
+    if lock is not None:
         lock.close()
 
 

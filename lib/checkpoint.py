@@ -22,10 +22,11 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_unflatten
 
+from lib import heartbeat
 from lib import model as models
 from lib.config import Config, UserError, dump
 from lib.order import Position
-from lib.performance import rewind
+from lib.performance import first_missed, rewind
 from lib.step import StepResult
 from lib.sync import Described, World
 
@@ -54,6 +55,7 @@ class Progress:
         default_factory=dict
     )  # the plans in force and to come, as lib/schedule.py keeps them
     rounds: dict[str, Any] = field(default_factory=dict)  # of ranks that train apart, as lib/rounds.py keeps them
+    resumes: list[int] = field(default_factory=list)  # the step of every resume, in order
     parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
     def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:
@@ -77,26 +79,44 @@ class Progress:
         return True
 
 
-def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool) -> IO[str]:
-    """Makes this process the run's only owner for as long as the returned file stays open, and writes what it will do.
+def keeps_disk(folder: Path, world: World) -> bool:
+    """Whether this rank is the first of those that share its disk: it keeps the run's files there.
 
     Raises:
-        UserError: another process owns the folder, or it holds a run and is not resumed.
+        AgreedError: the folder cannot be written.
     """
-    lock = _claim(folder)
-    if (folder / "config.yaml").exists() and not resume:
-        raise UserError(
-            f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
-        )
-    keep_settings(folder, config, plan)
-    return lock
+    token = world.broadcast_text(os.urandom(8).hex())
+    mine = folder / f".disk-{token}-{world.rank:04d}"
+    with world.agreeing(f"opening {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    first = min(folder.glob(f".disk-{token}-*"))
+    world.gather_text("seen", "every rank's look at its disk")
+    mine.unlink()
+    return first == mine
 
 
-def keep_settings(folder: Path, config: Config, plan: dict[str, Any]) -> None:
-    """Writes the settings and the plan that a resumed run reads: on every host that has a disk of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-    _write(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool, world: World) -> IO[str] | None:
+    """Makes one process on every disk the run's only owner there, for as long as its file stays open; writes what it will do.
+
+    Returns:
+        The file, to that process: it keeps the run's files on its disk.
+
+    Raises:
+        AgreedError: another process owns the folder, or it holds a run and is not resumed.
+    """
+    keeper = keeps_disk(folder, world)
+    with world.agreeing(f"opening {folder}"):
+        if not keeper:
+            return None
+        lock = _claim(folder)
+        if (folder / "config.yaml").exists() and not resume:
+            raise UserError(
+                f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
+            )
+        _write(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+        _write(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+        return lock
 
 
 def _write(path: Path, text: str) -> None:
@@ -131,8 +151,9 @@ def save(
     config: Config,
     plan: dict[str, Any],
     world: World,
+    keeper: bool,
 ) -> Path | None:
-    """Writes `folder/step-XXXXXXXX`, all of it or nothing; all ranks call it, rank 0 writes and gets the path.
+    """Writes `folder/step-XXXXXXXX`, all of it or nothing; all ranks call it, one on every disk writes and gets the path.
 
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -140,7 +161,7 @@ def save(
     final = folder / f"step-{progress.step:08d}"
     unfinished = folder / f".unfinished-{progress.step:08d}"
     with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, state):
-        if world.rank != 0:
+        if not keeper:
             return None
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -169,6 +190,7 @@ def save(
 def save_all(
     folder: Path,
     world: World,
+    keeper: bool,
     progress: Progress,
     model: nn.Module,
     optimizer: optim.Optimizer,
@@ -176,26 +198,30 @@ def save_all(
     plan: dict[str, Any],
     own: dict[str, dict[str, mx.array]] | None,
 ) -> Path | None:
-    """One checkpoint of all ranks: rank 0's, and each rank's own part beside it where ranks have one. Old ones go.
+    """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one. Old ones go.
+
+    A host that is lost takes its disk along, and the others go on from theirs. folder: the run's.
 
     Returns:
-        Rank 0's, on rank 0.
+        Where it is, to the rank that keeps its disk.
 
     Raises:
         AgreedError: a disk is full or not writable; earlier checkpoints are untouched.
     """
-    what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder.parent})"
+    what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
+    folder = folder / "checkpoints"
     if own is not None:
         with world.agreeing(what):
             part = save_part(folder, progress.step, world.rank, own)
         progress.parts = world.gather_text(part)
     path, kept = None, ""
     with world.agreeing(what):
-        path = save(folder, progress, model, optimizer, config, plan, world)
+        path = save(folder, progress, model, optimizer, config, plan, world, keeper)
         if path is not None:
             kept = json.dumps(prune(folder, config.checkpoint.keep, progress.best_step))
     if own is not None:
         prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
+    heartbeat.tell(checkpoint=progress.step)
     return path
 
 
@@ -389,17 +415,13 @@ def resume(
     return progress, own
 
 
-def rewind_logs(folder: Path, progress: Progress, world: World, hosts: Sequence[str]) -> None:
-    """Cuts every rank's log back to where the run goes on, once on every host that has its own disk. hosts: by rank.
-
-    Raises:
-        AgreedError: a log cannot be written.
-    """
+def go_back(logs: Path, progress: Progress, world: World, keeper: bool) -> None:
+    """Notes the resume, and cuts every log on this disk back to the history that lives on."""
+    progress.resumes.append(progress.step)
     with world.agreeing("going back in the logs"):
-        if world.rank == 0 or hosts[world.rank] != hosts[0]:
-            for log in sorted(folder.glob("rank-*.jsonl")):
-                rank = int(log.stem.removeprefix("rank-"))
-                rewind(log, progress.steps_of(rank) if progress.step else -1)
+        for log in sorted(logs.glob("rank-*.jsonl")) if keeper else ():
+            local = progress.steps_of(rank=int(log.stem.removeprefix("rank-")))
+            rewind(log, min(local, first_missed(log, progress.resumes)) if progress.step else -1)
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:

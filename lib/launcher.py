@@ -35,6 +35,9 @@ from lib.config import UserError
 from lib.hostfile import Host, Hosts
 from lib.ranks import ROOT, Attempt, Console, Launching, connect, is_this_machine
 
+ANSWER_SECONDS = 4.0  # for a host that has to show that it is there
+LOOK_OUT_SECONDS = 5.0  # between looks for a host that is missing
+
 # Names that people set and that nothing reads, with what does what they hope for.
 FOLKLORE = {
     "MLX_METAL_PREALLOCATE": "MLX allocates as it needs; nothing to set",
@@ -66,31 +69,51 @@ async def supervise(
         loop.add_signal_handler(number, interrupts.put_nowait, int(number))
     attempt = Attempt(launching, console, here)
     _hand_on_input(loop, lambda: attempt)
-    everyone, run, restarts = launching.hosts, None, 0
+    everyone, hosts, run, restarts = launching.hosts, launching.hosts, None, 0
     while True:
+        missing = tuple(host for host in everyone if host not in hosts) if restarts else ()
+        looking = asyncio.ensure_future(_look_out(launching, missing, attempt.back)) if missing else None
         outcome = await attempt.go(interrupts)
+        if looking is not None:
+            looking.cancel()
         run = outcome.run or run
-        if outcome.interrupted or outcome.status == 0:
+        if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
             return outcome.status
         broken = time.monotonic()
-        console.note(f"{outcome.fault.kind}: {outcome.fault.message}" if outcome.fault else f"status {outcome.status}")
-        if outcome.status == 2 or restarts >= max_restarts:  # 2: the user's input is wrong, and stays so
-            return outcome.status
-        restarts += 1
-        hosts = await _answering(launching, everyone, restart_with == "all", interrupts)
+        if not outcome.rejoined:
+            console.note(
+                f"{outcome.fault.kind}: {outcome.fault.message}" if outcome.fault else f"status {outcome.status}"
+            )
+            if outcome.status == 2 or restarts >= max_restarts:  # 2: the user's input is wrong, and stays so
+                return outcome.status
+            restarts += 1
+        # Those that were there first: the checkpoints of the others may be older.
+        in_order = (*hosts, *(host for host in everyone if host not in hosts))
+        hosts = await _answering(launching, in_order, restart_with == "all", interrupts)
+        if outcome.fault is not None and outcome.fault.kind in ("wedged", "late") and len(hosts) > 1:
+            hosts = await preflight.connected(replace(launching, hosts=hosts))
         if not interrupts.empty():
             return 128 + interrupts.get_nowait()
         if not hosts:
             console.note("no host answers; " + (f"go on later by --resume {run}" if run else "nothing was saved"))
             return outcome.status
-        missing = [host.name for host in everyone if host not in hosts]
+        without = [host.name for host in everyone if host not in hosts]
         command = resumed(launching.command, run, hosts == everyone) if run else launching.command
         console.note(
-            f"restart {restarts} of {max_restarts}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
-            + (f" (without {', '.join(missing)})" if missing else "")
+            f"start {restarts + 1}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
+            + (f" (without {', '.join(without)})" if without else "")
             + (f", from the last checkpoint of {run}" if run else "")
         )
         attempt = Attempt(replace(launching, hosts=hosts, command=command), console)
+
+
+async def _answers(launching: Launching, host: Host) -> bool:
+    try:
+        link = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
+    except (TimeoutError, ConnectionError):
+        return False
+    await link.close()
+    return True
 
 
 async def _answering(
@@ -98,19 +121,17 @@ async def _answering(
 ) -> tuple[Host, ...]:
     """The hosts that answer, in their order; where all are wanted, waits until they do (or for an interrupt)."""
     while True:
-
-        async def answers(host: Host) -> bool:
-            try:
-                link = await asyncio.wait_for(connect(launching, host), 4)
-            except (TimeoutError, ConnectionError):
-                return False
-            await link.close()
-            return True
-
-        answered = await asyncio.gather(*map(answers, hosts))
+        answered = await asyncio.gather(*(_answers(launching, host) for host in hosts))
         if not all_of_them or all(answered) or not interrupts.empty():
             return tuple(host for host, there in zip(hosts, answered, strict=True) if there)
         await asyncio.sleep(1)
+
+
+async def _look_out(launching: Launching, missing: tuple[Host, ...], back: asyncio.Event) -> None:
+    """Says when one of the missing hosts answers again."""
+    while not any(await asyncio.gather(*(_answers(launching, host) for host in missing))):
+        await asyncio.sleep(LOOK_OUT_SECONDS)
+    back.set()
 
 
 def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:

@@ -108,6 +108,16 @@ def rewind(path: Path, step: int) -> int:
     return len(lines) - keep
 
 
+def first_missed(path: Path, resumes: Sequence[int]) -> int:
+    """The step up to which a log tells the history that lives on, where its host took no part in some of the `resumes`.
+
+    A host that was lost and is back still has the steps that the others undid without it.
+    """
+    starts = [entry for entry in read_records(path) if entry["kind"] == "start"]
+    seen = len(starts[-1].get("resumes", [])) if starts else 0
+    return min(resumes[seen:], default=resumes[-1])
+
+
 # ---- Costs -------------------------------------------------------------------------------------------------
 
 

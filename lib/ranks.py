@@ -68,6 +68,7 @@ class Outcome:
     fault: watch.Fault | None = None
     run: str | None = None  # folder to resume from
     interrupted: bool = False
+    rejoined: bool = False  # ended at a checkpoint, because a host that was missing is back
 
 
 # ---- What is started where: pure
@@ -303,6 +304,7 @@ class Attempt:
         self.first: int = -1 if launching.backend == "mpi" else 0
         self.run: str | None = None
         self.checkpoint: int | None = None
+        self.back = asyncio.Event()  # a host that was missing could take part again
         self.named: set[int] = set()
         self.typed = threading.Event()
 
@@ -361,7 +363,7 @@ class Attempt:
 
     async def _watch(self, interrupts: asyncio.Queue[int]) -> Outcome:
         limits = self.launching.silent_seconds, self.launching.wedged_seconds
-        pinged = 0.0
+        pinged, checkpoint = 0.0, None
         while any(rank.status is None for rank in self._started()):
             now = time.monotonic()
             if now - pinged > PING_SECONDS:
@@ -375,6 +377,12 @@ class Attempt:
                 if rank.rank not in self.named:
                     self.named.add(rank.rank)
                     self.console.note(f"rank {rank.rank} on {rank.host} lets the others wait")
+            if not self.back.is_set():
+                checkpoint = self.checkpoint
+            elif self.checkpoint != checkpoint:
+                self.console.note(f"a host is back: all go on together from the checkpoint of step {self.checkpoint}")
+                interrupted = await self._end(signal.SIGTERM, interrupts)
+                return Outcome(130 if interrupted else 0, None, self.run, interrupted, rejoined=True)
             try:
                 number = await asyncio.wait_for(interrupts.get(), TICK_SECONDS)
             except TimeoutError:

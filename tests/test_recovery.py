@@ -1,0 +1,206 @@
+"""What goes wrong on real hosts while they train: noticed in time, told apart, and trained on from the last checkpoint."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib.performance import first_missed, read_records, rewind
+from tests import tiny
+from tests.cluster import Host
+from tests.test_launch import nothing_left, python, wait_for, words
+from tests.tiny import ROOT
+
+LIMIT = 2.0  # --silent-seconds
+
+
+def train_words(folder: Path, run_dir: Path, steps: int, **more: Any) -> list[str]:
+    settings = tiny.settings(
+        folder, rows=45, train__steps=steps, checkpoint__every=5, run__name="run", run__dir=run_dir, **more
+    )
+    return ["train.py", "--config", str(tiny.config_file(folder)), *settings, "plan.replan=false"]
+
+
+class Watched:
+    """A launch whose notes are read as they come, with their times."""
+
+    def __init__(self, host: Host, command: list[str]):
+        self.process = host.start(command, stdout=subprocess.DEVNULL)
+        self.notes: list[tuple[float, str]] = []
+
+    def until(self, pattern: str, seconds: float = 60) -> tuple[float, str]:
+        """When a line came that matches, and the line."""
+        assert self.process.stderr is not None
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            line = self.process.stderr.readline()
+            self.notes.append((time.monotonic(), line))
+            if re.search(pattern, line):
+                return self.notes[-1]
+            if not line:
+                break
+        raise AssertionError(f"no {pattern} in {[note for _, note in self.notes]}")
+
+    def end(self, seconds: float = 60) -> int:
+        _, rest = self.process.communicate(timeout=seconds)
+        self.notes.append((time.monotonic(), rest))
+        return int(self.process.returncode)
+
+
+def steps(host: Host, rank: int) -> list[dict[str, Any]]:
+    log = host.outside / "runs/run/logs" / f"rank-{rank:03d}.jsonl"
+    return [record for record in read_records(log) if record["kind"] == "step"] if log.exists() else []
+
+
+def rank_of(host: Host) -> int:
+    """The process of this host's training."""
+    found = [
+        pid
+        for pid, line in host.processes().items()
+        if "train.py" in line and "launch" not in line and "lib.agent" not in line and "mpirun" not in line
+    ]
+    return found[0]
+
+
+def trained(hosts: list[Host]) -> dict[int, list[int]]:
+    """Every row that was trained, by epoch, from the logs of all disks."""
+    epochs: dict[int, list[int]] = {}
+    for host in hosts:
+        for log in sorted((host.outside / "runs/run/logs").glob("rank-*.jsonl")):
+            for record in read_records(log):
+                if record["kind"] == "step":
+                    epochs.setdefault(record["epoch"], []).extend(record["rows"])
+    return {epoch: sorted(rows) for epoch, rows in epochs.items()}
+
+
+@pytest.fixture
+def fresh(three_hosts: list[Host]) -> list[Host]:
+    for host in three_hosts:
+        subprocess.run(["rm", "-rf", host.outside / "runs"])
+    return three_hosts
+
+
+FAULTS: dict[str, Callable[[Host], None]] = {
+    "died": lambda host: host.signal(rank_of(host), signal.SIGKILL),
+    "stopped": lambda host: host.signal(rank_of(host), signal.SIGSTOP),
+    "silent": lambda host: host.unplug(),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("died", "ring"), ("stopped", "ring"), ("silent", "ring"), ("stopped", "mpi")],
+    ids=["died", "stopped", "silent", "stopped-mpirun"],
+)
+def test_a_lost_rank_is_noticed_named_and_trained_on_without(
+    fresh: list[Host], tmp_path: Path, kind: str, backend: str
+) -> None:
+    a, b, _ = fresh
+    options = ["--max-restarts", "1", "--silent-seconds", str(LIMIT)]
+    command = [*words([a, b], *options, backend=backend), *train_words(tmp_path, a.disk / "runs", steps=40)]
+    launch = Watched(a, command)
+    try:
+        wait_for(lambda: len(steps(a, 0)) >= 7, 60)
+        began = time.monotonic()
+        FAULTS[kind](b)
+        noticed, line = launch.until(rf"launch: {kind}: ")
+        assert "host-b" in line
+        again, line = launch.until("launch: start 2")
+        assert ("1 of 2 hosts (without host-b)" if kind == "silent" else "on 2 of 2 hosts") in line
+        told = noticed - began - (0 if kind == "died" else LIMIT)
+        print(f"{kind} {backend}: noticed {told:.1f} s after the limit, started again {again - noticed:.1f} s later")
+        assert launch.end() == 0, launch.notes[-1]
+    finally:
+        b.plug_in()
+    wait_for(lambda: nothing_left(fresh), 10)  # a host that was cut off ends its ranks itself
+    alone = tmp_path / "alone"
+    tiny.train(tmp_path, [*train_words(tmp_path, alone, steps=40)[3:], "run.name=run"])
+    assert tiny.difference(alone / "run", a.outside / "runs/run") <= 1e-5
+    live = steps(a, 0)
+    assert [record["step"] for record in live] == list(range(1, 41)), "a step is missing or there twice"
+
+
+def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(fresh: list[Host], tmp_path: Path) -> None:
+    a, b, c = fresh
+    # Started from a third machine, so that the first host can be lost.
+    options = ["--max-restarts", "2", "--silent-seconds", str(LIMIT)]
+    launch = Watched(
+        c, [*words([a, b], *options), *train_words(tmp_path, a.disk / "runs", steps=2000, evaluate__samples=1)]
+    )
+    try:
+        wait_for(lambda: len(steps(b, 1)) >= 7, 60)
+        a.unplug()
+        launch.until("launch: silent: host-a")
+        launch.until(r"start 2.* on 1 of 2 hosts \(without host-a\), from the last checkpoint")
+        wait_for(lambda: len(steps(b, 0)) >= 10, 60)
+        a.plug_in()
+        launch.until("a host is back: all go on together from the checkpoint")
+        launch.until("on 2 of 2 hosts")
+        back = len(steps(b, 0))
+        wait_for(lambda: len(steps(a, 1)) > 3 and len(steps(b, 0)) > back, 60)
+        launch_pid = next(pid for pid, line in c.processes().items() if f"{ROOT}/launch" in line)
+        c.signal(launch_pid, signal.SIGINT)
+        assert launch.end() == 130
+    finally:
+        a.plug_in()
+    wait_for(lambda: nothing_left(fresh), 10)
+    last = max(int(path.name[5:]) for path in (b.outside / "runs/run/checkpoints").glob("step-*"))
+    rows: dict[int, list[int]] = {}
+    for host in (a, b):
+        for log in sorted((host.outside / "runs/run/logs").glob("rank-*.jsonl")):
+            for record in read_records(log):
+                if record["kind"] == "step" and record["step"] <= last:
+                    rows.setdefault(record["step"], []).extend(record["rows"])
+    assert sorted(rows) == list(range(1, last + 1))
+    epochs = [row for step in sorted(rows) for row in rows[step]]
+    for epoch in range(len(epochs) // 45):
+        assert sorted(epochs[45 * epoch : 45 * epoch + 45]) == list(range(45)), "an example was lost or repeated"
+
+
+def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh: list[Host], tmp_path: Path) -> None:
+    a, b, _ = fresh
+    options = ["--max-restarts", "1", "--silent-seconds", str(LIMIT), "--wedged-seconds", "3"]
+    launch = Watched(a, [*words([a, b], *options), *train_words(tmp_path, a.disk / "runs", steps=400)])
+    try:
+        wait_for(lambda: len(steps(a, 0)) >= 7, 60)
+        b.only_ssh()
+        began = time.monotonic()
+        noticed, line = launch.until("launch: (wedged|late): ")
+        print(f"wedged: noticed {noticed - began - 3:.1f} s after the limit: {line}")
+        assert "wedged: all ranks have waited" in line
+        launch.until(r"on 1 of 2 hosts \(without host-b\)")
+    finally:
+        b.only_ssh(False)
+        launch.process.send_signal(signal.SIGINT)
+    pids = [pid for pid, line in a.processes().items() if f"{ROOT}/launch" in line]
+    for pid in pids:
+        a.signal(pid, signal.SIGINT)
+    launch.end()
+    wait_for(lambda: nothing_left(fresh), 10)
+
+
+def test_a_wrong_input_or_too_many_faults_are_not_tried_again(three_hosts: list[Host]) -> None:
+    done = three_hosts[0].run([*words(three_hosts[:2], "--max-restarts", "3"), *python("sys.exit(2)")])
+    assert done.returncode == 2 and "start 2" not in done.stderr
+    done = three_hosts[0].run([*words(three_hosts[:1], "--max-restarts", "1"), *python("sys.exit(5)")])
+    assert done.returncode == 5 and done.stderr.count("start 2") == 1 and "start 3" not in done.stderr
+
+
+def test_a_log_that_missed_some_resumes_goes_back_behind_them(tmp_path: Path) -> None:
+    log = tiny.write_jsonl(
+        tmp_path / "rank-000.jsonl",
+        [{"kind": "start", "resumes": []}, *({"kind": "step", "step": step} for step in range(1, 54))],
+    )
+    assert first_missed(log, [50]) == 50
+    assert first_missed(log, [50, 70]) == 50, "steps 51 to 53 were undone while this host was away"
+    assert rewind(log, first_missed(log, [50, 70])) == 3
+    with log.open("a") as file:
+        file.write('{"kind": "start", "resumes": [50, 70]}\n')
+    assert first_missed(log, [50, 70, 90]) == 90
