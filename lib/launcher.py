@@ -35,7 +35,7 @@ from lib.config import UserError
 from lib.hostfile import Host, Hosts
 from lib.ranks import ROOT, Attempt, Console, Launching, connect, is_this_machine
 
-ANSWER_SECONDS = 4.0  # for a host that has to show that it is there
+ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
 LOOK_OUT_SECONDS = 5.0  # between looks for a host that is missing
 
 # Names that people set and that nothing reads, with what does what they hope for.
@@ -81,9 +81,6 @@ async def supervise(
             return outcome.status
         broken = time.monotonic()
         if not outcome.rejoined:
-            console.note(
-                f"{outcome.fault.kind}: {outcome.fault.message}" if outcome.fault else f"status {outcome.status}"
-            )
             if outcome.status == 2 or restarts >= max_restarts:  # 2: the user's input is wrong, and stays so
                 return outcome.status
             restarts += 1

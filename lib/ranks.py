@@ -34,6 +34,7 @@ TICK_SECONDS = 0.25
 PING_SECONDS = 1.0
 CONNECT_SECONDS = 10
 END_SECONDS = 2.0  # between asking a rank to end and killing it
+FAULT_END_SECONDS = 0.5  # the same where the world is broken: nothing that a rank could still do will last
 SETTLE_SECONDS = 0.5  # after a death, for the others to tell why they end
 LINE_BYTES = 2**26
 
@@ -328,7 +329,9 @@ class Attempt:
         try:
             if failed:
                 unreached = {host.name for host in self.hosts_to_start} - {link.name for link in self.links}
-                return Outcome(1, watch.Fault("lost", "; ".join(failed), tuple(unreached)))
+                fault = watch.Fault("lost", "; ".join(failed), tuple(unreached))
+                self._tell(fault)
+                return Outcome(1, fault)
             self._start()
             return await self._watch(interrupts)
         finally:
@@ -392,6 +395,8 @@ class Attempt:
             return Outcome(128 + number, None, self.run, interrupted=True)
         fault = watch.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *limits)
         await self._end(signal.SIGTERM, interrupts)  # nothing is left but last lines under way
+        if fault is not None:
+            self._tell(fault)
         return Outcome(self._worst(), fault, self.run)
 
     async def _fail(self, fault: watch.Fault, interrupts: asyncio.Queue[int]) -> Outcome:
@@ -400,17 +405,27 @@ class Attempt:
             while time.monotonic() < deadline and any(rank.status is None for rank in self._started()):
                 await asyncio.sleep(0.02)
         status = self._worst() or 1
-        interrupted = await self._end(signal.SIGTERM, interrupts)
+        self._tell(fault)
+        for link in self.links:
+            if link.name in fault.hosts and fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
+                self.hosts[link.name].closed = True
+                kill(link.process)
+        interrupted = await self._end(signal.SIGTERM, interrupts, FAULT_END_SECONDS)
         return Outcome(status, fault, self.run, interrupted)
 
-    async def _end(self, number: signal.Signals, interrupts: asyncio.Queue[int]) -> bool:
+    def _tell(self, fault: watch.Fault) -> None:
+        self.console.note(f"{fault.kind}: {fault.message}")
+
+    async def _end(
+        self, number: signal.Signals, interrupts: asyncio.Queue[int], grace_seconds: float = END_SECONDS
+    ) -> bool:
         """Ends every rank on every host; an interrupt kills at once. Returns whether there was one."""
         for link in self.links:
-            link.send("end", number=int(number), grace_seconds=END_SECONDS)
+            link.send("end", number=int(number), grace_seconds=grace_seconds)
         alive = [link for link in self.links if not self.hosts[link.name].closed]
         ended = asyncio.ensure_future(_all_set([link.ended for link in alive]))
         again = asyncio.ensure_future(interrupts.get())
-        limit = END_SECONDS + 1.0
+        limit = grace_seconds + 1.0
         waits: set[asyncio.Future[Any]] = {ended, again}
         await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         interrupted = again.done()
