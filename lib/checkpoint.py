@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any

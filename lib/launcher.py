@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from lib import config as settings
-from lib import hostfile, preflight
+from lib import hostfile, jobfile, preflight
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
-from lib.ranks import ROOT, Attempt, Console, Launching, connect, is_this_machine
+from lib.ranks import ROOT, Attempt, Console, Launching, as_command, connect, is_this_machine
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
 LOOK_OUT_SECONDS = 5.0  # between looks for a host that is missing
@@ -69,9 +69,9 @@ async def supervise(
         loop.add_signal_handler(number, interrupts.put_nowait, int(number))
     attempt = Attempt(launching, console, here)
     _hand_on_input(loop, lambda: attempt)
-    everyone, hosts, run, restarts = launching.hosts, launching.hosts, None, 0
+    everyone, hosts, run, starts, restarts = launching.hosts, launching.hosts, None, 1, 0
     while True:
-        missing = tuple(host for host in everyone if host not in hosts) if restarts else ()
+        missing = tuple(host for host in everyone if host not in hosts)
         looking = asyncio.ensure_future(_look_out(launching, missing, attempt.back)) if missing else None
         outcome = await attempt.go(interrupts)
         if looking is not None:
@@ -94,10 +94,11 @@ async def supervise(
         if not hosts:
             console.note("no host answers; " + (f"go on later by --resume {run}" if run else "nothing was saved"))
             return outcome.status
+        starts += 1
         without = [host.name for host in everyone if host not in hosts]
         command = resumed(launching.command, run, hosts == everyone) if run else launching.command
         console.note(
-            f"start {restarts + 1}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
+            f"start {starts}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
             + (f" (without {', '.join(without)})" if without else "")
             + (f", from the last checkpoint of {run}" if run else "")
         )
@@ -163,6 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else list(arguments))
         launching = _launching(options)
+        if options.emit:
+            print(_emitted(launching, options.emit), end="")
+            return 0
         if options.sync:
             _sync(launching, options.sync)
         here = _this_host(launching, options.role) if options.role else None
@@ -242,6 +246,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--connections-per-ip", type=int, default=1, metavar="N", help="connections between neighbours")
     add("--starting-port", type=int, default=32323, metavar="PORT", help="the first port that ranks listen at")
     add("--mpi-arg", action="append", default=[], metavar="WORD", help="a further word for mpirun")
+    add(
+        "--emit",
+        choices=("hostfile", "slurm", "mpijob"),
+        help="print the file that starts the same elsewhere; start nothing",
+    )
     add("--directory", help="the project's folder on the hosts (default: as here)")
     add("--python", help="the interpreter on the hosts (default: as here)")
     add("command", nargs="*", help="after --: train.py and its words")
@@ -303,6 +312,19 @@ def _launching(options: argparse.Namespace) -> Launching:
         options.silent_seconds,
         options.wedged_seconds,
     )
+
+
+def _emitted(launching: Launching, kind: str) -> str:
+    """A host file, or a job file for somebody else's scheduler.
+
+    Raises:
+        UserError: the scheduler cannot run it.
+    """
+    if kind == "hostfile":
+        return hostfile.to_text(launching.hosts)
+    write = {"slurm": jobfile.slurm, "mpijob": jobfile.mpijob}[kind]
+    environment = {"PYTHONUNBUFFERED": "1", **launching.environment}
+    return write(launching.hosts, as_command(launching), environment, launching.directory, launching.python)
 
 
 def _sync(launching: Launching, paths: Sequence[str]) -> None:

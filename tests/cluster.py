@@ -76,6 +76,11 @@ class Host:
     _port: str  # of the switch
     _switch: int  # the switch's first process
 
+    @property
+    def root(self) -> Path:
+        """The host's whole file system, with what is mounted there, as this process reaches it."""
+        return Path(f"/proc/{self._pid}/root")
+
     def words(self, command: Sequence[str | Path]) -> list[str]:
         """A command line that runs `command` on this host."""
         enter = [

@@ -10,7 +10,7 @@ from tests.tiny import ROOT
 
 FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
-    | {"heartbeat", "watch", "agent"},
+    | {"heartbeat", "watch", "agent", "jobfile"},
     {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression"},
     {"step", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger", "rounds"}
     | {"launcher", "preflight", "ranks"},

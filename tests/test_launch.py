@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -276,6 +277,42 @@ def test_the_contract_of_every_backend() -> None:
 
     [([alone], files)] = launching("ring", hosts[:1])
     assert not files and "MLX_HOSTFILE" not in alone["environment"], "a ring of one is no ring"
+
+
+def test_job_files_start_the_same_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hostile = ["a b", "x=y", "$(touch owned)", "'"]
+    command = [
+        "--env",
+        "A=b c",
+        "--directory",
+        str(tmp_path),
+        "--python",
+        sys.executable,
+        "--",
+        "sh",
+        "-c",
+        "true",
+        *hostile,
+    ]
+    assert launcher.main(["--hosts", "a:2,b:2", "--emit", "hostfile", *command]) == 0
+    assert capsys.readouterr().out == "a slots=2\nb slots=2\n"
+    assert launcher.main(["--hosts", "a:2,b:2", "--emit", "mpijob", *command]) == 0
+    job = json.loads(capsys.readouterr().out)["spec"]
+    launch = job["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert launch["command"][-7:] == ["sh", "-c", "true", *hostile] and launch["command"][2] == "4"
+    assert {"name": "A", "value": "b c"} in launch["env"] and job["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
+    assert launcher.main(["--hosts", "a:2,b:1", "--emit", "slurm", *command]) == 2
+    assert "1 to 2 slots" in capsys.readouterr().err
+    show = ["--env", "A=b c", "--directory", str(tmp_path), "--python", sys.executable, "--"]
+    show += [*python("import json; print(json.dumps([os.environ['A'], os.getcwd(), sys.argv[1:]]))"), *hostile]
+    assert launcher.main(["--hosts", "localhost:2", "--emit", "slurm", *show]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=2\n" in script
+    # The script is run here, without Slurm: mpirun then takes the slots of this machine.
+    done = subprocess.run(
+        ["bash", "-s"], input=script.replace("--map-by", "-n 2 --map-by"), capture_output=True, text=True
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [["b c", str(tmp_path), hostile]] * 2, done.stderr
 
 
 def test_the_command_that_goes_on() -> None:
