@@ -249,7 +249,11 @@ def _first_process(
     undo.callback(end)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     for _ in range(500):
-        if found := children.read_text().split():
+        try:
+            found = children.read_text().split()
+        except OSError as error:
+            raise Unavailable(f"{children}: {error.strerror}") from None
+        if found:
             return process, int(found[0])
         time.sleep(0.01)
     raise Unavailable("unshare started nothing within 5 s")
