@@ -276,23 +276,35 @@ def _logps(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 @mx.compile
-def _slope_of_logits(logits: mx.array, targets: mx.array, logps: mx.array) -> mx.array:
+def _slope(probabilities: mx.array, targets: mx.array) -> mx.array:
     """d logp / d logits: one at the target, minus the probabilities."""
+    return (mx.arange(probabilities.shape[-1])[None] == targets[:, None]) - probabilities
+
+
+@mx.compile
+def _slope_of_logits(logits: mx.array, targets: mx.array, logps: mx.array) -> mx.array:
     partition = mx.take_along_axis(logits, targets[:, None], axis=-1).astype(mx.float32) - logps[:, None]
-    is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
-    return (is_target - mx.exp(logits.astype(mx.float32) - partition)).astype(logits.dtype)
+    return _slope(mx.exp(logits.astype(mx.float32) - partition), targets).astype(logits.dtype)
+
+
+def _logps_and_slope_of_logits(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """Log-probabilities of the targets, float32 [M], and their derivative by the logits, [M, V]."""
+    if mx.default_device() != mx.cpu:
+        logps = _logps(logits, targets)
+        return logps, _slope_of_logits(logits, targets, logps)
+    # Exponentials are what a CPU is slow at: each is made once. The partition function from the likeliest token,
+    # whose probability is at least 1 / V.
+    wide = logits.astype(mx.float32)
+    probabilities = mx.softmax(wide, axis=-1)
+    partition = wide.max(axis=-1) - mx.log(probabilities.max(axis=-1))
+    logps = mx.take_along_axis(wide, targets[:, None], axis=-1).squeeze(-1) - partition
+    return logps, _slope(probabilities, targets).astype(logits.dtype)
 
 
 def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
     still = mx.stop_gradient(hidden)
-    logits = head(still)
-    logps = _logps(logits, targets)
-    _, (slope,) = mx.vjp(head, [still], [_slope_of_logits(logits, targets, logps)])
-    return _known(hidden, logps, slope)
-
-
-def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
-    """Log-probabilities whose gradient is known already: float32 [M], of hidden and slope [M, D]."""
+    logps, by_logits = _logps_and_slope_of_logits(head(still), targets)
+    _, (slope,) = mx.vjp(head, [still], [by_logits])
     # The logits are needed by both; in this order they can be let go before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
 

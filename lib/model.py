@@ -183,7 +183,7 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
     if blocks > len(model.layers):
         raise UserError(f"model.blocks={blocks}, but {settings.path} has {len(model.layers)} blocks")
     model.freeze()
-    _take_lean_swiglu(model)
+    _take_own_swiglu(model)
     if settings.method == "full":
         if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
             raise UserError(
@@ -334,11 +334,30 @@ def _lean_swiglu_vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.arra
     return d_gate.astype(gate.dtype), d_x.astype(x.dtype)
 
 
-def _take_lean_swiglu(model: nn.Module) -> None:
-    """Lets the model's family use `lean_swiglu`: the same values, less memory."""
+@mx.custom_function
+def _swiglu_and_sigmoid(gate: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
+    sigmoid = mx.sigmoid(gate)
+    return gate * sigmoid * x, sigmoid
+
+
+@_swiglu_and_sigmoid.vjp
+def _swiglu_and_sigmoid_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+    (gate, x), dy, sigmoid = primals, cotangents[0], outputs[1]
+    silu = gate * sigmoid
+    return dy * x * (sigmoid + silu * (1 - sigmoid)), dy * silu
+
+
+def quick_swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """SwiGLU for a CPU, which is slow at exponentials: one for each unit, kept for the backward pass."""
+    return _swiglu_and_sigmoid(gate, x)[0]
+
+
+def _take_own_swiglu(model: nn.Module) -> None:
+    """Lets the model's family use `lean_swiglu`, or `quick_swiglu` on a CPU: the same values."""
+    ours = quick_swiglu if mx.default_device() == mx.cpu else lean_swiglu
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         if getattr(module, "swiglu", None) is _swiglu:
-            module.swiglu = lean_swiglu  # type: ignore[attr-defined]
+            module.swiglu = ours  # type: ignore[attr-defined]
 
 
 def trainable(model: nn.Module) -> dict[str, mx.array]:

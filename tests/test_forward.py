@@ -201,9 +201,14 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
 
 def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = load(tmp_path, "llama"), []
-    plain = forward._logps
+    plain = forward._logps_and_slope_of_logits
     monkeypatch.setattr(forward, "LOGITS_BYTES", 10 * VOCABULARY * 4)
-    monkeypatch.setattr(forward, "_logps", lambda logits, targets: made.append(logits.shape) or plain(logits, targets))
+
+    def listen(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+        made.append(logits.shape)
+        return plain(logits, targets)
+
+    monkeypatch.setattr(forward, "_logps_and_slope_of_logits", listen)
     batch = collate(draw(0, 5), 4, False)
     mx.eval(forward.completion_logps(model, forward.arrays_of(batch.inputs)))
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
@@ -288,12 +293,27 @@ def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp
     assert mx.linalg.norm(layer(x) - wanted).item() <= 0.01 * mx.linalg.norm(wanted).item()
 
 
-def test_lean_swiglu_equals_mlx_lms_function(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
+def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both on this device: which is taken is the only thing that asks for it."""
+    monkeypatch.setattr(mx, "default_device", lambda: device)
+    logits = mx.concatenate([mx.random.normal((6, 50)) * 5, mx.array([[0.0, 300.0, -300.0] + [0.0] * 47])])
+    targets = mx.array([0, 49, 7, 7, 3, 2, 2])
+    logps, slope = forward._logps_and_slope_of_logits(logits, targets)
+    exact = np.array(logits, np.float64)
+    partition = np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1)) + exact.max(1)
+    np.testing.assert_allclose(np.array(logps), exact[np.arange(7), np.array(targets)] - partition, rtol=1e-5)
+    expected = np.eye(50)[np.array(targets)] - np.exp(exact - partition[:, None])
+    np.testing.assert_allclose(np.array(slope), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("ours", [models.lean_swiglu, models.quick_swiglu])
+def test_swiglu_equals_mlx_lms_function(tmp_path: Path, ours: Any) -> None:
     model = load(tmp_path, "llama")
-    assert sys.modules[type(model).__module__].swiglu is models.lean_swiglu
+    assert sys.modules[type(model).__module__].swiglu is models.quick_swiglu  # on this CPU
     gate = mx.concatenate([mx.random.normal((7, 64)) * 4, mx.array([[-200.0, -30.0, 0.0, 200.0] * 16])])
     x, weight = mx.random.normal((2, *gate.shape))
     (plain,), expected = mx.vjp(lambda gate, x: gate * mx.sigmoid(gate) * x, [gate, x], [weight])
-    (lean,), gradients = mx.vjp(models.lean_swiglu, [gate, x], [weight])
-    for ours, theirs in zip([lean, *gradients], [plain, *expected], strict=True):
-        assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
+    (value,), gradients = mx.vjp(ours, [gate, x], [weight])
+    for mine, theirs in zip([value, *gradients], [plain, *expected], strict=True):
+        assert mx.linalg.norm(mine - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
