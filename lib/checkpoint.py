@@ -297,7 +297,7 @@ def _part(folder: Path, step: int, rank: int) -> Path:
 def _inside_a_round(path: Path) -> bool:
     """Whether the ranks had different weights then; of a damaged checkpoint nothing is known."""
     try:
-        return "tail" in json.loads((path / STATE).read_text())["rounds"]
+        return not json.loads((path / STATE).read_text())["rounds"].get("are_one", True)
     except (OSError, ValueError, KeyError):
         return True
 

@@ -159,8 +159,8 @@ class Rounds:
             last = min(first + max(1, min(batches, to_checkpoint)), len(self.round.edges) - 1)
             end = self.round.edges[last]
             return [[chunk for chunk in queue if chunk.places[-1] < end] for queue in queues], None
-        if not all(self.speeds):
-            queues = ledger.deal_by_speed(self.round, self.pending, self.shares, self.speeds_or_shares())
+        if not self._speeds_are_known():
+            queues = ledger.deal_by_speed(self.round, self.pending, self.shares, self.shares)
             return [queue[:FIRST_STEPS] for queue in queues], None
         queues = ledger.deal_by_speed(self.round, self.pending, self.shares, self.speeds)
         speed = sum(self.speeds)
@@ -169,9 +169,9 @@ class Rounds:
             moments.append(MEET_AT * left / speed)
         return queues, None if min(moments) >= left / speed else min(moments)
 
-    def speeds_or_shares(self) -> list[float]:
-        """Where a speed is not known yet, all are taken to be as the plan has them."""
-        return list(self.speeds) if all(self.speeds) else [float(share) for share in self.shares]
+    def _speeds_are_known(self) -> bool:
+        """Of all ranks that have work."""
+        return all(speed for speed, share in zip(self.speeds, self.shares, strict=True) if share)
 
     def _work(self, queue: Sequence[ledger.Chunk], seconds: float | None, local_step: LocalStep) -> dict[str, Any]:
         """This rank's local steps until `seconds` have passed; what it tells the others of them."""
@@ -183,14 +183,14 @@ class Rounds:
             elapsed = time.perf_counter() - began
             if seconds is not None and told["steps"] and elapsed * (1 + 0.5 / told["steps"]) > seconds:
                 break
-            step_began = time.perf_counter()
+            step_began, size, most = time.perf_counter(), len(chunk.places), self.micro_batch_sizes[rank]
             try:
                 result = local_step(
                     self.local_steps[rank] + told["steps"] + 1,
                     self.round.first_step + chunk.before // batch_size,
                     int(self.round.epochs[chunk.places[0]]),
                     self.round.rows[chunk.places],
-                    self.micro_batch_sizes[rank],
+                    -(-size // -(-size // most)),  # of about one size: a last one of a pair or two is slow
                 )
             except Stopped as stop:
                 return {**told, Stopped.__name__: str(stop)}
@@ -210,11 +210,13 @@ class Rounds:
         for rank, answer in enumerate(answers):
             if answer["timed_seconds"] and tokens_a_pair:
                 self.speeds[rank] = answer["timed_tokens"] / answer["timed_seconds"] / tokens_a_pair
-        if self.follows_speed and all(self.speeds):
-            self.shares = distribute_work(sum(self.shares), self.speeds)
-            while 0 in self.shares and max(self.shares) > 1:  # a rank that never works is never measured again
-                self.shares[self.shares.index(0)] += 1
-                self.shares[self.shares.index(max(self.shares))] -= 1
+        if self.follows_speed and self._speeds_are_known():
+            shares = distribute_work(sum(self.shares), self.speeds)
+            for rank, before in enumerate(self.shares):
+                if before and not shares[rank]:  # a rank that never works is never measured again
+                    shares[rank] += 1
+                    shares[shares.index(max(shares))] -= 1
+            self.shares = shares
 
     def _place(self) -> tuple[int, int, int]:
         """Global batches trained, in whole ones, and the epoch and cursor there, as a synchronous run counts them."""
@@ -236,6 +238,7 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """What all ranks know alike."""
         known: dict[str, Any] = {"shares": self.shares, "speeds": self.speeds, "local_steps": self.local_steps}
+        known["are_one"] = not self.is_inside
         if self.round is not None:
             known |= ledger.to_state(self.pending, len(self.round.rows))
             known |= {"first_step": self.round.first_step, "trained": self.trained}

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lib import ledger, runtime
 from lib.performance import read_records
 from tests import tiny
+from tests.cluster import Host
 from tests.tiny import ROOT, difference, rows_of_epochs, steps_of, weights
 
 
@@ -178,6 +179,43 @@ def test_a_run_of_two_goes_on_alone_from_a_rounds_end(tmp_path: Path) -> None:
     assert "after step 8 of 10" in result.stdout
     assert rows_of_epochs(run) == {0: list(range(40)), 1: list(range(40))}
     assert json.loads((run / "summary.json").read_text())["world_size"] == 1
+
+
+def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, three_hosts: list[Host]) -> None:
+    """Killed on all hosts inside a round, and resumed: the bits of a run that nobody stopped, nothing on a shared disk."""
+    hosts = three_hosts[:2]
+    common = [*tiny.settings(tmp_path, rows=45), "strategy=independent", "plan.shares=[5,3]", "train.steps=30"]
+    common += ["checkpoint.every=4", f"run.dir={hosts[0].disk}/runs", f"--config={tiny.config_file(tmp_path)}"]
+
+    def start(words: Sequence[str], port: int) -> list[subprocess.Popen[str]]:
+        processes = []
+        for rank, host in enumerate(hosts):
+            ring = json.dumps([[f"{one.address}:{port + place}"] for place, one in enumerate(hosts)])
+            (host.outside / "ring.json").write_text(ring)
+            variables = {**os.environ, "MLX_HOSTFILE": f"{host.disk}/ring.json", "MLX_RANK": str(rank)}
+            processes.append(host.start([sys.executable, str(ROOT / "train.py"), *words], env=variables, cwd=ROOT))
+        return processes
+
+    def finished(processes: list[subprocess.Popen[str]]) -> str:
+        outputs = [process.communicate(timeout=120) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], outputs
+        return outputs[0][0]
+
+    finished(start([*common, "run.name=whole"], 5300))
+    processes = start([*common, "run.name=run"], 5310)
+    log = hosts[1].outside / "runs" / "run" / "logs" / "rank-001.jsonl"
+    while not (log.exists() and len(log.read_bytes().splitlines()) > 16):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.002)
+    for process in processes:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    told = finished(start(["--resume", f"{hosts[0].disk}/runs/run"], 5320))
+    assert "resuming" in told and "after step 0" not in told
+    whole, run = (hosts[0].outside / "runs" / name for name in ("whole", "run"))
+    assert difference(whole, run) == 0.0
+    parts = {path.name.partition("-rank-")[2] for path in (hosts[1].outside / "runs/run/checkpoints/ranks").iterdir()}
+    assert parts == {"001.safetensors"}, "each host has its own rank's parts and no other"
 
 
 def test_a_stacked_run_goes_on_at_its_rank(tmp_path: Path) -> None:
