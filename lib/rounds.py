@@ -31,7 +31,7 @@ from lib.plan import DEFAULT_MICRO_BATCH_SIZE, ClusterPlan, distribute_work
 from lib.step import StepResult
 from lib.sync import AgreedError, World
 
-FIRST_STEPS = 3  # local steps before the first meeting, where no speed is known
+FIRST_STEPS = 2  # local steps before the first meeting, where no speed is known
 LAST_BATCHES = 8  # global batches that are left to the end without another meeting
 MEET_AT = 0.75  # of the time that a round is expected to take: a meeting, and what is left is dealt again
 PATIENCE = 0.25  # of sync.timeout_seconds: the longest that ranks go without a meeting

@@ -240,6 +240,7 @@ def test_a_stacked_run_goes_on_at_its_rank(tmp_path: Path) -> None:
         (["independent.merge=mean"], ["independent.merge"]),
         (["independent.pairs_per_round=0"], ["independent.pairs_per_round", "greater than 0"]),
         (["sync.compression=topk", "sync.topk_fraction=0"], ["sync.topk_fraction", "greater than 0"]),
+        (["strategy=sharded", "sync.compression=int8"], ["sync.compression", "strategy=sharded", "none"]),
         (["sync.topk_fraction=1.5"], ["sync.topk_fraction"]),
         (["sync.compression=zip"], ["sync.compression"]),
         (["independent.outer_momentum=1"], ["independent.outer_momentum", "less than 1"]),
