@@ -54,7 +54,7 @@ class Progress:
         default_factory=dict
     )  # the plans in force and to come, as lib/schedule.py keeps them
     rounds: dict[str, Any] = field(default_factory=dict)  # of ranks that train apart, as lib/rounds.py keeps them
-    resumes: list[int] = field(default_factory=list)  # the step of every resume, in order
+    resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
     parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
     def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:
@@ -416,11 +416,12 @@ def resume(
 
 def go_back(logs: Path, progress: Progress, world: World, keeper: bool) -> None:
     """Notes the resume, and cuts every log on this disk back to the history that lives on."""
-    progress.resumes.append(progress.step)
+    progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
     with world.agreeing("going back in the logs"):
         for log in sorted(logs.glob("rank-*.jsonl")) if keeper else ():
-            local = progress.steps_of(rank=int(log.stem.removeprefix("rank-")))
-            rewind(log, min(local, first_missed(log, progress.resumes)) if progress.step else -1)
+            place = 1 + int(log.stem.removeprefix("rank-"))
+            steps = [resume[place] if place < len(resume) else resume[0] for resume in progress.resumes]
+            rewind(log, first_missed(log, steps) if progress.step else -1)
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:

@@ -61,6 +61,7 @@ class Rounds:
         predicted = [(rank.share, rank.predicted_compute_seconds) for rank in plan.ranks]
         self.speeds = [share / seconds if seconds else 0.0 for share, seconds in predicted]  # pairs/s; 0 is unknown
         self.local_steps = [0] * world.size
+        self.former_steps: list[int] = []  # of ranks that took part before and do no more: their logs end there
         self.momentum: exchange.Arrays = {}
         self.feedback: exchange.Arrays = {}
         self.start: exchange.Arrays = {}  # the weights with which the round began
@@ -237,8 +238,8 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """What all ranks know alike."""
-        known: dict[str, Any] = {"shares": self.shares, "speeds": self.speeds, "local_steps": self.local_steps}
-        known["are_one"] = not self.is_inside
+        known: dict[str, Any] = {"shares": self.shares, "speeds": self.speeds, "are_one": not self.is_inside}
+        known["local_steps"] = [*self.local_steps, *self.former_steps]
         if self.round is not None:
             known |= ledger.to_state(self.pending, len(self.round.rows))
             known |= {"first_step": self.round.first_step, "trained": self.trained}
@@ -267,6 +268,7 @@ class Rounds:
         self.momentum, self.feedback = own.get("momentum", {}), own.get("feedback", {})
         state = progress.rounds
         self.local_steps = [progress.steps_of(rank) for rank in range(self.world.size)]
+        self.former_steps = state.get("local_steps", [])[self.world.size :]
         if state and self.follows_speed and len(state["shares"]) == self.world.size:
             self.shares, self.speeds = state["shares"], state["speeds"]
         if "tail" in state:
