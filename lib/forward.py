@@ -305,6 +305,11 @@ def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array) -> mx.arra
     still = mx.stop_gradient(hidden)
     logps, by_logits = _logps_and_slope_of_logits(head(still), targets)
     _, (slope,) = mx.vjp(head, [still], [by_logits])
+    return _known(hidden, logps, slope)
+
+
+def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
+    """Log-probabilities whose gradient is known already: float32 [M], of hidden and slope [M, D]."""
     # The logits are needed by both; in this order they can be let go before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
 
