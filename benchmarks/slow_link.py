@@ -1,6 +1,6 @@
 """Two hosts on a slow link: what ranks that train apart keep of their summed speed, and what they send.
 
-    python benchmarks/slow_link.py              about five minutes on two cores, as root, on Linux
+    python benchmarks/slow_link.py              about seven minutes on two cores, as root, on Linux
     python benchmarks/slow_link.py --quick      about a minute
 
 Two hosts made of network namespaces (tests/cluster.py), one of them with a part of the other's CPU time, on a link of

@@ -1,6 +1,6 @@
 """How ranks may work together, on the quickstart's task: what each way learns, and what it sends.
 
-    python benchmarks/strategies.py                 five seeds, about half an hour on two cores
+    python benchmarks/strategies.py                 five seeds, about an hour on two cores
     python benchmarks/strategies.py --quick         one seed, a third of the steps, a few merges: about two minutes
 
 Two ranks of unequal shares (24 + 8 of 32 pairs) beside one: synchronous, also with compressed gradients, and independent
