@@ -40,6 +40,8 @@ mount --bind "$1/hosts" /etc/hosts
 mount --bind "$1/ssh_config" /etc/ssh/ssh_config
 mount --bind "$1/$2" "$1/disk"
 hostname "$2"
+# Open MPI names a folder in /tmp, which hosts share here, by its process id alone.
+echo $((RANDOM + 300)) > /proc/sys/kernel/ns_last_pid
 ip link set lo up
 echo ready
 read -r

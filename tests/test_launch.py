@@ -178,7 +178,8 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     process = three_hosts[0].start([*words(three_hosts, backend=backend), *python(STUBBORN)])
     assert process.stdout is not None
     for _ in three_hosts:
-        assert "ready" in process.stdout.readline()
+        line = process.stdout.readline()
+        assert "ready" in line, process.communicate(timeout=20)
     assert all(any("sleep 1000" in line for line in host.processes().values()) for host in three_hosts)
     launch = next(pid for pid, line in three_hosts[0].processes().items() if f"{ROOT}/launch" in line)
     began = time.monotonic()
