@@ -70,13 +70,14 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     from lib import checkpoint, evaluate, heartbeat, loading, report, scoring, sync
     from lib import model as models
-    from lib.data import collate, load_dataset, prefetch, tokens_to_deal
+    from lib.batches import MicroBatches
+    from lib.data import load_dataset, prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.order import micro_batches as micro_batches_of
     from lib.performance import PerformanceTracker
     from lib.rounds import Rounds
     from lib.schedule import Schedule, first_plan
-    from lib.step import make_optimizer, make_step
+    from lib.step import is_compiled, make_optimizer, make_step
 
     launched = time.perf_counter()
     folder = Path(config.run.dir) / str(config.run.name)
@@ -175,15 +176,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # Unlike devices pad unlike, but all ranks deal alike.
     lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
 
-    def prepared(parts: list[np.ndarray]) -> list[Any]:
-        """Micro-batches of these rows, each with its reference."""
-        return [
-            (
-                collate([data[row] for row in part.tolist()], multiple, shares_prompts),
-                None if reference is None else reference[part],
-            )
-            for part in parts
-        ]
+    make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers))
 
     def batches() -> Iterator[tuple[int, Position, int, list[float], list[int], list[Any]]]:
         """Every step that is left: its epoch, the position after it, its pairs, what each rank's part costs, and this rank's part."""
@@ -194,9 +187,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 order = epoch_order(data.lengths, config.train.seed, epoch, batch_size, config.data.length_window)
             rows = global_batch(order, position, batch_size)
             dealt, tokens = deal(rows, lengths, schedule.at(step).micro_batch_sizes, cost)
-            own = dealt[workers.rank]
+            own, sizes = dealt[workers.rank], schedule.at(step).micro_batch_sizes[workers.rank]
             position = advance(position, len(rows), len(data))
-            yield epoch, position, len(rows), tokens, [int(row) for part in own for row in part], prepared(own)
+            own_rows = [int(row) for part in own for row in part]
+            yield epoch, position, len(rows), tokens, own_rows, make.of(own, max(sizes, default=1))
 
     answers: list[list[str]] = []  # to the questions, one list an evaluation
     latest: dict[str, float | None] = {}  # held-out metrics
@@ -275,7 +269,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
             def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
                 rows = rows[np.argsort(lengths[rows], kind="stable")]
-                return learn(step, index, epoch, rows.tolist(), prepared(micro_batches_of(rows, micro_batch_size)))
+                parts = micro_batches_of(rows, micro_batch_size)
+                return learn(step, index, epoch, rows.tolist(), make.of(parts, micro_batch_size))
 
             evaluated = progress.step
             for merged in apart.train(progress, local_step, checkpoint_every):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)
 
 import numpy as np  # noqa: E402
 
@@ -405,8 +405,8 @@ class Bench:
         from lib import calibration, machine, sync
         from lib import config as settings
         from lib.calibration import HostCalibration, Link
-        from lib.data import padded_lengths
         from lib.forward import length_multiple
+        from lib.shapes import padded_lengths
 
         config = settings.load(None, [f"model.path={self.folder}/model", "model.random_init=true", "data.train=unused"])
         length = int(padded_lengths(np.array([2 * TOKENS - 1]), length_multiple(config.data))[0])

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)
 
 from lib import calibration as calibrations  # noqa: E402
 from lib import config as settings  # noqa: E402
@@ -242,8 +242,9 @@ def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
         UserError: the data cannot be read.
     """
     from lib import model as models
-    from lib.data import load_dataset, padded_lengths
+    from lib.data import load_dataset
     from lib.forward import length_multiple
+    from lib.shapes import padded_lengths
 
     if options.lengths:
         completions = 2 if config.record_kind == "preference" else 1

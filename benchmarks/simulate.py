@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)
 
 from lib import calibration  # noqa: E402
 from lib.calibration import Curve  # noqa: E402

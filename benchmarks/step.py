@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from lib import runtime
 
@@ -37,21 +37,7 @@ from lib.sync import World
 
 def main() -> int:
     options = parse()
-    settings = config.load(
-        None,
-        [
-            *(
-                "data.train=-",
-                "model.random_init=true",
-                f"model.rank={options.rank}",
-                f"model.method={options.method}",
-            ),
-            f"model.path={model_folder(options)}",
-            f"model.dtype={options.dtype}",
-            f"model.gradient_checkpointing={options.checkpoint}",
-            f"train.compile={options.compile}",
-        ],
-    )
+    settings = settings_of(options)
     model = models.load(settings.model, options.seed)
     models.make_trainable(model, settings.model, options.seed)
     step = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)
@@ -82,6 +68,24 @@ def main() -> int:
                 )
     print(json.dumps({"benchmark": "step", "device": report.device_name(), "settings": vars(options), "rows": rows}))
     return 0
+
+
+def settings_of(options: argparse.Namespace) -> config.Config:
+    return config.load(
+        None,
+        [
+            *(
+                "data.train=-",
+                "model.random_init=true",
+                f"model.rank={options.rank}",
+                f"model.method={options.method}",
+            ),
+            f"model.path={model_folder(options)}",
+            f"model.dtype={options.dtype}",
+            f"model.gradient_checkpointing={options.checkpoint}",
+            f"train.compile={options.compile}",
+        ],
+    )
 
 
 def measure(step: Any, batches: dict[str, Batch], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -155,8 +159,8 @@ def model_folder(options: argparse.Namespace) -> Path:
     return folder
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(description: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)

@@ -34,6 +34,7 @@ RESUMABLE: tuple[str, ...] = (
 )
 RESUMABLE += (
     "train.compile",
+    "train.max_traces",
     "train.max_skipped_steps",
     "model.gradient_checkpointing",
     "model.shard_vocabulary",
@@ -106,6 +107,8 @@ class Model(_Section):
     """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration shows that one pair does not fit without."""
     shard_vocabulary: bool = False
     """With strategy=sharded: divide the embedding and the head as well; no rank then holds all logits."""
+    attention_window: Positive | None = None
+    """Tokens that each token attends to, itself included, in training, reference, evaluation and answers; by default all before it. mlx-lm's own commands, given the finished adapter, know nothing of it."""
     random_init: bool = False
     """Take only config.json from model.path and draw the weights from train.seed."""
     revision: str | None = None
@@ -198,6 +201,8 @@ class Train(_Section):
     """Non-finite updates in a row that are skipped before the run stops."""
     compile: bool | None = None
     """Compile the step; by default where it pays (on a GPU)."""
+    max_traces: Positive = 16
+    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer cost more padding."""
 
 
 class Plan(_Section):

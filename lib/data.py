@@ -21,6 +21,7 @@ import numpy as np
 from lib import records
 from lib.config import Data, UserError
 from lib.records import Chat, Kind, Message, Plain, Tokens, Unusable
+from lib.shapes import Shape, first_that_holds, need_of, real_tokens, shape_of
 
 T = TypeVar("T")
 
@@ -67,14 +68,28 @@ class Dataset:
     @property
     def lengths(self) -> np.ndarray:
         """int64 [n]: positions that the model sees of a row's longest sequence, prompt + completion - 1."""
-        pieces = np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
-        return pieces[:, 0] + pieces[:, 1:].max(axis=1) - 1
+        lengths: np.ndarray = self.seen.max(axis=1)
+        return lengths
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """int64 [n]: tokens of each prompt."""
+        return self._pieces[:, 0]
+
+    @property
+    def seen(self) -> np.ndarray:
+        """int64 [n, K]: positions that the model sees of each sequence."""
+        return self._pieces[:, :1] + self._pieces[:, 1:] - 1
 
     @property
     def scored_tokens(self) -> np.ndarray:
         """int64 [n, K]: completion tokens with a log-probability; a text's first has none (see collate)."""
-        pieces = np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
-        return pieces[:, 1:] - (pieces[:, :1] == 0)
+        return self._pieces[:, 1:] - (self._pieces[:, :1] == 0)
+
+    @property
+    def _pieces(self) -> np.ndarray:
+        """int64 [n, 1 + K]: tokens of each prompt and of its completions."""
+        return np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
 
     def __len__(self) -> int:
         return (len(self.bounds) - 1) // (1 + self.completions_per_example)
@@ -405,7 +420,7 @@ class Encoder:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """b examples of K completions as one stream of N tokens, each computed once.
+    """Examples of K completions as one stream of N tokens, each computed once: b rows, of which the last may be padding.
 
     The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows is
     either dense, the other T tokens of each of the b * K sequences (a prompt's end once for each completion),
@@ -415,7 +430,7 @@ class Batch:
     """
 
     rows: np.ndarray
-    """int64 [b]: the examples' rows in the data set."""
+    """int64: the examples' rows in the data set, one for each row that is not padding."""
     prefix_length: int
     """P."""
     tokens: np.ndarray
@@ -457,6 +472,12 @@ class Batch:
         )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    def padded(self, figures: np.ndarray) -> np.ndarray:
+        """Figures of the examples, [examples, ...], with zeros for rows of padding: [b, ...]."""
+        whole = np.zeros((len(self.mask), *figures.shape[1:]), figures.dtype)
+        whole[: len(figures)] = figures
+        return whole
+
     @property
     def shapes(self) -> tuple[Any, ...]:
         """Equal for batches that a compiled step needs no new trace for."""
@@ -467,35 +488,30 @@ class Batch:
         )
 
 
-# A ragged stream is gathered into rectangles for attention and back again, which costs about as much as this
-# fraction of tokens more; below it, padding is cheaper.
-RAGGED_COST = 0.03
+def collate(
+    examples: Sequence[Example], length_multiple: int, shared_prompts: bool, shapes: Sequence[Shape] = ()
+) -> Batch:
+    """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
 
-
-def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: bool) -> Batch:
-    """One micro-batch, in the layout that computes the fewest tokens (whole rows, unless shared_prompts).
-
-    P is a multiple of length_multiple that no prompt is shorter than. T, N, M and C are padded to rungs of a
-    ladder (see pad_length), so that attention meets aligned lengths and the number of shapes stays small.
-    Padding stands on the right, where a causal model's real positions do not see it.
-
-    The first completion token of an empty prompt has no position before it: it is not scored.
+    Padding stands on the right, where a causal model's real positions do not see it; rows of padding come last
+    and have no scored token. The first completion token of an empty prompt has no position before it: it is not
+    scored.
     """
     assert examples, "a rank without rows has no batch"
     sequences = [(e.prompt_ids, completion) for e in examples for completion in e.completions]
-    rows, count = len(examples), len(examples[0].completions)
+    count = len(examples[0].completions)
     seen = np.array([len(prompt) + len(completion) - 1 for prompt, completion in sequences])
     prompts = np.array([len(e.prompt_ids) for e in examples])
-    _, prefix, is_dense = cheapest_layout(prompts, seen.reshape(rows, count), length_multiple, shared_prompts)
-    real = int(real_tokens(prompts, seen.reshape(rows, count)).sum())
-    length = pad_length(int(seen.max()) - prefix, length_multiple)
+    counts = np.array([len(completion) - (not len(prompt)) for prompt, completion in sequences])  # scored
+    need = need_of(prompts, seen.reshape(-1, count), counts.reshape(-1, count))
+    shape = first_that_holds(shapes, need) or shape_of(need[None], count, length_multiple, shared_prompts)
+    rows, prefix, length, behind = shape.rows, shape.prefix, shape.length, shape.behind
 
     tails = np.maximum(seen - prefix, 0)
     inside = np.arange(length) < tails[:, None]
     shared_tails = np.repeat(prompts - prefix, count)  # tokens behind the prefix that the completions share
-    if is_dense:
+    if shape.is_dense:
         slots = np.arange(len(sequences) * length).reshape(-1, length)
-        behind = slots.size
     else:
         first = np.arange(len(sequences)) % count == 0
         own = tails - shared_tails  # tokens of a completion alone
@@ -510,26 +526,20 @@ def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: b
             )
             + at
         )
-        behind = pad_length(real - rows * prefix, length_multiple, 64)
     tokens = np.zeros(rows * prefix + behind, np.int32)
     offsets = np.zeros_like(tokens)
     head = tokens[: rows * prefix].reshape(rows, prefix)
     for row, e in enumerate(examples):
         head[row] = e.prompt_ids[:prefix]
-    offsets[: rows * prefix] = np.tile(np.arange(prefix), rows)
+    offsets[: len(examples) * prefix] = np.tile(np.arange(prefix), len(examples))
     for index, (prompt, completion) in enumerate(sequences):
         where = rows * prefix + slots[index, : tails[index]]
         tokens[where] = np.concatenate([prompt[prefix:], completion[:-1]])
         offsets[where] = np.arange(prefix, seen[index])
 
-    counts = np.array([len(completion) - (not len(prompt)) for prompt, completion in sequences])  # scored
-    scored_count, width = (
-        pad_length(int(counts.sum()), length_multiple, 64),
-        pad_length(int(counts.max()), length_multiple, 8),
-    )
-    scored, targets = np.zeros((2, scored_count), np.int32)
-    mask = np.arange(width) < counts[:, None]
-    places = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(width), 0)
+    scored, targets = np.zeros((2, shape.scored), np.int32)
+    mask = np.arange(shape.width) < counts[:, None]
+    places = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(shape.width), 0)
     for index, (_, completion) in enumerate(sequences):
         positions = np.arange(seen[index] - counts[index], seen[index])
         behind_prefix = rows * prefix + slots[index, np.maximum(positions - prefix, 0)]
@@ -537,25 +547,30 @@ def collate(examples: Sequence[Example], length_multiple: int, shared_prompts: b
         scored[where] = np.where(positions < prefix, index // count * prefix + positions, behind_prefix)
         targets[where] = completion[len(completion) - counts[index] :]
 
+    def with_padding(array: np.ndarray, filler: int) -> np.ndarray:
+        """[sequences, ...] ➜ [b, K, ...], rows of padding at the end."""
+        whole = np.full((rows * count, *array.shape[1:]), filler, array.dtype)
+        whole[: len(array)] = array
+        return whole.reshape(rows, count, -1)
+
     sources = None
-    if not is_dense:
-        slots = np.where(inside, slots, -1)
-        sources = _invert(slots.reshape(rows, count, length), behind, count if shared_tails.any() else 1)
-    shape = (rows, count, -1)
+    if not shape.is_dense:
+        slots = with_padding(np.where(inside, slots, -1), -1)
+        sources = _invert(slots, behind, shape.uses)
     return Batch(
         rows=np.array([e.row for e in examples], np.int64),
         prefix_length=prefix,
         tokens=tokens,
         offsets=offsets,
-        slots=None if is_dense else slots.reshape(shape).astype(np.int32),
+        slots=None if shape.is_dense else slots.astype(np.int32),
         sources=sources,
         scored=scored,
         targets=targets,
-        places=places.reshape(shape).astype(np.int32),
-        mask=mask.reshape(shape),
+        places=with_padding(places, 0).astype(np.int32),
+        mask=with_padding(mask, False),
         completion_tokens=int(counts.sum()),
         computed_tokens=len(tokens),
-        real_tokens=real,
+        real_tokens=int(need["tokens"]),
     )
 
 
@@ -572,54 +587,18 @@ def _invert(slots: np.ndarray, size: int, uses: int) -> np.ndarray:
     return sources
 
 
-def real_tokens(prompts: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """The fewest tokens that rows need, prompts once: int64 [b]. prompts: [b] tokens; seen: [b, K] positions."""
-    tokens: np.ndarray = prompts + (seen - prompts[:, None]).sum(axis=1)
-    return tokens
-
-
-def cheapest_layout(
-    prompts: np.ndarray, seen: np.ndarray, length_multiple: int, shared_prompts: bool
-) -> tuple[int, int, bool]:
-    """(tokens or what costs as much, P, whether dense) of the layout of a micro-batch that costs least.
-
-    prompts: int [b], tokens. seen: int [b, K], positions that the model sees of each whole sequence.
-    """
-    rows, longest = len(prompts), int(seen.max())
-    layouts = [(seen.size * pad_length(longest, length_multiple), 0, True)]  # whole rows
-    if shared_prompts:
-        shortest = int(prompts.min()) // length_multiple * length_multiple
-        dense = rows * shortest + seen.size * pad_length(longest - shortest, length_multiple)
-        behind = int(real_tokens(prompts, seen).sum()) - rows * shortest
-        ragged = rows * shortest + pad_length(behind, length_multiple, 64)
-        layouts += [(dense, shortest, True), (round(ragged * (1 + RAGGED_COST)), shortest, False)]
-    return min(layouts, key=lambda layout: layout[0])
-
-
 def tokens_to_deal(
     dataset: Dataset, length_multiple: int, shared_prompts: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
     """What `deal` needs: each row's length, int [n], and what a micro-batch of given rows costs, in tokens."""
-    pieces = np.diff(dataset.bounds).reshape(len(dataset), 1 + dataset.completions_per_example)
-    prompts = pieces[:, 0]
-    seen = prompts[:, None] + pieces[:, 1:] - 1
+    prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
     lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
-    return lengths, lambda rows: cheapest_layout(prompts[rows], seen[rows], length_multiple, shared_prompts)[0]
 
+    def cost(rows: np.ndarray) -> float:
+        need = need_of(prompts[rows], seen[rows], scored[rows])
+        return shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
 
-def padded_lengths(lengths: np.ndarray, length_multiple: int) -> np.ndarray:
-    """What whole rows of these lengths are padded to: int64, shaped alike."""
-    distinct, places = np.unique(lengths, return_inverse=True)
-    padded: np.ndarray = np.array([pad_length(n, length_multiple) for n in distinct.tolist()])[places]
-    return padded
-
-
-def pad_length(length: int, multiple: int, steps: int = 16) -> int:
-    """The least rung >= length of a ladder: `steps` multiples of `multiple`, then steps / 2 an octave."""
-    step = multiple
-    while length > steps * step:
-        step *= 2
-    return -(-max(length, 1) // step) * step
+    return lengths, cost
 
 
 def prefetch(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:

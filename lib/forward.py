@@ -43,7 +43,7 @@ def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
     Args:
         inputs: `arrays_of` lib/data.py's Batch.inputs. In evaluation mode the result has no gradients.
     """
-    hidden = mx.take(hidden_states(model, inputs), inputs["scored"], axis=0)
+    hidden = mx.take(hidden_states(model, inputs, getattr(model, "attention_window", None)), inputs["scored"], axis=0)
     logps = token_logps(model, hidden, inputs["targets"])
     return mx.where(inputs["mask"], mx.take(logps, inputs["places"]), 0.0).sum(axis=-1)
 
@@ -51,10 +51,13 @@ def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
 # ---- The blocks --------------------------------------------------------------------------------------------
 
 
-def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
-    """What the head would see of every token of the stream: [N, D] (logits, of a model without a backbone)."""
+def hidden_states(model: nn.Module, inputs: dict[str, Any], window: int | None = None) -> mx.array:
+    """What the head would see of every token of the stream: [N, D] (logits, of a model without a backbone).
+
+    window: tokens that each attends to, itself included; for models that take a stream.
+    """
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
-    if inputs["prefix_length"] == 0 and "slots" not in inputs:
+    if inputs["prefix_length"] == 0 and "slots" not in inputs and window is None:
         hidden = _run_backbone(model, tokens.reshape(rows * completions, -1))
     else:
         stream = Stream(
@@ -64,6 +67,7 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
             inputs["prefix_length"],
             inputs.get("slots"),
             inputs.get("sources"),
+            window,
         )
         hidden = _run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
     return hidden.reshape(len(tokens), -1)
@@ -75,6 +79,7 @@ class Stream:
     Args:
         offset: int32 [N], the name by which blocks ask for the positions.
         prefix: P; slots, sources: of a ragged stream (see Batch).
+        window: tokens that each attends to, itself included.
     """
 
     def __init__(
@@ -85,9 +90,10 @@ class Stream:
         prefix: int,
         slots: mx.array | None,
         sources: mx.array | None,
+        window: int | None = None,
     ):
         self.offset, self.rows, self.completions, self.prefix = offset, rows, completions, prefix
-        self.slots, self.sources = slots, sources
+        self.slots, self.sources, self.window = slots, sources, window
         self.behind = offset.size - rows * prefix
         self.length = self.behind // (rows * completions) if slots is None else slots.shape[-1]
         if slots is not None and sources is not None:
@@ -115,9 +121,10 @@ class Stream:
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
 
+        windows = [window for window in (self.window, mask.size if mask else None) if window is not None]
+
         def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
-            causal = "causal" if mask is None else mask.over(q.shape[2], k.shape[2])
-            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=causal, **options)
+            out = local_attention(q, k, v, min(windows, default=None), scale=scale, **options)
             return out.swapaxes(1, 2).flatten(0, 1)
 
         cut, outputs, prefixes = self.rows * self.prefix, [], []
@@ -147,11 +154,46 @@ class Window:
     def __init__(self, size: int):
         self.size = size
 
-    def over(self, queries: int, keys: int) -> mx.array | str:
-        """The mask for the last `queries` of `keys` positions."""
-        if keys <= self.size:
-            return "causal"
-        return base.create_causal_mask(queries, offset=keys - queries, window_size=self.size)
+
+def local_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, window: int | None, **options: Any
+) -> mx.array:
+    """Attention of the last positions of a sequence to the `window` positions up to their own, or to all of those.
+
+    queries: [sequences, heads, T, head_dim]; keys, values: [sequences, heads, S, head_dim], T <= S. Queries in blocks as
+    long as the window meet the keys of their own block and of the one before: time and memory grow with T * window
+    (sliding windows as in Longformer, arXiv:2004.05150, section 3.1).
+    """
+    sdpa = mx.fast.scaled_dot_product_attention
+    sequences, length = queries.shape[0], keys.shape[2]
+    if window is None or length <= window:
+        return sdpa(queries, keys, values, mask="causal", **options)
+    behind = length - queries.shape[2]
+    start = max(behind, window)  # from here on every window is full
+    early = start - behind
+    rest = length - start
+    padding = [(0, 0), (0, 0), (0, -rest % window), (0, 0)]
+
+    def blocks(x: mx.array) -> mx.array:  # [sequences, heads, length, ...] ➜ [sequences, blocks, heads, window, ...]
+        return mx.unflatten(mx.pad(x, padding), 2, (-1, window)).swapaxes(1, 2)
+
+    def with_one_before(x: mx.array) -> mx.array:
+        x = blocks(x[:, :, start - window :])
+        return mx.concatenate([x[:, :-1], x[:, 1:]], axis=3).flatten(0, 1)
+
+    mask = base.create_causal_mask(window, offset=window, window_size=window)
+    out = sdpa(
+        blocks(queries[:, :, early:]).flatten(0, 1),
+        with_one_before(keys),
+        with_one_before(values),
+        mask=mask,
+        **options,
+    )
+    out = mx.unflatten(out, 0, (sequences, -1)).swapaxes(1, 2).flatten(2, 3)[:, :, :rest]
+    if early == 0:
+        return out
+    first = sdpa(queries[:, :, :early], keys[:, :, :start], values[:, :, :start], mask="causal", **options)
+    return mx.concatenate([first, out], axis=2)
 
 
 def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:

@@ -233,9 +233,15 @@ def implicit_rewards(
 
 
 def preference_metrics(
-    chosen_rewards: mx.array, rejected_rewards: mx.array, policy: LogProbs, reference: LogProbs | None
+    chosen_rewards: mx.array,
+    rejected_rewards: mx.array,
+    policy: LogProbs,
+    reference: LogProbs | None,
+    counted: mx.array,
 ) -> dict[str, mx.array]:
     """Sums over pairs (float32 scalars): divide by the number of pairs, after adding those of every rank.
+
+    counted: float32 [B], 1 for a pair, 0 for padding.
 
     reward_accuracy counts a pair whose chosen reward is higher as 1 and a tie as 1/2, so that a policy equal
     to its reference scores chance and not 0. kl, present when there is a reference, is the mean over both
@@ -244,14 +250,14 @@ def preference_metrics(
     """
     margins = chosen_rewards - rejected_rewards
     sums = {
-        "reward_chosen": chosen_rewards.sum(),
-        "reward_rejected": rejected_rewards.sum(),
-        "reward_margin": margins.sum(),
-        "reward_accuracy": (0.5 * (mx.sign(margins) + 1)).sum(),
+        "reward_chosen": (counted * chosen_rewards).sum(),
+        "reward_rejected": (counted * rejected_rewards).sum(),
+        "reward_margin": (counted * margins).sum(),
+        "reward_accuracy": (counted * 0.5 * (mx.sign(margins) + 1)).sum(),
     }
     if reference is not None:
         drift = (reference.chosen - policy.chosen) + (reference.rejected - policy.rejected)
-        sums["kl"] = 0.5 * mx.stop_gradient(drift).sum()
+        sums["kl"] = 0.5 * mx.stop_gradient(counted * drift).sum()
     return sums
 
 

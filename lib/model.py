@@ -21,6 +21,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import activations
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -89,11 +90,34 @@ def load(settings: config.Model, seed: int, lazy: bool = False) -> nn.Module:
         ) from None
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {str(error).splitlines()[0]}") from None
+    if settings.attention_window is not None:
+        _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:
         model.set_dtype(getattr(mx, settings.dtype))
     if not lazy:
         mx.eval(model.parameters())
     return model
+
+
+def _narrow(model: nn.Module, window: int, path: str) -> None:
+    """Lets the model attend to `window` tokens only: lib/forward.py asks for it, and generation for such caches.
+
+    Raises:
+        UserError: it has layers that are no attention, or attend to a window of their own that is wider.
+    """
+    caches = make_prompt_cache(model)
+    for cache in caches:
+        if type(cache) not in (KVCache, RotatingKVCache):
+            raise UserError(
+                f"model.attention_window={window}: {path} has layers that keep a {type(cache).__name__}, not keys and values; leave it out"
+            )
+        if isinstance(cache, RotatingKVCache) and cache.max_size > window:
+            raise UserError(
+                f"model.attention_window={window}: {path} has layers with a window of {cache.max_size} tokens of their own; give no less than that"
+            )
+    sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
+    model.attention_window = window
+    model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
 
 def load_tokenizer_of(settings: config.Model) -> Any:
@@ -161,7 +185,8 @@ def reference_settings(settings: config.Model) -> config.Model:
 def fingerprint(settings: config.Model, seed: int) -> str:
     """A digest of everything that the model's outputs depend on before training: files, seed, dtype and adapter."""
     folder = resolve(settings.path, settings.revision)
-    digest = hashlib.sha256(f"{settings.dtype} {seed if settings.random_init else ''}".encode())
+    window = "" if settings.attention_window is None else f" window {settings.attention_window}"
+    digest = hashlib.sha256(f"{settings.dtype} {seed if settings.random_init else ''}{window}".encode())
     files = [folder / "config.json"] + ([] if settings.random_init else sorted(folder.glob("model*.safetensors")))
     if settings.adapter:
         files += [Path(settings.adapter) / ADAPTER_CONFIG, Path(settings.adapter) / WEIGHTS]

@@ -20,7 +20,6 @@ from lib import model as models
 from lib.calibration import Curve, HostCalibration
 from lib.config import Config
 from lib.config import Plan as PlanSettings
-from lib.data import padded_lengths
 from lib.division import shape_of
 from lib.forward import length_multiple
 from lib.plan import (
@@ -32,6 +31,7 @@ from lib.plan import (
     slower,
     with_micro_batches,
 )
+from lib.shapes import padded_lengths
 from lib.sync import World
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from lib import loading, losses
 from lib import model as models
-from lib.config import Config, Data
+from lib.config import Config, Data, UserError
 from lib.data import Dataset, collate
 from lib.forward import arrays_of, cannot_share_prompts, completion_logps, length_multiple
 from lib.order import micro_batches, split
@@ -64,11 +64,17 @@ def dataset_logps(
 
 
 def layout(model: nn.Module, settings: Data, world: World) -> tuple[int, bool, str | None]:
-    """How batches are laid out: what lengths are padded to, whether prompts run once, and why they do not if asked to."""
-    why_not = None
-    if settings.shared_prompts:
+    """How batches are laid out: what lengths are padded to, whether prompts run once, and why they do not if asked to.
+
+    Raises:
+        UserError: the model cannot attend to model.attention_window tokens alone.
+    """
+    why_not, window = None, getattr(model, "attention_window", None)
+    if settings.shared_prompts or window is not None:
         with world.workers.together("a look at how the model takes prompts"):
             why_not = cannot_share_prompts(model)
+    if why_not and window is not None:
+        raise UserError(f"model.attention_window={window} is not for this model: {why_not}; leave it out")
     own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])
     multiple, share = world.workers.decide(own).tolist()
     return multiple, bool(share), why_not

@@ -76,18 +76,22 @@ def objective(
 
     Args:
         policy_logps: float32 [B, K], one column a completion: chosen and rejected, or one for SFT.
-        tokens: [B, K], completion tokens.
+        tokens: [B, K], scored tokens; rows without any are padding, and count nowhere.
         reference_logps: float32 [B, K], or None for a loss that has no reference.
 
     Returns:
         The losses, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
     """
-    pairs = mx.array(float(policy_logps.shape[0]))
+    counted = (tokens.sum(axis=1) > 0).astype(mx.float32)
+    pairs = counted.sum()
     if train.loss == "sft":
         total, count = losses.sft_loss(policy_logps[:, 0], tokens[:, 0])
         return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
 
+    tokens = mx.where(counted[:, None], tokens, 1)
+
     def log_probs(logps: mx.array) -> losses.LogProbs:
+        logps = mx.where(counted[:, None], logps, -1.0)  # some number that no loss makes an infinity of
         return losses.LogProbs(logps[:, 0], logps[:, 1], tokens[:, 0], tokens[:, 1])
 
     policy = log_probs(policy_logps)
@@ -103,8 +107,8 @@ def objective(
         simpo_gamma=train.simpo_gamma,
         cpo_alpha=train.cpo_alpha,
     )
-    metrics = losses.preference_metrics(chosen, rejected, policy, reference)
-    return per_pair, {"loss": per_pair.sum(), "count": pairs, "pairs": pairs, **metrics}
+    metrics = losses.preference_metrics(chosen, rejected, policy, reference, counted)
+    return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
 
 
 def means_of(sums: dict[str, float], train: Train) -> dict[str, float | None]:
@@ -154,6 +158,18 @@ def make_optimizer(train: Train) -> optim.Optimizer:
     return kind(learning_rate=train.learning_rate, **options)
 
 
+def is_compiled(train: Train, world: World) -> bool:
+    """Whether the step is traced once for every shape of its batches.
+
+    Where ranks have parts of one model their graphs differ, and so would their collectives: there it never is.
+    """
+    return not isinstance(world, Lockstep) and _compiles(train)
+
+
+def _compiles(train: Train) -> bool:
+    return train.compile if train.compile is not None else mx.default_device() == mx.gpu
+
+
 def make_step(
     model: nn.Module,
     optimizer: optim.Optimizer,
@@ -193,10 +209,10 @@ def make_step(
 
     gradients_of = nn.value_and_grad(model, forward)
     optimizer_state: list[Any] = [optimizer.state]
-    if train.compile if train.compile is not None else mx.default_device() == mx.gpu:
-        if not isinstance(world, Lockstep):  # ranks' graphs differ there, and so would their collectives
-            state = [model.state, mx.random.state]
-            gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
+    if is_compiled(train, world):
+        state = [model.state, mx.random.state]
+        gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
+    if _compiles(train):
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)
         updated = mx.compile(updated, inputs=optimizer_state, outputs=optimizer_state)
@@ -217,7 +233,7 @@ def make_step(
             shapes.add(batch.shapes)
             with world.together(f"step {index + 1}"):
                 (_, micro_sums), micro = gradients_of(
-                    arrays_of(batch.inputs), None if reference is None else mx.array(reference)
+                    arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
                 )
                 gradients = tree_map(lambda total, g: total + g.astype(mx.float32), gradients, micro)
                 sums = sums + micro_sums

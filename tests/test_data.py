@@ -21,8 +21,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from lib.config import Data, UserError
-from lib.data import Dataset, Example, collate, load_dataset, pad_length, prefetch, truncate
+from lib.data import Dataset, Example, collate, load_dataset, prefetch, truncate
 from lib.order import Position, advance, epoch_order, global_batch, micro_batches, split
+from lib.shapes import pad_length
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 CORPUS = [

@@ -10,9 +10,9 @@ from tests.tiny import ROOT
 
 FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
-    | {"heartbeat", "watch", "agent", "jobfile"},
+    | {"heartbeat", "watch", "agent", "jobfile", "shapes"},
     {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression"},
-    {"step", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger", "rounds"}
+    {"step", "batches", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger", "rounds"}
     | {"launcher", "preflight", "ranks"},
     {"evaluate", "report", "dashboard", "server"},
 ]

@@ -239,7 +239,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
     def metrics(some: list[Pair]) -> dict[str, mx.array]:
         policy, reference = to_arrays(some)
         _, chosen, rejected = preference_losses("sigmoid", policy, reference, **OPTIONS)
-        return preference_metrics(chosen, rejected, policy, reference)
+        return preference_metrics(chosen, rejected, policy, reference, mx.ones(len(chosen)))
 
     whole, first, rest = metrics(pairs), metrics(pairs[:2]), metrics(pairs[2:])
     rewards = [rewards64("sigmoid", p, OPTIONS["beta"]) for p in pairs]
@@ -258,7 +258,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
 
     policy, _ = to_arrays(pairs)
     _, chosen, rejected = preference_losses("simpo", policy, None, **OPTIONS)
-    assert "kl" not in preference_metrics(chosen, rejected, policy, None)
+    assert "kl" not in preference_metrics(chosen, rejected, policy, None, mx.ones(len(chosen)))
 
 
 def test_sft_sums_over_tokens_not_rows() -> None:

@@ -1,0 +1,90 @@
+"""Rows ➜ the micro-batches that the step is given, in few shapes where it is compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from lib.config import Config
+from lib.data import Batch, Dataset, collate
+from lib.order import epoch_order, micro_batches
+from lib.shapes import NEED, Shape, few_shapes, need_of, real_tokens
+
+# Of the order, which is known ahead: epochs, and steps of each, whose micro-batches decide the shapes.
+EPOCHS = 4
+STEPS = 512
+
+
+class MicroBatches:
+    """Makes the micro-batches of a rank's rows, each with its reference.
+
+    Args:
+        reference: float32 [n, K], log-probabilities by row of the data set, or None.
+        length_multiple, shared_prompts: as `collate` takes them.
+        is_compiled: whether every shape costs a trace: then there are at most train.max_traces of them, none of which
+            is met for the first time after the first epoch.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        reference: np.ndarray | None,
+        config: Config,
+        length_multiple: int,
+        shared_prompts: bool,
+        is_compiled: bool,
+    ):
+        self.data, self.reference, self.config = data, reference, config
+        self.length_multiple, self.shared_prompts, self.is_compiled = length_multiple, shared_prompts, is_compiled
+        self._shapes = functools.cache(self._few_shapes)
+
+    def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
+        """Micro-batches of these rows. micro_batch_size: the most rows that this plan has in one."""
+        shapes = self._shapes(micro_batch_size) if self.is_compiled else []
+        return [
+            (
+                collate([self.data[row] for row in part.tolist()], self.length_multiple, self.shared_prompts, shapes),
+                None if self.reference is None else self.reference[part],
+            )
+            for part in parts
+        ]
+
+    def _few_shapes(self, micro_batch_size: int) -> list[Shape]:
+        """Shapes for micro-batches of up to so many rows, whichever rows they are: from data, seed and settings alone."""
+        train, data = self.config.train, self.data
+        prompts, seen, scored = data.prompts, data.seen, data.scored_tokens
+        tokens = real_tokens(prompts, seen)
+        lengths = tokens if self.shared_prompts else data.lengths
+        needs = []
+        for epoch in range(EPOCHS):
+            order = epoch_order(
+                data.lengths, train.seed, epoch, train.global_batch_size, self.config.data.length_window
+            )
+            starts = range(0, len(order), train.global_batch_size)
+            parts = [
+                part
+                for start in starts[:: -(-len(starts) // STEPS)]
+                for rows in [order[start : start + train.global_batch_size]]
+                for part in micro_batches(rows[np.argsort(lengths[rows], kind="stable")], micro_batch_size)
+            ]
+            needs.append(np.array([need_of(prompts[part], seen[part], scored[part]) for part in parts], NEED))
+
+        def of_largest(figures: np.ndarray) -> int:
+            return int(np.sort(figures)[-micro_batch_size:].sum())
+
+        largest = np.array(
+            (
+                micro_batch_size,
+                prompts.min(),
+                prompts.max(),
+                seen.max(),
+                of_largest(tokens),
+                of_largest(scored.sum(axis=1)),
+                scored.max(),
+            ),
+            NEED,
+        )
+        count = data.completions_per_example
+        return few_shapes(needs, largest, train.max_traces, count, self.length_multiple, self.shared_prompts)

@@ -1,0 +1,162 @@
+"""Sliding windows: each token attends to the last few alone, in training, scoring and answers; memory linear in the length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_causal_mask
+
+from lib import config, evaluate, forward, scoring
+from lib import model as models
+from lib.config import Data, UserError
+from lib.data import Example, collate
+from lib.sync import World
+from tests.test_forward import draw, load, weighted
+from tests.tiny import ROOT, model_folder, train
+
+QUICKSTART = str(ROOT / "configs/quickstart/model")
+
+
+class Banded:
+    """The plain form: a cache that hands every block a mask of the whole square."""
+
+    offset = 0
+
+    def __init__(self, window: int):
+        self.window = window
+
+    def make_mask(self, N: int, window_size: int | None = None, **_: Any) -> mx.array:  # noqa: N803
+        return create_causal_mask(N, window_size=min(self.window, window_size or N))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+def masked_logps(model: nn.Module, examples: list[Example], window: int) -> mx.array:
+    """One sequence at a time, through the model's own call and a mask: [b, K]."""
+    sums = []
+    for example in examples:
+        for completion in example.completions:
+            tokens = mx.array(np.concatenate([example.prompt_ids, completion]))
+            logits = model(tokens[None, :-1], cache=[Banded(window)] * len(model.layers))[0].astype(mx.float32)
+            scored = mx.take_along_axis(nn.log_softmax(logits, axis=-1), tokens[1:, None], axis=-1)[:, 0]
+            sums.append(scored[max(len(example.prompt_ids) - 1, 0) :].sum())
+    return mx.stack(sums).reshape(len(examples), -1)
+
+
+@pytest.mark.parametrize("window", [5, 7, 100])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2"])
+def test_a_window_equals_its_mask_in_every_layout(tmp_path: Path, family: str, window: int) -> None:
+    model = load(tmp_path, family, attention_window=window)
+    assert forward.cannot_share_prompts(model) is None
+    layouts = set()
+    for seed, count, multiple, shared, shortest in [(0, 5, 4, False, 0), (0, 5, 4, True, 0), (2, 3, 8, True, 9)]:
+        examples = draw(seed, count, shortest_prompt=shortest)
+        batch = collate(examples, multiple, shared)
+        layouts.add((batch.prefix_length > 0, batch.slots is None))
+        inputs = forward.arrays_of(batch.inputs)
+
+        def ours(inputs: dict[str, Any] = inputs) -> mx.array:
+            return forward.completion_logps(model, inputs)
+
+        def plain(examples: list[Example] = examples) -> mx.array:
+            return masked_logps(model, examples, window)
+
+        np.testing.assert_allclose(np.array(ours()), np.array(plain()), rtol=1e-5, atol=1e-5)
+        _, gradients = nn.value_and_grad(model, lambda ours=ours: weighted(ours()))()
+        _, wanted = nn.value_and_grad(model, lambda plain=plain: weighted(plain()))()
+        theirs = dict(tree_flatten(wanted))
+        largest = max(mx.linalg.norm(gradient).item() for gradient in theirs.values())
+        for name, gradient in tree_flatten(gradients):
+            assert mx.linalg.norm(gradient - theirs[name]).item() <= 1e-5 * largest, name
+    assert layouts >= {(False, True), (False, False), (True, False)}
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8, 30])
+@pytest.mark.parametrize(("behind", "length"), [(0, 23), (5, 16), (9, 1), (16, 8), (20, 3)])
+def test_blocks_equal_the_masked_square(window: int, behind: int, length: int) -> None:
+    mx.random.seed(0)
+    q = mx.random.normal((2, 4, length, 8))
+    k, v = mx.random.normal((2, 2, 2, behind + length, 8))
+    mask = create_causal_mask(length, offset=behind, window_size=window)
+    (wanted,), expected = mx.vjp(
+        lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask), [q, k, v], [mx.cos(q)]
+    )
+    (out,), gradients = mx.vjp(
+        lambda q, k, v: forward.local_attention(q, k, v, window, scale=0.3), [q, k, v], [mx.cos(q)]
+    )
+    for ours, theirs in zip([out, *gradients], [wanted, *expected], strict=True):
+        assert ours.shape == theirs.shape
+        assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item() + 1e-6
+
+
+def peak_bytes(model: nn.Module, length: int, shared: bool) -> int:
+    """Of the log-probabilities and gradients of a pair whose prompt and completions are `length` tokens each."""
+    random = np.random.default_rng(0)
+    prompt, one, other = (random.integers(2, 48, length).astype(np.int32) for _ in range(3))
+    inputs = forward.arrays_of(collate([Example(0, prompt, (one, other))], 64, shared).inputs)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    mx.eval(nn.value_and_grad(model, lambda: weighted(forward.completion_logps(model, inputs)))())
+    return mx.get_peak_memory() - mx.get_active_memory()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path, shared: bool) -> None:
+    model = load(tmp_path, "llama", attention_window=32)
+    assert forward.cannot_share_prompts(model) is None
+    short, long = peak_bytes(model, 256, shared), peak_bytes(model, 512, shared)
+    assert long < 2.3 * short
+    del model.attention_window
+    assert peak_bytes(model, 512, shared) > 2 * long  # what it would be without
+
+
+def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
+    settings = config.Model(path=QUICKSTART, attention_window=6)
+    model, tokenizer = models.load(settings, 0), models.load_tokenizer_of(settings)
+    prompts = [tokenizer.encode(text) for text in ("Add 797 and 370.", "Add 12 and 5 and then some more of it.")]
+    texts = evaluate.greedy(model, tokenizer, prompts, 12, World())
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = list(prompt)
+        for _ in range(12):
+            logits = model(mx.array([ids]), cache=[Banded(6)] * len(model.layers))
+            ids.append(mx.argmax(logits[0, -1]).item())
+            if ids[-1] in tokenizer.eos_token_ids:
+                ids.pop()
+                break
+        assert text == tokenizer.decode(ids[len(prompt) :])
+    wide = models.load(config.Model(path=QUICKSTART), 0)
+    assert texts != evaluate.greedy(wide, tokenizer, prompts, 12, World())
+    assert models.fingerprint(settings, 0) != models.fingerprint(config.Model(path=QUICKSTART), 0)
+
+
+def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
+    gemma2 = load(tmp_path, "gemma2", attention_window=4)
+    with pytest.raises(UserError, match=r"model.attention_window=4 is not for this model: .* would change its outputs"):
+        scoring.layout(gemma2, Data(train="-", shared_prompts=False), World())
+    with pytest.raises(UserError, match=r"a window of 5 tokens of their own; give no less"):
+        load(tmp_path, "gemma3_text", attention_window=4)
+    recurrent = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
+    path = model_folder(tmp_path / "mamba", model_type="mamba", **recurrent)
+    with pytest.raises(UserError, match=r"keep a \w+, not keys and values; leave it out"):
+        models.load(config.Model(path=str(path), random_init=True, attention_window=4), 0)
+
+
+def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:
+    from tests import tiny
+
+    words = tiny.settings(tmp_path, model__attention_window=4)
+    result = train(tmp_path, [*words, "run.name=narrow"])
+    assert "held out" in result.stdout
+    train(tmp_path, [*words, "run.name=whole-rows", "data.shared_prompts=false"])
+    train(tmp_path, [*words, "run.name=wide", "model.attention_window=null"])
+    runs = tmp_path / "runs"
+    assert (
+        tiny.difference(runs / "narrow", runs / "whole-rows") < 1e-4 < tiny.difference(runs / "narrow", runs / "wide")
+    )
