@@ -208,6 +208,7 @@ def components(model: nn.Module, batch: Batch, options: argparse.Namespace) -> d
     else:
         whole = [x.reshape(rows * completions, -1, x.shape[1], head_dim).swapaxes(1, 2) for x in (q, k, v)]
         attention = backward(lambda *qkv: [forward.local_attention(*qkv, None, scale=scale)], whole, [whole[0]])
+    swiglu = sys.modules[type(block.mlp).__module__].swiglu  # as make_trainable has put it there
     rope, offsets = block.self_attn.rope, inputs["offsets"]
     hidden, gate = drawn(tokens, options.hidden), drawn(tokens, wide)
     scored = drawn(len(batch.targets), options.hidden)
@@ -217,7 +218,7 @@ def components(model: nn.Module, batch: Batch, options: argparse.Namespace) -> d
         "attention": [(layers, attention)],
         "norms": [(2 * layers + 1, backward(lambda x: [block.input_layernorm(x)], [hidden], [hidden]))],
         "rotary": [(layers, backward(lambda q, k: [rope(q, offset=offsets), rope(k, offset=offsets)], [q, k], [q, k]))],
-        "SwiGLU": [(layers, backward(lambda g, x: [models.lean_swiglu(g, x)], [gate, gate], [gate]))],
+        "SwiGLU": [(layers, backward(lambda g, x: [swiglu(g, x)], [gate, gate], [gate]))],
         "head and loss": [
             (
                 1,

@@ -190,5 +190,5 @@ def test_a_compiled_run_has_few_traces_and_ends_with_the_same_weights(tmp_path: 
     compiled, plain = (tiny.steps_of(runs / name) for name in ("compiled", "plain"))
     assert compiled[4]["traces"] == compiled[-1]["traces"] <= 4 < 12 < plain[-1]["traces"]
     assert tiny.rows_of_epochs(runs / "compiled") == tiny.rows_of_epochs(runs / "plain")
-    assert tiny.difference(runs / "compiled", runs / "plain") < 1e-4
+    assert tiny.difference(runs / "compiled", runs / "plain") < 1e-3
     mx.clear_cache()

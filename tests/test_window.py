@@ -158,5 +158,5 @@ def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:
     train(tmp_path, [*words, "run.name=wide", "model.attention_window=null"])
     runs = tmp_path / "runs"
     assert (
-        tiny.difference(runs / "narrow", runs / "whole-rows") < 1e-4 < tiny.difference(runs / "narrow", runs / "wide")
+        tiny.difference(runs / "narrow", runs / "whole-rows") < 1e-3 < tiny.difference(runs / "narrow", runs / "wide")
     )
