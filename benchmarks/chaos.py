@@ -247,6 +247,11 @@ def main() -> None:
         rows_of_table: list[dict[str, Any]] = []
         began = time.monotonic()
         for number, kind in enumerate(kinds, 1):
+            deadline = (
+                time.monotonic() + HANG_SECONDS
+            )  # until all train: a fault of a host that is alone is another one
+            while not all(rank_process(host) for host in hosts) and time.monotonic() < deadline:
+                time.sleep(0.2)
             wait_for_steps(hosts, newest_step(hosts) + 2)
             time.sleep(rng.uniform(*((1, 4) if options.quick else (5, 15))))
             found = one_fault(kind, hosts, launch, rng, run)
