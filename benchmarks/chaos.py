@@ -203,9 +203,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--backend", choices=("ring", "mpi"), default="ring")
-    parser.add_argument(
-        "--epochs", type=int, default=None, help="of the training (default: as many as the faults may need)"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="6 faults, a tiny model")
     options = parser.parse_args()
