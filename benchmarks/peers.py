@@ -372,7 +372,7 @@ def mlx_lm_lora(options: argparse.Namespace) -> dict[str, Any]:
             self.losses.append(float(info["train_loss"]))
             self.times.append(time.time())
 
-    if mx.default_device() == mx.cpu:  # which has no wired memory to limit
+    if not mx.metal.is_available():  # only a Mac has wired memory to limit
         mx.set_wired_limit = lambda limit: 0  # type: ignore[assignment]
         mx.device_info = lambda: {"max_recommended_working_set_size": 0}  # type: ignore[assignment]
     settings = DPOTrainingArgs(
