@@ -15,6 +15,7 @@ the step, its record) takes beyond that. On a CPU the thread's work is on the sa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -99,12 +100,13 @@ def profile_step(
         mx.synchronize()
         return time.perf_counter() - started
 
-    for _ in range(max(1, options.warmup)):
-        steps(1 + MORE)
-    one, several = np.array([(steps(1), steps(1 + MORE)) for _ in range(trials)]).T
-    marginal = float(np.median(several) - np.median(one)) / MORE
+    with training_loop(step, pairs, multiple, shared, reference) as looped:
+        for _ in range(max(1, options.warmup)):
+            steps(1 + MORE), looped()
+        turns = [(steps(1), steps(1 + MORE), looped()) for _ in range(trials)]
+    one, several, loop = np.median(turns, axis=0).tolist()
+    marginal = (several - one) / MORE
     update = seconds_of(update_work(model, settings), trials, compiled=False)
-    loop = loop_seconds(step, pairs, multiple, shared, reference, trials)
     model.train()
     rows = []
     for name, works in components(model, batch, options).items():
@@ -134,32 +136,30 @@ def profile_step(
     }
 
 
-def loop_seconds(
-    step: Any, pairs: list[Example], multiple: int, shared: bool, reference: np.ndarray, trials: int
-) -> float:
-    """Seconds of a step of the training loop: batches are made ahead in a thread, every step is recorded."""
+@contextlib.contextmanager
+def training_loop(
+    step: Any, pairs: list[Example], multiple: int, shared: bool, reference: np.ndarray
+) -> Iterator[Callable[[], float]]:
+    """Seconds of a step of the training loop, whenever asked: batches are made ahead in a thread, each step is recorded."""
 
     def batches() -> Iterator[tuple[Batch, np.ndarray]]:
         while True:
             yield collate(pairs, multiple, shared), reference
 
-    rows, seconds = [example.row for example in pairs], []
+    rows = [example.row for example in pairs]
     with tempfile.TemporaryDirectory() as folder:
-        tracker = PerformanceTracker(Path(folder) / "log.jsonl")
-        upcoming = prefetch(batches(), 2)
-        started = time.perf_counter()
-        for index in range(trials + 2):
-            result = step(index, 10**6, [next(upcoming)])
-            tracker.log_batch(
-                index, len(rows), result.seconds, **result.means, **result.measurements(), epoch=0, rows=rows
-            )
-            now = time.perf_counter()
-            seconds.append(now - started)
-            started = now
+        tracker, upcoming = PerformanceTracker(Path(folder) / "log.jsonl"), prefetch(batches(), 2)
+
+        def once() -> float:
+            started = time.perf_counter()
+            result = step(0, 10**6, [next(upcoming)])
+            tracker.log_batch(1, len(rows), result.seconds, **result.means, **result.measurements(), epoch=0, rows=rows)
+            return time.perf_counter() - started
+
+        # A step leaves its update to the device and the next begins: the second of two is as any of many.
+        yield lambda: (once(), once())[1]
         upcoming.close()
         tracker.close()
-    mx.synchronize()
-    return float(np.median(seconds[2:]))
 
 
 def seconds_of(work: Work, trials: int, compiled: bool) -> float:
