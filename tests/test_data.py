@@ -20,7 +20,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from lib.batches import MicroBatches
 from lib.config import Data, UserError
+from lib.config import load as load_settings
 from lib.data import Dataset, Example, collate, load_dataset, prefetch, truncate
 from lib.order import Position, advance, epoch_order, global_batch, micro_batches, split
 from lib.shapes import pad_length
@@ -674,3 +676,11 @@ def test_real_data_is_read_whole_and_padded_little(real_tokenizer, name, kind, c
         position = advance(position, len(rows), len(dataset))
     assert sorted(trained) == list(range(count))
     assert 1 - real / computed < most_waste
+
+    # In few shapes, as for a compiled step on a GPU.
+    words = ["model.path=-", f"data.train={path}", "train.global_batch_size=32"]
+    make = MicroBatches(dataset, None, load_settings(None, words), 64, shared_prompts=True, is_compiled=True)
+    parts = [part for start in range(0, count, 32) for part in micro_batches(order[start : start + 32], 8)]
+    batches = [batch for batch, _ in make.of(parts, 8)]
+    assert sum(batch.computed_tokens for batch in batches) < 1.1 * sum(batch.real_tokens for batch in batches)
+    assert len({batch.shapes for batch in batches}) <= 16
