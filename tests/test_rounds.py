@@ -205,7 +205,8 @@ def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, three_ho
     processes = start([*common, "run.name=run"], 5310)
     log = hosts[1].outside / "runs" / "run" / "logs" / "rank-001.jsonl"
     while not (log.exists() and len(log.read_bytes().splitlines()) > 16):
-        assert all(process.poll() is None for process in processes)
+        ended = [process.communicate() for process in processes if process.poll() is not None]
+        assert not ended, ended
         time.sleep(0.002)
     for process in processes:
         os.killpg(process.pid, signal.SIGKILL)
