@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +55,11 @@ def three_hosts() -> Iterator[list[Host]]:
             yield hosts
     except Unavailable as reason:
         pytest.skip(f"no cluster of namespaces: {reason}")
+
+
+@pytest.fixture
+def fresh_hosts(three_hosts: list[Host]) -> list[Host]:
+    """The three hosts, with no run on their disks: those of an earlier test would be there to go on with."""
+    for host in three_hosts:
+        subprocess.run(["rm", "-rf", host.outside / "runs"], check=True)
+    return three_hosts

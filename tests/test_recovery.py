@@ -80,13 +80,6 @@ def trained(hosts: list[Host]) -> dict[int, list[int]]:
     return {epoch: sorted(rows) for epoch, rows in epochs.items()}
 
 
-@pytest.fixture
-def fresh(three_hosts: list[Host]) -> list[Host]:
-    for host in three_hosts:
-        subprocess.run(["rm", "-rf", host.outside / "runs"])
-    return three_hosts
-
-
 FAULTS: dict[str, Callable[[Host], None]] = {
     "died": lambda host: host.signal(rank_of(host), signal.SIGKILL),
     "stopped": lambda host: host.signal(rank_of(host), signal.SIGSTOP),
@@ -98,9 +91,9 @@ FAULTS: dict[str, Callable[[Host], None]] = {
     ("kind", "backend"), [("died", "ring"), ("silent", "ring"), ("stopped", "mpi")], ids=["died", "silent", "stopped"]
 )
 def test_a_lost_rank_is_noticed_named_and_trained_on_without(
-    fresh: list[Host], tmp_path: Path, kind: str, backend: str
+    fresh_hosts: list[Host], tmp_path: Path, kind: str, backend: str
 ) -> None:
-    a, b, _ = fresh
+    a, b, _ = fresh_hosts
     options = ["--max-restarts", "1", "--silent-seconds", str(LIMIT)]
     command = [*words([a, b], *options, backend=backend), *train_words(tmp_path, a.disk / "runs", steps=40)]
     launch = Watched(a, command)
@@ -117,7 +110,7 @@ def test_a_lost_rank_is_noticed_named_and_trained_on_without(
         assert launch.end() == 0, launch.notes[-1]
     finally:
         b.plug_in()
-    wait_for(lambda: nothing_left(fresh), 10)  # a host that was cut off ends its ranks itself
+    wait_for(lambda: nothing_left(fresh_hosts), 10)  # a host that was cut off ends its ranks itself
     assert [step["step"] for step in steps(a, 0)] == list(range(1, 41)), "a step is missing or there twice"
     if kind == "died":
         alone = tmp_path / "alone"
@@ -125,8 +118,10 @@ def test_a_lost_rank_is_noticed_named_and_trained_on_without(
         assert tiny.difference(alone / "run", a.outside / "runs/run") <= 1e-5
 
 
-def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(fresh: list[Host], tmp_path: Path) -> None:
-    a, b, c = fresh
+def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
+    fresh_hosts: list[Host], tmp_path: Path
+) -> None:
+    a, b, c = fresh_hosts
     # Started from a third machine, so that the first host can be lost.
     options = ["--max-restarts", "2", "--silent-seconds", str(LIMIT)]
     launch = Watched(
@@ -148,7 +143,7 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(fres
         assert launch.end() == 130
     finally:
         a.plug_in()
-    wait_for(lambda: nothing_left(fresh), 10)
+    wait_for(lambda: nothing_left(fresh_hosts), 10)
     last = max(int(path.name[5:]) for path in (b.outside / "runs/run/checkpoints").glob("step-*"))
     rows: dict[int, list[int]] = {}
     for host in (a, b):
@@ -162,8 +157,8 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(fres
         assert sorted(epochs[45 * epoch : 45 * epoch + 45]) == list(range(45)), "an example was lost or repeated"
 
 
-def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh: list[Host], tmp_path: Path) -> None:
-    a, b, _ = fresh
+def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh_hosts: list[Host], tmp_path: Path) -> None:
+    a, b, _ = fresh_hosts
     options = ["--max-restarts", "1", "--silent-seconds", str(LIMIT), "--wedged-seconds", "3"]
     launch = Watched(a, [*words([a, b], *options), *train_words(tmp_path, a.disk / "runs", steps=400)])
     try:
@@ -181,7 +176,7 @@ def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh: li
     for pid in pids:
         a.signal(pid, signal.SIGINT)
     launch.end()
-    wait_for(lambda: nothing_left(fresh), 10)
+    wait_for(lambda: nothing_left(fresh_hosts), 10)
 
 
 def test_a_wrong_input_or_too_many_faults_are_not_tried_again(three_hosts: list[Host]) -> None:

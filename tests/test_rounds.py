@@ -181,9 +181,9 @@ def test_a_run_of_two_goes_on_alone_from_a_rounds_end(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["world_size"] == 1
 
 
-def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, three_hosts: list[Host]) -> None:
+def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_hosts: list[Host]) -> None:
     """Killed on all hosts inside a round, and resumed: the bits of a run that nobody stopped, nothing on a shared disk."""
-    hosts = three_hosts[:2]
+    hosts = fresh_hosts[:2]
     common = [*tiny.settings(tmp_path, rows=45), "strategy=independent", "plan.shares=[5,3]", "train.steps=30"]
     common += ["checkpoint.every=4", f"run.dir={hosts[0].disk}/runs", f"--config={tiny.config_file(tmp_path)}"]
 
