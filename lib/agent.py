@@ -66,6 +66,8 @@ class Agent:
         if awake and sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
             subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
         os.environ[ADDRESS] = address
+        # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
+        os.environ["PRTE_MCA_prte_tmpdir_base"] = address
         self.folder = Path(agent_folder())
         self.folder.mkdir(mode=0o700)
         for name, text in files.items():
@@ -230,7 +232,8 @@ async def serve() -> None:
     finally:
         await agent.end(signal.SIGTERM, grace_seconds=1.0)
         if agent.folder is not None:
-            shutil.rmtree(agent.folder, ignore_errors=True)
+            for folder in (agent.folder, os.environ[ADDRESS]):
+                shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # the output may be a connection that nobody reads any more
 
 

@@ -383,7 +383,10 @@ def _judge_project(host: Host, theirs: Mapping[str, str | None], context: Contex
     own = context.here["project"]
     differ = sorted(name for name in {**own, **theirs} if own.get(name) != theirs.get(name))
     to = f"{host.name}:{shlex.quote(context.launching.directory)}"
-    copy = f"rsync -a --delete --include='*.py' --exclude='*' {ROOT}/lib/ {to}/lib/ && rsync -a {ROOT}/train.py {to}/"
+    copy = (
+        f"rsync -a --checksum --delete --include='*.py' --exclude='*' {ROOT}/lib/ {to}/lib/"
+        f" && rsync -a --checksum {ROOT}/train.py {to}/"
+    )
     return [("failed", f"{_few(differ)} not as on this machine", copy)] if differ else []
 
 
@@ -406,7 +409,8 @@ def _judge_files(host: Host, theirs: Mapping[str, str | None], context: Context)
             source = (ROOT / path).resolve()
             target = path if Path(path).is_absolute() else f"{context.launching.directory}/{path}"
             slash, delete = ("/", " --delete") if source.is_dir() else ("", "")
-            copy = f"rsync -a --mkpath{delete} {shlex.quote(f'{source}{slash}')} {host.name}:{shlex.quote(f'{target}{slash}')}"
+            # --checksum: rsync takes files of one size and second for equal.
+            copy = f"rsync -a --checksum --mkpath{delete} {shlex.quote(f'{source}{slash}')} {host.name}:{shlex.quote(f'{target}{slash}')}"
             wrong = "is missing" if theirs[path] is None else "differs from the one here"
             verdicts.append(("failed", f"{path} {wrong}", copy))
     return verdicts

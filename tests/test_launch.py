@@ -195,6 +195,16 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     assert process.returncode == (130 if how != "killed" else -signal.SIGKILL)
 
 
+def test_mpiruns_files_are_in_the_launchs_own_folder_and_go_with_it(three_hosts: list[Machine]) -> None:
+    # In /tmp they have a process id for a name, and mpirun ends with status 213 where a killed one left the same.
+    code = python("from pathlib import Path; print(*Path(os.environ['TANDEM_AGENT']).glob('*.[0-9]*'))")
+    done = three_hosts[0].run([*words(three_hosts, backend="mpi"), *code])
+    assert done.returncode == 0, done.stderr
+    folders = [Path(folder) for lines in tagged(done.stdout).values() for folder in lines[0].split()]
+    assert len(tagged(done.stdout)) == 3 == len(set(folders)), done.stdout
+    wait_for(lambda: not any(folder.parent.exists() for folder in folders), 5)
+
+
 def test_a_reader_that_has_seen_enough_ends_the_launch(three_hosts: list[Machine]) -> None:
     command = " ".join([*words(three_hosts[:2]), "yes", "|", "head", "-n", "3"])
     done = three_hosts[0].run(["sh", "-c", command], timeout=20)
