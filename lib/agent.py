@@ -65,9 +65,8 @@ class Agent:
             self._be_nice(nice)
         if awake and sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
             subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
-        os.environ[ADDRESS] = address
         # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
-        os.environ["PRTE_MCA_prte_tmpdir_base"] = address
+        os.environ.update({ADDRESS: address, "PRTE_MCA_prte_tmpdir_base": address})
         self.folder = Path(agent_folder())
         self.folder.mkdir(mode=0o700)
         for name, text in files.items():
