@@ -16,10 +16,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch preflight calibrate bench lint clean
+.PHONY: help setup train test launch preflight calibrate serve bench lint clean
 
 help:
-	@echo "make setup | train | test | launch | preflight | calibrate | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | launch | preflight | calibrate | serve | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$$found -m venv --clear .venv || { echo "error: $$found cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
 	@$(BIN)/python -c 'import tomllib; \
 	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
-	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["dev"], sep="\n")' > .venv/requirements.txt
+	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["serve"], *extras["dev"], sep="\n")' > .venv/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
 	@$(BIN)/python -m lib.runtime
 	@touch $@
@@ -56,6 +56,10 @@ preflight: setup
 # would put every rank on the first host.
 calibrate: setup
 	$(if $(HOSTS),$(BIN)/mpirun --hostfile $(HOSTS) --map-by slot:oversubscribe) $(BIN)/python benchmarks/calibrate.py $(ARGS)
+
+# make serve RUN=runs/NAME ARGS="serve.port=8081 serve.keys=keys"; docs/serving.md
+serve: setup
+	$(BIN)/python -m lib.server --run $(or $(RUN),$(error make serve RUN=runs/NAME: the folder of a finished run)) $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/quickstart.py $(ARGS)

@@ -27,6 +27,7 @@ RESUMABLE: tuple[str, ...] = (
     "sync.",
     "checkpoint.",
     "evaluate.",
+    "serve.",
     "run.log_every",
     "strategy",
     "train.steps",
@@ -289,6 +290,57 @@ class Evaluate(_Section):
     """Longest generation."""
 
 
+class Serve(_Section):
+    """A finished run behind an OpenAI-compatible gateway, `make serve`; docs/serving.md tells the whole story."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on; any but a loopback address needs serve.keys."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """Port of the gateway; 0 takes a free one."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
+    """What clients call the model; by default the run's name. No other name is served."""
+    keys: str | None = None
+    """File of API keys, as `python -m lib.server --make-key NAME` adds them: hashes only. Read again on SIGHUP."""
+    hostfile: str | None = None
+    """Host file: one backend on each host, over ssh, with the model and the run at the same places as here."""
+    backends: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s?#]+$")], ...] = ()
+    """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started here."""
+    fuse: bool = False
+    """Serve the model with the adapter fused into it, from RUN/fused: faster, at the price of a second copy on disk."""
+    concurrency: Positive = 32
+    """Requests that one backend decodes at once; more wait in the gateway."""
+    max_queue: Natural = 256
+    """Requests that may wait; what comes beyond them is refused (429)."""
+    max_connections: Positive = 1024
+    """Open connections, idle ones included; what comes beyond them is closed."""
+    max_body_bytes: Positive = 1_000_000
+    """Largest body of a request."""
+    max_prompt_tokens: Positive = 8192
+    """Longest prompt, by the model's tokenizer, the few tokens of the chat template left out."""
+    max_tokens: Positive = 2048
+    """Longest completion, and what a request gets that names no limit."""
+    read_seconds: PositiveFloat = 10.0
+    """Longest time that a client may take to send its headers, and again its body."""
+    write_seconds: PositiveFloat = 30.0
+    """Longest time that a client may leave the answer unread."""
+    queue_seconds: PositiveFloat = 60.0
+    """Longest wait for a backend."""
+    stall_seconds: PositiveFloat = 120.0
+    """Longest silence of a backend in the middle of an answer; then it is taken out and looked at."""
+    request_seconds: PositiveFloat = 600.0
+    """Longest time that a request may occupy a backend."""
+    start_seconds: PositiveFloat = 600.0
+    """Longest time that a backend may take to load the model."""
+    drain_seconds: NonNegative = 2.0
+    """After SIGTERM: how long new requests are still taken while /readyz already says no. What was taken is always finished."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may call from a browser, e.g. [https://chat.example.org]; by default none."""
+    tls_certificate: str | None = None
+    """PEM file of a certificate chain, for https; needs serve.tls_key."""
+    tls_key: str | None = None
+    """PEM file of its private key."""
+
+
 class Config(_Section):
     """Tandem's settings."""
 
@@ -304,6 +356,7 @@ class Config(_Section):
     independent: Independent = Independent()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
+    serve: Serve = Serve()
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
@@ -313,6 +366,8 @@ class Config(_Section):
                 f"train.learning_rate_scaling={self.train.learning_rate_scaling} needs train.learning_rate_batch_size, "
                 "the global batch that the learning rate was chosen for"
             )
+        if (self.serve.tls_certificate is None) != (self.serve.tls_key is None):
+            raise ValueError("serve.tls_certificate and serve.tls_key belong together; give both or neither")
         is_sharded = self.strategy == "sharded"
         if is_sharded:
             self._sharding_is_possible()
@@ -443,6 +498,7 @@ def learning_digest(config: Config) -> str:
         "data": {"train", "valid"},
         "plan": {"calibration_dir"},
         "evaluate": {"answers"},
+        "serve": ...,
     }
     return hashlib.sha256(config.model_dump_json(exclude=places).encode()).hexdigest()
 
@@ -464,10 +520,12 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[
     return found
 
 
-def help_text() -> str:
-    """The reference of all settings, as `--help` prints it."""
+def help_text(only: str = "") -> str:
+    """The reference of all settings, or of one section, as `--help` prints it."""
     lines, section = [], ""
     for key, annotation, default, meaning in settings():
+        if not key.startswith(only):
+            continue
         if "." in key and key.split(".")[0] != section:
             section = key.split(".")[0]
             lines.append(f"\n{section}: {Config.model_fields[section].annotation.__doc__}")

@@ -29,42 +29,13 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from lib import config
 from lib.config import UserError
+from lib.hub import resolve
 
 WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 Arrays = Iterable[tuple[str, mx.array]]
-
-
-def resolve(path: str, revision: str | None = None) -> Path:
-    """The model's local folder; a hub name is fetched first.
-
-    Raises:
-        UserError: neither a folder with a config.json nor a model that the hub has.
-    """
-    folder = Path(path)
-    if not folder.exists():
-        if path.count("/") != 1 or path.startswith((".", "/", "~")):
-            raise UserError(f"model.path {path}: no such folder (a hub name is of the form owner/name)")
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(
-                snapshot_download(
-                    path,
-                    revision=revision,
-                    allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"],
-                )
-            )
-        except Exception as error:  # the hub client raises a dozen unrelated types: not found, gated, offline
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"model.path {path}: no such folder here, and the hub did not give it: {reason}") from None
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
-        )
-    return folder
 
 
 def load(settings: config.Model, seed: int, lazy: bool = False) -> nn.Module:

@@ -10,11 +10,11 @@ from tests.tiny import ROOT
 
 FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
-    | {"heartbeat", "watch", "agent", "jobfile", "shapes"},
-    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression"},
+    | {"heartbeat", "watch", "agent", "jobfile", "shapes", "hub", "keys", "completions", "backend"},
+    {"plan", "data", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {"step", "batches", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger", "rounds"}
-    | {"launcher", "preflight", "ranks"},
-    {"evaluate", "report", "dashboard", "server"},
+    | {"launcher", "preflight", "ranks", "supervisor"},
+    {"evaluate", "report", "dashboard", "server", "gateway", "listener"},
 ]
 
 

@@ -1,0 +1,161 @@
+"""Backends, their slots, and the bounded queue before them: who gets the next request, and who waits.
+
+A request takes a slot of a backend and gives it back. It goes to the backend that would be done with it first by what
+was measured, so that backends of unequal speed get unequal parts. Those that wait are let in by turns of their owners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+WINDOW_SECONDS = 1.0  # of work, between two measurements of a backend's speed
+SMOOTHING = 0.3  # weight of the newest
+SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
+
+
+class QueueFull(Exception):
+    """As many requests wait as may; `retry_seconds`: when one of them should be through."""
+
+    def __init__(self, retry_seconds: int):
+        super().__init__(retry_seconds)
+        self.retry_seconds = retry_seconds
+
+
+@dataclass(eq=False)
+class Backend:
+    """One server: where it is, what it is doing, and how fast it was seen to be."""
+
+    name: str
+    capacity: int  # requests at once
+    url: str = ""
+    secret: str = ""
+    is_up: bool = False
+    in_flight: int = 0
+    restarts: int = 0
+    tokens_per_second: float | None = None  # of all its requests together, while it had any
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+    _since: float = 0.0
+    _busy_seconds: float = 0.0
+    _tokens: int = 0
+
+    def count(self, tokens: int, now: float) -> None:
+        """Takes note of tokens that it generated, or of the time that passed."""
+        if self.in_flight:
+            self._busy_seconds += now - self._since
+            self._tokens += tokens
+        self._since = now
+        if self._busy_seconds >= WINDOW_SECONDS:
+            newest = self._tokens / self._busy_seconds
+            before = newest if self.tokens_per_second is None else self.tokens_per_second
+            self.tokens_per_second = before + SMOOTHING * (newest - before)
+            self._busy_seconds, self._tokens = 0.0, 0
+
+
+def choose(backends: Sequence[Backend]) -> Backend | None:
+    """The backend with a free slot that has the least before it: requests in flight, the new one included, over speed.
+
+    One that was never measured counts as the fastest, so that it is.
+    """
+    fastest = max((backend.tokens_per_second or 0.0 for backend in backends), default=0.0)
+
+    def cost(backend: Backend) -> tuple[float, int]:
+        speed = fastest if backend.tokens_per_second is None else backend.tokens_per_second
+        return (backend.in_flight + 1) / max(speed, SLOWEST), backend.in_flight
+
+    return min((one for one in backends if one.is_up and one.in_flight < one.capacity), key=cost, default=None)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    number: int
+    owner: str
+    admitted: asyncio.Future[Backend]
+
+
+class Pool:
+    """The slots of all backends. Everything happens on one event loop."""
+
+    def __init__(self, backends: Sequence[Backend], max_queue: int, clock: Callable[[], float] = time.monotonic):
+        self.backends = tuple(backends)
+        self.max_queue = max_queue
+        self.clock = clock
+        self._numbers = itertools.count()
+        self._waiting: list[_Waiting] = []
+        self._in_flight_of: Counter[str] = Counter()
+        self._mean_seconds = 1.0  # that a request occupies its slot
+
+    @property
+    def queue_length(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_ready(self) -> bool:
+        return any(backend.is_up for backend in self.backends)
+
+    async def take(self, owner: str, queue_seconds: float) -> Backend:
+        """A slot, at once or after waiting for one.
+
+        Raises:
+            QueueFull: too many wait already.
+            TimeoutError: none became free in queue_seconds.
+        """
+        if not self._waiting and (backend := choose(self.backends)) is not None:
+            self._admit(backend, owner)
+            return backend
+        if len(self._waiting) >= self.max_queue:
+            raise QueueFull(self.retry_seconds())
+        one = _Waiting(next(self._numbers), owner, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        try:
+            async with asyncio.timeout(queue_seconds):
+                return await asyncio.shield(one.admitted)
+        except BaseException:
+            if one.admitted.done():  # let in at the moment when it gave up
+                self.give_back(one.admitted.result(), owner, None)
+            else:
+                self._waiting.remove(one)
+                one.admitted.cancel()
+            raise
+
+    def give_back(self, backend: Backend, owner: str, seconds: float | None) -> None:
+        """A slot is free again, after `seconds` of work (None: it was never used)."""
+        backend.count(0, self.clock())
+        backend.in_flight -= 1
+        self._in_flight_of[owner] -= 1
+        if not self._in_flight_of[owner]:
+            del self._in_flight_of[owner]
+        if seconds is not None:
+            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+        self._let_in()
+
+    def set_up(self, backend: Backend, is_up: bool) -> None:
+        """Takes a backend in or out; what is in flight on it is for its requests to find out."""
+        backend.is_up = is_up
+        if is_up:
+            backend.failed.clear()
+            self._let_in()
+        else:
+            backend.failed.set()
+
+    def retry_seconds(self) -> int:
+        """When a request that is refused now should find a place, in whole seconds, 1 to 60."""
+        capacity = sum(backend.capacity for backend in self.backends if backend.is_up) or 1
+        return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / capacity)))
+
+    def _let_in(self) -> None:
+        while self._waiting and (backend := choose(self.backends)) is not None:
+            one = min(self._waiting, key=lambda one: (self._in_flight_of[one.owner], one.number))
+            self._waiting.remove(one)
+            self._admit(backend, one.owner)
+            one.admitted.set_result(backend)
+
+    def _admit(self, backend: Backend, owner: str) -> None:
+        backend.count(0, self.clock())
+        backend.in_flight += 1
+        self._in_flight_of[owner] += 1
