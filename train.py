@@ -71,13 +71,14 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib import checkpoint, evaluate, heartbeat, loading, report, scoring, sync
     from lib import model as models
     from lib.batches import MicroBatches
-    from lib.data import load_dataset, prefetch, tokens_to_deal
+    from lib.data import prefetch, tokens_to_deal
     from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.order import micro_batches as micro_batches_of
     from lib.performance import PerformanceTracker
     from lib.rounds import Rounds
     from lib.schedule import Schedule, first_plan
     from lib.step import is_compiled, make_optimizer, make_step
+    from lib.streaming import StreamedDataset, open_held_out, open_training
 
     launched = time.perf_counter()
     folder = Path(config.run.dir) / str(config.run.name)
@@ -88,10 +89,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     with world.agreeing("reading the data"):
         tokenizer = models.load_tokenizer_of(config.model)
         words = models.vocabulary(config.model)
-        data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **words)
-        valid = None
-        if config.data.valid:
-            valid = load_dataset(config.data.valid, config.data, config.record_kind, tokenizer, **words)
+        data = open_training(config.data, config.record_kind, tokenizer, tell=say.line, **words)
+        valid = open_held_out(config.data, config.record_kind, tokenizer, tell=say.line, **words)
         questions = evaluate.load_questions(config, tokenizer)
     world.require_equal("tokenised training data", data.digest)
     batch_size = config.train.global_batch_size
@@ -133,9 +132,12 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
     reference, valid_reference = (
-        None if dataset is None else scoring.reference_logps(config, model, dataset, world, plan.shares, say.counting)
+        None
+        if dataset is None or isinstance(dataset, StreamedDataset)
+        else scoring.reference_logps(config, model, dataset, world, plan.shares, say.counting)
         for dataset in (data, valid)
     )
+    asked = scoring.ask_as_needed(config, model, world) if data.is_estimated else iter  # in each step, of its own rows
 
     # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
 
@@ -189,8 +191,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             dealt, tokens = deal(rows, lengths, schedule.at(step).micro_batch_sizes, cost)
             own, sizes = dealt[workers.rank], schedule.at(step).micro_batch_sizes[workers.rank]
             position = advance(position, len(rows), len(data))
-            own_rows = [int(row) for part in own for row in part]
-            yield epoch, position, len(rows), tokens, own_rows, make.of(own, max(sizes, default=1))
+            made = make.of(own, max(sizes, default=1))
+            own_rows = [int(row) for batch, _ in made for row in batch.rows]
+            yield epoch, position, len(rows), tokens, own_rows, made
 
     answers: list[list[str]] = []  # to the questions, one list an evaluation
     latest: dict[str, float | None] = {}  # held-out metrics
@@ -229,7 +232,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     def learn(step: int, index: int, epoch: int, rows: list[int], micro_batches: list[Any]) -> StepResult:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0."""
-        result = take_step(index, steps, micro_batches)
+        result = take_step(index, steps, asked(micro_batches))
         tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )

@@ -11,10 +11,14 @@ from lib.config import Config
 from lib.data import Batch, Dataset, collate
 from lib.order import epoch_order, micro_batches
 from lib.shapes import NEED, Shape, few_shapes, need_of, real_tokens
+from lib.streaming import StreamedDataset
 
 # Of the order, which is known ahead: epochs, and steps of each, whose micro-batches decide the shapes.
 EPOCHS = 4
 STEPS = 512
+# Of estimated lengths: how much longer than the longest estimate rows of a micro-batch may be together. What is longer
+# still is traced for itself.
+MARGIN = 1.25
 
 
 class MicroBatches:
@@ -29,7 +33,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        data: Dataset,
+        data: Dataset | StreamedDataset,
         reference: np.ndarray | None,
         config: Config,
         length_multiple: int,
@@ -41,14 +45,16 @@ class MicroBatches:
         self._shapes = functools.cache(self._few_shapes)
 
     def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
-        """Micro-batches of these rows. micro_batch_size: the most rows that this plan has in one."""
+        """Micro-batches of these rows, without those that turn out to be unusable. micro_batch_size: the most rows in one."""
         shapes = self._shapes(micro_batch_size) if self.is_compiled else []
+        found = ((self.data.examples(part.tolist()), part) for part in parts)
         return [
             (
-                collate([self.data[row] for row in part.tolist()], self.length_multiple, self.shared_prompts, shapes),
+                collate(examples, self.length_multiple, self.shared_prompts, shapes),
                 None if self.reference is None else self.reference[part],
             )
-            for part in parts
+            for examples, part in found
+            if examples
         ]
 
     def _few_shapes(self, micro_batch_size: int) -> list[Shape]:
@@ -71,18 +77,21 @@ class MicroBatches:
             ]
             needs.append(np.array([need_of(prompts[part], seen[part], scored[part]) for part in parts], NEED))
 
-        def of_largest(figures: np.ndarray) -> int:
-            return int(np.sort(figures)[-micro_batch_size:].sum())
+        most = self.config.data.max_length
+
+        def of_largest(figures: np.ndarray, bound: int) -> int:
+            total = int(np.sort(figures)[-micro_batch_size:].sum())
+            return min(int(MARGIN * total), micro_batch_size * bound) if data.is_estimated else total
 
         largest = np.array(
             (
                 micro_batch_size,
-                prompts.min(),
-                prompts.max(),
-                seen.max(),
-                of_largest(tokens),
-                of_largest(scored.sum(axis=1)),
-                scored.max(),
+                0 if data.is_estimated else prompts.min(),
+                most if data.is_estimated else prompts.max(),
+                most - 1 if data.is_estimated else seen.max(),
+                of_largest(tokens, data.completions_per_example * most),
+                of_largest(scored.sum(axis=1), data.completions_per_example * most),
+                most - 1 if data.is_estimated else scored.max(),
             ),
             NEED,
         )

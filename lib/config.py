@@ -39,6 +39,9 @@ RESUMABLE += (
     "train.max_skipped_steps",
     "model.gradient_checkpointing",
     "model.shard_vocabulary",
+    "data.skip_invalid",  # rows keep their numbers
+    "data.cache_dir",
+    "data.spool_limit_gb",
     "run.dir",
     "run.name",
 )
@@ -121,10 +124,24 @@ class Model(_Section):
 class Data(_Section):
     """The records, their columns, and how they become tokens."""
 
-    train: str
-    """Training records: .jsonl, .jsonl.gz or .parquet."""
+    train: str | dict[str, PositiveFloat]
+    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob of them, or hf://OWNER/NAME?split=train; or several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
     valid: str | None = None
     """Held-out records, in the same form."""
+    holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Part of data.train that is held out in the place of data.valid, by a hash of the prompt: rows that are added move no other."""
+    deduplicate: bool = False
+    """Take records of the same prompt and completions once."""
+    shortest: Natural = 0
+    """Leave out rows whose longest sequence has fewer tokens, prompt included."""
+    longest: Positive | None = None
+    """Leave out rows whose longest sequence has more tokens, prompt included; by default they are cut to data.max_length."""
+    streaming: bool | None = None
+    """Read and tokenise rows when their turn comes, for data larger than memory; by default from 64 MB on. Lengths are then estimated."""
+    cache_dir: str = "runs/.data"
+    """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
+    spool_limit_gb: PositiveFloat = 100.0
+    """Most that is fetched of one remote data set."""
     max_length: Annotated[int, Field(ge=2)] = 1024
     """Most tokens of prompt and completion together; longer rows lose the beginning of their prompt."""
     skip_invalid: bool = False
@@ -495,7 +512,7 @@ def learning_digest(config: Config) -> str:
     places: Any = {
         "run": ...,
         "model": {"path", "reference", "adapter"},
-        "data": {"train", "valid"},
+        "data": {"train", "valid", "cache_dir"},
         "plan": {"calibration_dir"},
         "evaluate": {"answers"},
         "serve": ...,
@@ -574,7 +591,8 @@ def _parse_value(key: str, text: str) -> Any:
         if _accepts(known.get(key), str):
             return text
         raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
-    if value is not None and not isinstance(value, str) and _accepts(known.get(key), str):
+    mapping = isinstance(value, dict) and any(typing.get_origin(part) is dict for part in _parts(known.get(key)))
+    if value is not None and not isinstance(value, str) and not mapping and _accepts(known.get(key), str):
         return text
     return value
 

@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from lib import records
+from lib import records, sources
 from lib.config import Data, UserError
-from lib.records import Chat, Kind, Message, Plain, Tokens, Unusable
+from lib.records import Chat, Kind, Message, Plain, Tokens, Unusable, Unwanted
 from lib.shapes import Shape, first_that_holds, need_of, real_tokens, shape_of
 
 T = TypeVar("T")
 
 # Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
 CHUNK_RECORDS = 2048
+# Of a tokenizer that cannot be written down, this text's tokens have to do.
+SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,24 +44,10 @@ class Example:
     """int32 [C_k] each, the end token included: one for SFT, (chosen, rejected) for preferences."""
 
 
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """A file's examples, in the file's order; index it with the rows of lib/order.py."""
+class Sized:
+    """What is known of a data set's rows without their tokens, from the sizes of their pieces."""
 
-    path: str
     kind: Kind
-    columns: str
-    """What was read, for people: `prompt + chosen + rejected`."""
-    truncated_count: int
-    """Rows that lost tokens to data.max_length."""
-    skipped: list[str]
-    """`file:line: why` for every record left out (data.skip_invalid)."""
-    digest: str
-    """sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation."""
-    tokens: np.ndarray
-    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ..."""
-    bounds: np.ndarray
-    """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
 
     @property
     def completions_per_example(self) -> int:
@@ -74,21 +63,49 @@ class Dataset:
     @property
     def prompts(self) -> np.ndarray:
         """int64 [n]: tokens of each prompt."""
-        return self._pieces[:, 0]
+        return self.pieces[:, 0]
 
     @property
     def seen(self) -> np.ndarray:
         """int64 [n, K]: positions that the model sees of each sequence."""
-        return self._pieces[:, :1] + self._pieces[:, 1:] - 1
+        return self.pieces[:, :1] + self.pieces[:, 1:] - 1
 
     @property
     def scored_tokens(self) -> np.ndarray:
         """int64 [n, K]: completion tokens with a log-probability; a text's first has none (see collate)."""
-        return self._pieces[:, 1:] - (self._pieces[:, :1] == 0)
+        return self.pieces[:, 1:] - (self.pieces[:, :1] == 0)
 
     @property
-    def _pieces(self) -> np.ndarray:
+    def pieces(self) -> np.ndarray:
         """int64 [n, 1 + K]: tokens of each prompt and of its completions."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset(Sized):
+    """Examples in memory, in the files' order; index them with the rows of lib/order.py."""
+
+    path: str
+    kind: Kind
+    columns: str
+    """What was read, for people: `prompt + chosen + rejected`."""
+    truncated_count: int
+    """Rows that lost tokens to data.max_length."""
+    skipped: list[str]
+    """`file:line: why` for every record left out (data.skip_invalid)."""
+    digest: str
+    """sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation."""
+    tokens: np.ndarray
+    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    bounds: np.ndarray
+    """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
+    unwanted_count: int = 0
+    """Records that the filters left out: lengths, duplicates."""
+
+    is_estimated = False
+
+    @property
+    def pieces(self) -> np.ndarray:
         return np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
 
     def __len__(self) -> int:
@@ -105,6 +122,14 @@ class Dataset:
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
 
+    def examples(self, rows: Sequence[int]) -> list[Example]:
+        """The examples of some rows."""
+        return [self[row] for row in rows]
+
+    @property
+    def skipped_count(self) -> int:
+        return len(self.skipped)
+
     def __str__(self) -> str:
         """One line that says what was read, cut and left out."""
         unit = "pairs" if self.kind == "preference" else "examples"
@@ -113,66 +138,124 @@ class Dataset:
             parts.append(f"{self.truncated_count:,} cut to data.max_length")
         if self.skipped:
             parts.append(f"{len(self.skipped):,} records left out")
+        if self.unwanted_count:
+            parts.append(f"{self.unwanted_count:,} filtered")
         return ", ".join(parts)
 
 
+Record = Tokens | Plain | Chat
+Pieces = list[np.ndarray]
+"""int32: the ids of a prompt, and of its completions."""
+
+
 def load_dataset(
-    path: str,
+    path: str | Mapping[str, float],
     settings: Data,
     kind: Kind,
     tokenizer: Any | None,
     *,
     eos_token_id: int | None,
     vocab_size: int | None = None,
+    held_out: bool | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Dataset:
-    """Read, tokenise, truncate and check every record of `path`.
+    """Read, tokenise, truncate and check every record of `path`, or of several sources with their weights.
 
     kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of preference records
     (then `columns` says so). tokenizer: a transformers tokenizer or mlx-lm's wrapper; None will do for
     records that come tokenised. eos_token_id: ends each completion that its template has not ended.
-    vocab_size: ids from there on are refused.
+    vocab_size: ids from there on are refused. held_out: which side of data.holdout; None for all rows.
 
     Raises UserError for a file that cannot be read or has no records, for text without a tokenizer, and,
     unless settings.skip_invalid, when any record is unusable: it names the first and counts the others.
     """
+    weights = sources.weights_of(path)
+    name = " + ".join(weights)
     encoder = None if tokenizer is None else Encoder(tokenizer, settings.chat_template, eos_token_id)
-    pieces: list[np.ndarray] = []
+    pieces: Pieces = []
     skipped: list[str] = []
     columns: dict[str, None] = {}
-    truncated_count = 0
-    source = records.read(path, settings)
-    while chunk := list(islice(source, CHUNK_RECORDS)):
-        parsed = [record if isinstance(record, Unusable) else _parse(record, settings, kind) for _, record in chunk]
-        for (line, _), record, ids in zip(chunk, parsed, _encode(parsed, encoder, path), strict=True):
-            try:
-                example, is_cut = _finish(ids, settings.max_length, encoder, vocab_size)
-            except Unusable as why:
-                skipped.append(f"{path}:{line}: {why}")
-                continue
-            assert not isinstance(record, Unusable)
-            columns[record.columns] = None
-            truncated_count += is_cut
-            pieces += example
+    truncated_count = unwanted_count = 0
+    met: set[int] = set()
+    for source, weight in weights.items():
+        found: list[tuple[Pieces, int]] = []
+        for file in sources.files_of(source, settings, tell):
+            for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, vocab_size):
+                if isinstance(result, Unwanted):
+                    unwanted_count += 1
+                    continue
+                if isinstance(result, Unusable):
+                    skipped.append(f"{place}: {result}")
+                    continue
+                assert not isinstance(record, Unusable)
+                prompt_key, key = sources.keys_of(record)
+                if settings.deduplicate and key in met:
+                    unwanted_count += 1
+                    continue
+                met.add(key)
+                if held_out is not None and held_out != sources.is_held_out(prompt_key, settings.holdout):
+                    continue
+                columns[record.columns] = None
+                truncated_count += result[1]
+                found.append((result[0], key))
+        times = int(weight) if not held_out else 1
+        once_more = 0 if held_out else int(weight % 1 * 2**64)
+        chosen = [example for _ in range(times) for example, _ in found]
+        chosen += [example for example, key in found if key < once_more]
+        pieces += [piece for example in chosen for piece in example]
     if skipped and not settings.skip_invalid:
-        total = f"; {len(skipped):,} records in all cannot be used" if len(skipped) > 1 else ""
-        raise UserError(f"{skipped[0]}{total}; mend the file, or leave them out with data.skip_invalid=true")
+        raise UserError(records.refusal(skipped[0], len(skipped)))
     if not pieces:
-        if skipped:
-            raise UserError(f"{path}: none of its {len(skipped):,} records can be used, the first: {skipped[0]}")
-        raise UserError(f"{path} is empty: it has no records; name another file")
+        if unwanted_count or held_out is not None:
+            side = "held out" if held_out else "left"
+            raise UserError(
+                f"{name}: no row is {side} (data.holdout={settings.holdout:g}, {unwanted_count:,} records filtered)"
+            )
+        raise UserError(records.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
+    return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count)
+
+
+def in_memory(
+    name: str, kind: Kind, columns: str, pieces: Pieces, truncated_count: int, skipped: list[str], unwanted_count: int
+) -> Dataset:
+    """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ..."""
     tokens = np.concatenate(pieces)
     bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     digest = hashlib.sha256(kind.encode())
     for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
         digest.update(array.astype(dtype, copy=False).data)
-    return Dataset(path, kind, "; ".join(columns), truncated_count, skipped, digest.hexdigest(), tokens, bounds)
+    return Dataset(name, kind, columns, truncated_count, skipped, digest.hexdigest(), tokens, bounds, unwanted_count)
 
 
-def _parse(record: dict[str, Any], settings: Data, kind: Kind) -> Tokens | Plain | Chat | Unusable:
+def _parsed(file: Path, settings: Data, kind: Kind) -> Iterator[tuple[str, Record | Unusable]]:
+    """`file:line` and form of each record."""
+    for line, record in records.read(str(file), settings):
+        yield f"{file}:{line}", record if isinstance(record, Unusable) else parse(record, settings, kind)
+
+
+def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Record | Unusable:
+    """The record's form, or why it has none."""
     try:
         return records.parse(record, settings, kind)
     except Unusable as why:
         return why
+
+
+def tokenised(
+    source: Iterable[tuple[str, Record | Unusable]], settings: Data, encoder: Encoder | None, vocab_size: int | None
+) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
+    """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
+
+    Raises UserError for text without a tokenizer.
+    """
+    iterator = iter(source)
+    while chunk := list(islice(iterator, CHUNK_RECORDS)):
+        encoded = _encode([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
+        for (place, record), ids in zip(chunk, encoded, strict=True):
+            try:
+                yield place, record, _finish(ids, settings, encoder, vocab_size)
+            except Unusable as why:
+                yield place, record, why
 
 
 Ids = tuple[list[int], list[list[int]]]
@@ -200,12 +283,15 @@ def _encode(
 
 
 def _finish(
-    ids: Ids | Unusable, max_length: int, encoder: Encoder | None, vocab_size: int | None
-) -> tuple[list[np.ndarray], bool]:
+    ids: Ids | Unusable, settings: Data, encoder: Encoder | None, vocab_size: int | None
+) -> tuple[Pieces, bool]:
     """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
     if isinstance(ids, Unusable):
         raise ids
     prompt, completions = ids
+    max_length, whole = settings.max_length, len(prompt) + max(map(len, completions))
+    if whole < settings.shortest or whole > (settings.longest or whole):
+        raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
     limit = min(vocab_size or 2**31, 2**31)
     largest = max(map(max, filter(None, (prompt, *completions))), default=0)
     if largest >= limit:
@@ -285,6 +371,14 @@ class Encoder:
         self._end_texts = tuple(special | {tokenizer.decode([index]) for index in self._end_ids} - {""})
         self._opening = self._find_opening()
         self._anchor = self._find_anchor()
+
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that make the same tokens of the same text, as far as they tell."""
+        inner = getattr(self._batch, "backend_tokenizer", None)
+        told = "" if inner is None else inner.to_str()
+        template = str(getattr(self.tokenizer, "chat_template", None)) if self.use_chat_template else ""
+        made = [self._tokenise([SPECIMEN])[0], self._opening, self._eos_token_id, sorted(self._end_ids)]
+        return hashlib.sha256(f"{told} {template} {made}".encode()).hexdigest()
 
     def encode(self, examples: Sequence[Plain | Chat]) -> list[Ids | Unusable]:
         """Ids of each example's prompt and of its completions, end token included; or why there are none."""
@@ -588,7 +682,7 @@ def _invert(slots: np.ndarray, size: int, uses: int) -> np.ndarray:
 
 
 def tokens_to_deal(
-    dataset: Dataset, length_multiple: int, shared_prompts: bool
+    dataset: Sized, length_multiple: int, shared_prompts: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
     """What `deal` needs: each row's length, int [n], and what a micro-batch of given rows costs, in tokens."""
     prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens

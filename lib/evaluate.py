@@ -35,6 +35,7 @@ from lib.records import read  # noqa: E402
 from lib.report import Report, describe  # noqa: E402
 from lib.schedule import sharded_plan  # noqa: E402
 from lib.step import SUMS, means_of, objective  # noqa: E402
+from lib.streaming import StreamedDataset  # noqa: E402
 from lib.sync import World  # noqa: E402
 
 Metrics = dict[str, float | None]
@@ -201,10 +202,16 @@ def extract(pattern: str, text: str) -> str | None:
 
 
 def show_samples(
-    say: Report, model: nn.Module, tokenizer: Any, dataset: Dataset, settings: Config, world: World, when: str
+    say: Report,
+    model: nn.Module,
+    tokenizer: Any,
+    dataset: Dataset | StreamedDataset,
+    settings: Config,
+    world: World,
+    when: str,
 ) -> None:
     """Prints the greedy continuations of the first few prompts, which are the same before and after."""
-    examples = [dataset[row] for row in range(min(settings.evaluate.samples, len(dataset)))]
+    examples = dataset.examples(range(min(settings.evaluate.samples, len(dataset))))
     if tokenizer is None or not examples or any(len(example.prompt_ids) == 0 for example in examples):
         return
     texts = greedy(
@@ -271,6 +278,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
             settings.data,
             settings.record_kind,
             tokenizer,
+            held_out=True if settings.data.holdout and not settings.data.valid else None,
             **models.vocabulary(settings.model),
         )
         questions = load_questions(settings, tokenizer)

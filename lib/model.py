@@ -112,7 +112,7 @@ def load_tokenizer_of(settings: config.Model) -> Any:
         ) from None
 
 
-def vocabulary(settings: config.Model) -> dict[str, int | None]:
+def vocabulary(settings: config.Model) -> dict[str, Any]:
     """The ids that the model knows: its vocab_size and its eos_token_id (the first, where it has several)."""
     stored = stored_config(settings)
     text = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down

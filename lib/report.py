@@ -26,6 +26,7 @@ from lib.config import Config
 from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
 from lib.plan import ClusterPlan
+from lib.streaming import StreamedDataset
 from lib.sync import World
 
 
@@ -138,10 +139,18 @@ def describe_merge(step: int, merged: dict[str, Any]) -> str:
     return f"step {step}: merged by {merged['method']}: {', '.join(shown)}"
 
 
-def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, valid: Dataset | None, steps: int) -> None:
+def show_run(
+    say: Report,
+    config: Config,
+    plan: ClusterPlan,
+    data: Dataset | StreamedDataset,
+    valid: Dataset | None,
+    steps: int,
+) -> None:
     """Derived, printed, then run: what the data and the settings come to."""
     batch = config.train.global_batch_size
     lengths = data.lengths
+    about = "about " * data.is_estimated
     rows = [
         (
             "model",
@@ -153,7 +162,8 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
         ),
         (
             "training data",
-            f"{data.path}: {len(data):,} rows, {int(lengths.sum()):,} tokens, longest {int(lengths.max())}",
+            f"{data.path}: {len(data):,} rows, {about}{int(lengths.sum()):,} tokens, longest {about}{int(lengths.max())}"
+            + ", read as they are needed" * data.is_estimated,
         ),
     ]
     if valid is not None:
@@ -173,12 +183,12 @@ def show_run(say: Report, config: Config, plan: ClusterPlan, data: Dataset, vali
     for dataset in (data, valid):
         if dataset is not None and dataset.truncated_count:
             say.warning(
-                f"{dataset.path}: {dataset.truncated_count} of {len(dataset)} rows cut to data.max_length={config.data.max_length} tokens"
+                f"{dataset.path}: {'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)} rows cut to data.max_length={config.data.max_length} tokens"
             )
         if dataset is not None and dataset.skipped:
             say.warning(
-                f"{dataset.path}: {len(dataset.skipped)} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}"
-                + (" ..." if len(dataset.skipped) > 5 else "")
+                f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}"
+                + (" ..." if dataset.skipped_count > 5 else "")
             )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_unflatten
 
 from lib import loading, losses
 from lib import model as models
 from lib.config import Config, Data, UserError
-from lib.data import Dataset, collate
+from lib.data import Batch, Dataset, collate
 from lib.forward import arrays_of, cannot_share_prompts, completion_logps, length_multiple
 from lib.order import micro_batches, split
 from lib.sync import World
@@ -110,6 +111,35 @@ def reference_logps(
         with world.agreeing("keeping the reference's log-probabilities"):
             keep_logps(folder, key, logps, world)
     return logps
+
+
+def ask_as_needed(
+    settings: Config, policy: nn.Module, world: World
+) -> Callable[[Iterable[tuple[Batch, np.ndarray | None]]], Iterator[tuple[Batch, np.ndarray | None]]]:
+    """What gives micro-batches their reference, one when it is taken; for data of which a whole pass would be too long.
+
+    policy: before training. Where it is the reference itself, its trained parameters as they are now are kept, and
+    stand in for those of the moment.
+    """
+    if not losses.needs_reference(settings.train.loss):
+        return iter
+    named = settings.model.reference != "initial"
+    judge = loading.load_reference(settings, world) if named else policy
+    judge.eval()
+    start = {} if named else models.trainable(policy)
+
+    def of(batches: Iterable[tuple[Batch, np.ndarray | None]]) -> Iterator[tuple[Batch, np.ndarray | None]]:
+        for batch, _ in batches:
+            now = {name: array for name, array in models.trainable(policy).items() if name in start}
+            judge.update(tree_unflatten(list(start.items())))
+            judge.eval()
+            with world.workers.together("reference log-probabilities of a batch"):
+                logps = np.array(completion_logps(judge, arrays_of(batch.inputs)))
+            judge.update(tree_unflatten(list(now.items())))
+            policy.train()
+            yield batch, logps[: len(batch.rows)]
+
+    return of
 
 
 def cache_key(model_fingerprint: str, dataset: Dataset) -> str:

@@ -506,7 +506,9 @@ def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str
 def test_unreadable_files_each_give_one_line(tmp_path):
     write(tmp_path / "train.jsonl", [PAIR])
     assert "did you mean" in read_error(tmp_path / "trian.jsonl") and "does not exist" in read_error(tmp_path / "xyz")
-    assert "is a folder" in read_error(tmp_path)
+    (tmp_path / "bare").mkdir()
+    assert "is a folder without records" in read_error(tmp_path / "bare")
+    assert "no file matches" in read_error(tmp_path / "bare" / "*.jsonl")
     for blank in (b"", b"\n \n"):
         (tmp_path / "empty.jsonl").write_bytes(blank)
         assert "is empty" in read_error(tmp_path / "empty.jsonl", skip_invalid=True)
@@ -520,7 +522,11 @@ def test_unreadable_files_each_give_one_line(tmp_path):
         b'{"prompt": "a"}\n',
     ):
         cut.write_bytes(content)
-        assert "gzip" in read_error(cut, skip_invalid=True)
+        assert "gzip" in read_error(cut)
+    cut.write_bytes(whole[: len(whole) // 2])  # asked to, it takes what there is, and names where it ended
+    dataset = load_dataset(str(cut), Data(train=str(cut), skip_invalid=True), "preference", PLAIN, eos_token_id=1)
+    (skipped,) = dataset.skipped
+    assert 10 < len(dataset) < 290 and skipped.startswith(f"{cut}:{len(dataset) + 1}: the gzip stream is cut short")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     assert "parquet" in read_error(tmp_path / "bad.parquet")
     pyarrow.parquet.write_table(

@@ -1,0 +1,417 @@
+"""Data that is never in memory as a whole: the same rows as in memory, each once, whatever happens to files and ranks."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import train as script
+from lib import config, runtime, sources, spool, sync
+from lib.config import Data, UserError
+from lib.data import load_dataset
+from lib.order import epoch_order
+from lib.streaming import StreamedDataset, TokenCache, open_held_out, open_training
+from lib.sync import World
+from tests import tiny
+from tests.test_data import CORPUS, byte_level
+from tests.tiny import difference, rows_of_epochs, steps_of
+
+TOKENIZER = byte_level(CORPUS)
+
+
+def record(i: int) -> dict[str, str]:
+    return {
+        "prompt": f"What is {i} + {i * i}? " * (1 + i % 2),
+        "chosen": f"The answer é is {i + i * i}.",
+        "rejected": "Blue" * (i % 7) + f" {i}",
+    }
+
+
+RECORDS = [record(i) for i in range(60)]
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
+        return path
+    lines = (r if isinstance(r, bytes) else json.dumps(r).encode() for r in records)
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def settings_of(folder: Path, train: Any, **changes: Any) -> Data:
+    source = train if isinstance(train, dict) else str(train)
+    return Data(train=source, **{"streaming": True, "cache_dir": str(folder / "cache"), **changes})
+
+
+def open_streamed(folder: Path, train: Any, told: list[str] | None = None, **changes: Any) -> StreamedDataset:
+    words = {"eos_token_id": 1, "vocab_size": None}
+    told = [] if told is None else told
+    data = open_training(settings_of(folder, train, **changes), "preference", TOKENIZER, tell=told.append, **words)
+    assert isinstance(data, StreamedDataset)
+    return data
+
+
+def tokens_of(data: Any, row: int) -> list[list[int]]:
+    example = data[row]
+    return [ids.tolist() for ids in (example.prompt_ids, *example.completions)]
+
+
+def in_memory(folder: Path, train: Any, **changes: Any) -> Any:
+    return load_dataset(
+        train if isinstance(train, dict) else str(train),
+        settings_of(folder, train, **changes),
+        "preference",
+        TOKENIZER,
+        eos_token_id=1,
+    )
+
+
+# ---- The same rows
+
+
+@pytest.mark.parametrize(
+    "names", [["a.jsonl"], ["a.jsonl.gz"], ["a.parquet"], ["a.jsonl", "b/c.parquet", "d.jsonl.gz"]]
+)
+@pytest.mark.parametrize("max_length", [1024, 34])
+def test_streamed_rows_are_those_in_memory(tmp_path: Path, names: list[str], max_length: int) -> None:
+    folder = tmp_path / "data"
+    (folder / "b").mkdir(parents=True)
+    (folder / "README.md").write_text("no data")
+    size = len(RECORDS) // len(names)
+    for i, name in enumerate(sorted(names)):
+        write(folder / name, RECORDS[i * size : (i + 1) * size])
+    whole = in_memory(tmp_path, folder, max_length=max_length)
+    for _ in range(2):  # the second time from what is kept
+        data = open_streamed(tmp_path, folder, max_length=max_length)
+        assert len(data) == len(whole) == 60
+        for row in np.random.default_rng(0).permutation(60).tolist():
+            assert tokens_of(data, row) == tokens_of(whole, row)
+        kept = sum(path.stat().st_size for path in (tmp_path / "cache").glob("tokens-*/segment-*"))
+        assert kept == 4 * len(whole.tokens)
+    if len(names) > 1:
+        files = open_streamed(tmp_path, folder / "**" / "*.[jp]*", max_length=max_length)
+        assert files.digest == data.digest
+    assert abs(int(data.lengths.sum()) / int(whole.lengths.sum()) - 1) < 0.1
+    assert data.lengths.max() < max_length and (data.pieces > 0).all()
+
+
+def test_nothing_of_the_size_of_the_data_is_in_pythons_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [record(i) for i in range(20_000)])
+    open_streamed(tmp_path, path)
+    gc.collect()
+    before = len(gc.get_objects())
+    data = open_streamed(tmp_path, path)
+    order = epoch_order(data.lengths, 0, 0, 16, 32)
+    data.examples(order[:64].tolist())
+    gc.collect()
+    assert len(data) == 20_000 and len(gc.get_objects()) - before < 2000
+
+
+def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", RECORDS)
+    same = open_streamed(tmp_path, path).digest
+    assert open_streamed(tmp_path, write(tmp_path / "b.jsonl", RECORDS)).digest == same
+    others = [
+        open_streamed(tmp_path, path, max_length=34).digest,
+        open_streamed(tmp_path, path, holdout=0.3).digest,
+        open_streamed(tmp_path, {str(path): 2}).digest,
+        open_streamed(tmp_path, write(tmp_path / "c.jsonl", RECORDS[::-1])).digest,
+    ]
+    changed = [dict(r) for r in RECORDS]
+    changed[37]["chosen"] = changed[37]["chosen"].replace("answer", "Answer")
+    others.append(open_streamed(tmp_path, write(tmp_path / "d.jsonl", changed)).digest)
+    assert len({same, *others}) == 6
+
+
+# ---- Which rows
+
+
+def test_weights_say_how_often_an_epoch_takes_a_row(tmp_path: Path) -> None:
+    a, b, c = (write(tmp_path / f"{n}.jsonl", RECORDS[i * 20 : i * 20 + 20]) for i, n in enumerate("abc"))
+    mixture = {str(a): 1, str(b): 2.5, str(c): 0.5}
+    data, whole = open_streamed(tmp_path, mixture), in_memory(tmp_path, mixture)
+    times = np.bincount(data.rows, minlength=60)
+    assert (times[:20] == 1).all() and set(times[20:40]) == {2, 3} and set(times[40:]) == {0, 1}
+    assert [tokens_of(data, row) for row in range(len(data))] == [tokens_of(whole, row) for row in range(len(whole))]
+    words = config.load(None, ["model.path=m", f"data.train={{{a}: 1, {b}: 2.5}}"]).data.train
+    assert words == {str(a): 1.0, str(b): 2.5}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_holdout_stays_when_rows_are_added_and_keeps_prompts_together(tmp_path: Path, streaming: bool) -> None:
+    again = [{**r, "chosen": r["chosen"] + " Yes."} for r in RECORDS]
+
+    def sides(records: list[Any], name: str) -> tuple[set[str], set[str]]:
+        path = write(tmp_path / name, records)
+        settings = settings_of(tmp_path, path, holdout=0.3, streaming=streaming)
+        words = {"eos_token_id": 1, "vocab_size": None}
+        left = open_training(settings, "preference", TOKENIZER, tell=print, **words)
+        held = open_held_out(settings, "preference", TOKENIZER, tell=print, **words)
+        assert held is not None and len(left) + len(held) == len(records)
+        return tuple({TOKENIZER.decode(e.prompt_ids) for e in side.examples(range(len(side)))} for side in (left, held))  # type: ignore[return-value]
+
+    left, held = sides(RECORDS, "a.jsonl")
+    assert not left & held and 8 < len(held) < 30
+    more_left, more_held = sides([*again[::-1], *[record(i) for i in range(100, 160)], *RECORDS], "b.jsonl")
+    assert left <= more_left and held <= more_held and not more_left & more_held
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_duplicates_and_lengths_are_filtered_and_never_refused(tmp_path: Path, streaming: bool) -> None:
+    path = write(tmp_path / "a.jsonl", [*RECORDS, *RECORDS[:10], {**RECORDS[3], "rejected": "other"}])
+    words = {"eos_token_id": 1, "vocab_size": None}
+    settings = settings_of(tmp_path, path, deduplicate=True, streaming=streaming)
+    assert len(open_training(settings, "preference", TOKENIZER, tell=print, **words)) == 61
+    lengths = in_memory(tmp_path, path, deduplicate=True).lengths + 1
+    low, high = int(np.quantile(lengths, 0.2)), int(np.quantile(lengths, 0.7))
+    settings = settings_of(tmp_path, path, deduplicate=True, streaming=streaming, shortest=low, longest=high)
+    data = open_training(settings, "preference", TOKENIZER, tell=print, **words)
+    found = data.examples(range(len(data)))
+    assert len(found) == int(((lengths >= low) & (lengths <= high)).sum()) < 61
+    assert all(low <= len(e.prompt_ids) + max(map(len, e.completions)) <= high for e in found)
+    assert data.unwanted_count and not data.skipped_count
+
+
+# ---- Bad input
+
+
+def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    """By what is wrong: the file, and where; all but the first ten records are good."""
+    long = json.dumps({**RECORDS[0], "prompt": "x" * 50_000_000}).encode()
+    whole = write(folder / "whole.jsonl.gz", [record(i) for i in range(4000)]).read_bytes()
+    cut = folder / "cut.jsonl.gz"
+    cut.write_bytes(whole[: len(whole) // 2])
+    columns = pyarrow.parquet.read_table(write(folder / "whole.parquet", RECORDS)).rename_columns(
+        ["ask", "chosen", "rejected"]
+    )
+    pyarrow.parquet.write_table(columns, folder / "other.parquet")
+    return {
+        "the gzip stream is cut short": (cut, "[0-9]+"),
+        "no column 'prompt' (columns: ask, chosen, rejected)": (folder / "other.parquet", "1"),
+        "not valid UTF-8: byte 0xff": (write(folder / "utf.jsonl", [*RECORDS, b'{"prompt": "\xff"}']), "61"),
+        "a line of 50,000,0": (write(folder / "long.jsonl", [*RECORDS, long, RECORDS[0]]), "61"),
+    }
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_bad_files_are_refused_in_one_line_or_counted_and_named(tmp_path: Path, streaming: bool) -> None:
+    words = {"eos_token_id": 1, "vocab_size": None}
+    for why, (path, line) in bad_files(tmp_path).items():
+        settings = settings_of(tmp_path, path, streaming=streaming)
+        with pytest.raises(UserError, match=rf"^{path}:{line}: ") as error:
+            open_training(settings, "preference", TOKENIZER, tell=print, **words)
+        assert why in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
+        settings = settings.model_copy(update={"skip_invalid": True})
+        if path.suffix == ".parquet":
+            with pytest.raises(UserError, match="none of its 60 records can be used, the first: .*no column 'prompt'"):
+                open_training(settings, "preference", TOKENIZER, tell=print, **words)
+            continue
+        data = open_training(settings, "preference", TOKENIZER, tell=print, **words)
+        assert data.skipped_count == len(data.skipped) == 1 and why in data.skipped[0]
+        assert len(data.examples(range(len(data)))) == len(data) >= 60
+
+
+def test_an_index_older_than_its_file_is_told_and_made_anew(tmp_path: Path) -> None:
+    path, told = write(tmp_path / "a.jsonl", RECORDS), list[str]()
+    before = open_streamed(tmp_path, path, told)
+    tokens_of(before, 0)
+    write(path, RECORDS[::-1])
+    for found in (before.records, sources.Records(before.records.indices)):  # opened before, and after
+        with pytest.raises(UserError, match="a.jsonl has changed since it was indexed; put the file back"):
+            found[5]
+    after = open_streamed(tmp_path, path, told)
+    assert told == [f"indexing {path}, which has changed since it was indexed (0 MB)"]
+    assert tokens_of(after, 59) == tokens_of(in_memory(tmp_path, path), 59) and after.digest != before.digest
+    stamp = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"What", b"Wha\xff"))
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # nothing shows that it is another file
+    with pytest.raises(UserError, match=r"a.jsonl:\d+ is no longer what was indexed"):
+        open_streamed(tmp_path, path).records[0]
+
+
+@pytest.mark.parametrize("what", ["entries.bin", "index.json", "lines.jsonl"])
+def test_a_damaged_index_is_made_anew(tmp_path: Path, what: str) -> None:
+    path = write(tmp_path / "a.jsonl.gz", RECORDS)
+    digest = open_streamed(tmp_path, path).digest
+    (damaged,) = (tmp_path / "cache").glob(f"index-*/{what}")
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    assert open_streamed(tmp_path, path).digest == digest
+
+
+def test_a_row_that_only_its_tokens_show_to_be_unusable(tmp_path: Path) -> None:
+    records = [*RECORDS, *({**record(i), "prompt": "word " * 400} for i in range(2))]
+    path = write(tmp_path / "a.jsonl", [record(i) for i in range(60, 2000)] + records)
+    refusing = open_streamed(tmp_path, path, max_length=340)
+    with pytest.raises(UserError, match=rf"^{path}:2001: the prompt alone has .*skip_invalid=true .*--inspect"):
+        refusing[2000]
+    data = open_streamed(tmp_path, path, max_length=340, skip_invalid=True)
+    assert [e.row for e in data.examples([1999, 2000, 3, 2001])] == [1999, 3]
+    assert data.skipped_count == 2 and data.skipped[1].startswith(f"{path}:2002: the prompt alone")
+
+
+def test_kept_tokens_survive_what_crashes_and_others_do(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", RECORDS)
+    expected = in_memory(tmp_path, path)
+    one, other = open_streamed(tmp_path, path), open_streamed(tmp_path, path)
+    for row in range(0, 60, 2):  # two writers of one host
+        assert tokens_of(one, row) == tokens_of(other, row + 1)[:0] + tokens_of(expected, row)
+        tokens_of(other, row + 1)
+    (folder,) = (tmp_path / "cache").glob("tokens-*")
+    damaged = folder / "segment-00001.bin"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content[:-9])  # a bit that flipped, and an end that never reached the disk
+    again = open_streamed(tmp_path, path)
+    assert [tokens_of(again, row) for row in range(60)] == [tokens_of(expected, row) for row in range(60)]
+
+
+def test_a_full_disk_costs_the_kept_tokens_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = open_streamed(tmp_path, write(tmp_path / "a.jsonl", RECORDS))
+
+    def full(self: TokenCache, number: int, pieces: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TokenCache, "put", full)
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    assert [len(data.examples([row])) for row in range(60)] == [1] * 60
+
+
+# ---- Streams from afar
+
+
+class Stream:
+    """Records with a position, as `datasets` streams have it; the network may break off."""
+
+    def __init__(self, count: int, breaks_at: int | None = None):
+        self.count, self.breaks_at, self.position = count, breaks_at, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> Any:
+        while self.position < self.count:
+            if self.position == self.breaks_at:
+                raise ConnectionError("reset by peer")
+            self.position += 1
+            yield record(self.position - 1)
+
+
+def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "SHARD_BYTES", 1500)
+    streams = iter([Stream(60, breaks_at=33), Stream(60, breaks_at=50), Stream(60)])
+    monkeypatch.setattr(spool, "_open", lambda *_: next(streams))
+    for _ in range(2):
+        with pytest.raises(UserError, match="hf://x/y: the stream broke off .reset by peer.; start again"):
+            open_streamed(tmp_path, "hf://x/y")
+    data = open_streamed(tmp_path, "hf://x/y")
+    assert [tokens_of(data, row) for row in range(60)] == [
+        tokens_of(in_memory(tmp_path, write(tmp_path / "a.jsonl", RECORDS)), row) for row in range(60)
+    ]
+    assert next(streams, None) is None and len(data.records.indices) > 3
+    assert open_streamed(tmp_path, "hf://x/y").digest == data.digest  # nothing is fetched again
+
+
+def test_a_stream_stops_at_the_limit_and_at_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "_open", lambda *_: Stream(60))
+    with pytest.raises(UserError, match=r"more than data.spool_limit_gb allows .* take fewer with \?rows=N"):
+        open_streamed(tmp_path, "hf://x/y", spool_limit_gb=2e-6)
+    assert len(open_streamed(tmp_path, "hf://x/y?rows=7")) == 7
+    with pytest.raises(UserError, match="no option sliter"):
+        open_streamed(tmp_path, "hf://x/y?sliter=7")
+
+
+# ---- Runs
+
+
+def streamed_words(folder: Path, **changes: Any) -> list[str]:
+    return [*tiny.settings(folder, **changes), "data.streaming=true", f"data.cache_dir={folder}/cache"]
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "sft"])
+def test_a_streamed_run_ends_with_the_weights_of_one_in_memory(tmp_path: Path, loss: str) -> None:
+    """Rows that come tokenised have no estimated lengths: the order is the same."""
+    words = [*tiny.settings(tmp_path), f"train.loss={loss}", "train.steps=7"]
+    tiny.train(tmp_path, [*words, "run.name=memory"])
+    tiny.train(tmp_path, [*words, "run.name=streamed", "data.streaming=true", f"data.cache_dir={tmp_path}/cache"])
+    memory, streamed = tmp_path / "runs" / "memory", tmp_path / "runs" / "streamed"
+    assert [r["rows"] for r in steps_of(memory)] == [r["rows"] for r in steps_of(streamed)]
+    assert difference(memory, streamed) <= 1e-5
+
+
+def test_a_streamed_run_goes_on_exactly_without_the_rows_that_are_unusable(tmp_path: Path) -> None:
+    words = streamed_words(tmp_path, rows=40)
+    path = tmp_path / "train.jsonl"
+    lines = path.read_text().splitlines()
+    lines[::10] = [
+        json.dumps({"prompt_ids": [3], "chosen_ids": [99], "rejected_ids": [4]})
+    ] * 4  # outside of the vocabulary
+    path.write_text("\n".join(lines))
+    refused = tiny.train(tmp_path, [*words, "run.name=refused"], check=False)
+    assert refused.returncode == 2 and "token id 99 is not below the vocabulary's size" in refused.stderr
+    words += ["data.skip_invalid=true", "checkpoint.every=2", "train.schedule=constant"]
+    tiny.train(tmp_path, [*words, "train.steps=10", "run.name=whole"])
+    tiny.train(tmp_path, [*words, "train.steps=3", "run.name=halves"])
+    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "halves"), "train.steps=10"])
+    usable = [row for row in range(40) if row % 10]
+    for name in ("whole", "halves"):
+        epochs = rows_of_epochs(tmp_path / "runs" / name)
+        assert epochs[0] == epochs[1] == usable
+    assert difference(tmp_path / "runs" / "whole", tmp_path / "runs" / "halves") == 0
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return sync.start(runtime.launch_environment(), timeout_seconds=60)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_streamed_ranks_end_with_one_ranks_weights_and_move_to_other_worlds(world: World, tmp_path: Path) -> None:
+    folder = Path(world.broadcast_text(str(tmp_path)))
+    words = json.loads(world.broadcast_text(json.dumps(streamed_words(folder, rows=45) if world.rank == 0 else [])))
+    words += ["train.schedule=constant", "checkpoint.every=2"]
+    shares = {2: [6, 2], 3: [5, 2, 1]}.get(world.size, [8 - world.size + 1] + [1] * (world.size - 1))
+
+    def train(members: World, name: str, *more: str, resume: bool = False) -> Path:
+        script.train(config.load(None, [*words, f"run.name={name}", *more]), members, resume=resume, dry_run=False)
+        return folder / "runs" / name
+
+    train(world, "together", "train.steps=5", f"plan.shares={shares}")
+    if world.rank == 0:
+        train(World(), "together", "train.steps=7", resume=True)
+    world.gather_text("moved")
+    run = train(world, "together", "train.steps=14", f"plan.shares={shares[::-1]}", resume=True)
+    alone = train(World(), f"alone{world.rank}", "train.steps=14")
+    world.gather_text("finished")
+    assert difference(alone, run) <= 1e-5
+    epochs = rows_of_epochs(run)
+    assert epochs[0] == epochs[1] == list(range(45)), "an example was lost or repeated"
+    world.gather_text("checked")
+
+
+def test_sources_of_every_kind_are_found_in_one_order(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a/2.parquet", "a/1.jsonl.gz", ".hidden/x.jsonl", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    data = Data(train="-")
+    found = [str(path.relative_to(tmp_path)) for path in sources.files_of(str(tmp_path), data)]
+    assert found == ["a/1.jsonl.gz", "a/2.parquet", "b.jsonl"]
+    assert sources.files_of(str(tmp_path / "*.jsonl"), data) == [tmp_path / "b.jsonl"]
+    assert sources.files_of(str(tmp_path / "a" / "2.parquet"), data) == [tmp_path / "a" / "2.parquet"]
+    assert list(itertools.chain(sources.weights_of("x"), sources.weights_of({"y": 2}))) == ["x", "y"]
