@@ -41,7 +41,7 @@ train: setup
 	$(BIN)/python train.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 	$(BIN)/mpirun -n 2 $(MPI_PYTEST)
 	$(BIN)/mpirun -n 3 $(MPI_PYTEST)
 

@@ -7,9 +7,11 @@
 Peers: unsloth (unsloth_zoo's MLXDPOTrainer; it is gated to Apple silicon, so here it is told that it runs there),
 mlx-lm-lora, and TRL (PyTorch), each in its best setting: reference log-probabilities computed before training where it can,
 no gradient checkpointing, its own compilation. Environments are made once, below --environments; --here takes the running
-interpreter for all. Every MLX program gets the same BLAS. Every step trains the same batch, drawn at random in text that
+interpreter for all. Every MLX program gets the same BLAS, on a CPU with one thread and with one for every core, and Tandem
+also as one rank a core, as `mpirun -n` starts it: the best of each is what counts. Every step trains the same batch, drawn at random in text that
 all tokenise alike; LoRA of rank 8 on all seven projections starts from the same non-zero adapter, so that the first losses
-can be compared: more than 1 % apart (bfloat16: 5 %) is an error. The steps' medians count, over --rounds in turn.
+can be compared: more than 1 % apart (bfloat16: 5 %) is an error. The steps' medians count, over --rounds in turn. The
+ceiling is this machine's measured matmul rate over the fewest operations that a pair takes.
 
 The last line is one JSON object: rows, and our pairs/s over each peer's, best batch of each.
 """
@@ -66,6 +68,8 @@ def main() -> int:
         peer: sys.executable if options.here or peer == "tandem" else environment(peer, options)
         for peer in options.peers
     }
+    gflops = matmul_gflops()
+    print(f"matmul: {gflops:,.0f} GFLOP/s", flush=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="peers-") as name:
         for shape in options.shapes:
@@ -73,7 +77,7 @@ def main() -> int:
                 for batch_size in options.batch_sizes:
                     inputs = Path(name, f"{shape}-{lengths}-{batch_size}")
                     write_inputs(inputs, shape, lengths, batch_size, options)
-                    rows += compare(inputs, shape, lengths, batch_size, peers, options)
+                    rows += compare(inputs, shape, lengths, batch_size, peers, gflops, options)
     ratios = ratios_of(rows)
     for what, ratio in ratios.items():
         print(f"{what}: {ratio:.2f}")
@@ -89,27 +93,39 @@ def main() -> int:
 
 
 def compare(
-    inputs: Path, shape: str, lengths: str, batch_size: int, peers: dict[str, str], options: argparse.Namespace
+    inputs: Path,
+    shape: str,
+    lengths: str,
+    batch_size: int,
+    peers: dict[str, str],
+    gflops: float,
+    options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Every peer in turn, `--rounds` times; a row each, printed."""
-    results: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
+    """Every peer in each of its settings in turn, `--rounds` times; a row each, printed."""
+    results: dict[tuple[str, int, int], list[dict[str, Any]]] = {
+        (peer, threads, ranks): [] for peer in peers for threads, ranks in settings_of(peer, batch_size, options)
+    }
     for _ in range(options.rounds):
-        for peer, python in peers.items():
-            results[peer].append(run(peer, python, inputs, batch_size, options))
+        for (peer, threads, ranks), runs in results.items():
+            runs.append(run(peer, peers[peer], inputs, batch_size, threads, ranks, options))
     prompt, completion = map(int, lengths.split("+"))
+    ceiling = gflops * 1e9 / least_flops(json.loads((inputs / "model/config.json").read_text()), prompt, completion)
     rows = []
-    for peer, runs in results.items():
+    for (peer, threads, ranks), runs in results.items():
         row: dict[str, Any] = {
             "peer": peer,
             "shape": shape,
             "prompt": prompt,
             "completion": completion,
             "batch_size": batch_size,
+            "blas_threads": threads,
+            "ranks": ranks,
         }
+        how = f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {ranks} x {threads}"
         faults = [run["error"] for run in runs if "error" in run]
         if faults:
             rows.append(row | {"error": faults[0], "pairs_per_second": None, "peak_memory_bytes": None})
-            print(f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {faults[0]}", flush=True)
+            print(f"{how} {faults[0]}", flush=True)
             continue
         seconds = float(np.median([second for run in runs for second in run["step_seconds"]]))
         row |= {
@@ -117,10 +133,11 @@ def compare(
             "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
             "step_seconds": seconds,
             "first_loss": runs[0]["first_loss"],
+            "ceiling_share": batch_size / seconds / ceiling,
         }
         rows.append(row)
         print(
-            f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {row['pairs_per_second']:8.2f} pairs/s "
+            f"{how} {row['pairs_per_second']:8.2f} pairs/s {row['ceiling_share']:5.0%} of the ceiling "
             f"{row['peak_memory_bytes'] / 2**30:7.2f} GiB   first loss {row['first_loss']:.4f}",
             flush=True,
         )
@@ -131,31 +148,60 @@ def compare(
     return rows
 
 
-def run(peer: str, python: str, inputs: Path, batch_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One peer's run in a process of its own."""
-    command = [
-        python,
-        str(Path(__file__).resolve()),
-        "--worker",
-        peer,
-        "--inputs",
-        str(inputs),
-        "--steps",
-        str(options.steps),
-    ]
-    command += ["--batch-sizes", str(batch_size), "--dtype", options.dtype, "--seed", str(options.seed)]
+def settings_of(peer: str, batch_size: int, options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(threads of the BLAS, ranks) that a peer is tried with."""
+    if options.cores == 1 or peer == "trl":  # PyTorch has threads of its own
+        return [(1, 1)]
+    ways = [(1, 1), (options.cores, 1)]
+    return [*ways, (1, options.cores)] if peer == "tandem" and batch_size >= options.cores else ways
+
+
+def run(
+    peer: str, python: str, inputs: Path, batch_size: int, threads: int, ranks: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One peer's run in a process of its own, or of several ranks."""
+    from lib import runtime
+
+    mpirun = [str(runtime.mpirun_path()), "-n", str(ranks), "--bind-to", "core"] if ranks > 1 else []
+    command = [*mpirun, python, str(Path(__file__).resolve()), "--worker", peer, "--inputs", str(inputs)]
+    command += ["--steps", str(options.steps), "--batch-sizes", str(batch_size)]
+    command += ["--dtype", options.dtype, "--seed", str(options.seed)]
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory(prefix="peer-") as folder:
         try:
             done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=options.limit, check=False
+                command, cwd=folder, env=variables, capture_output=True, text=True, timeout=options.limit, check=False
             )
         except subprocess.TimeoutExpired:
             return {"error": f"took more than {options.limit} s (--limit)"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         return {"error": f"ended with status {done.returncode}: {lines[-1][:160]}"}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"first_loss"')]
+    return {**answers[0], "peak_memory_bytes": sum(answer["peak_memory_bytes"] for answer in answers)}
+
+
+def least_flops(config: dict[str, Any], prompt: int, completion: int) -> float:
+    """Of a pair with LoRA: forward and backward by the activations of every frozen product, a prompt's tokens once.
+
+    The head for the completions alone; attention to what is behind each token, twice as much backward as forward.
+    """
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    kv_width = hidden // heads * config["num_key_value_heads"]
+    block = 2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * config["intermediate_size"]
+    tokens = prompt + 2 * completion
+    attended = prompt * prompt / 2 + 2 * completion * (prompt + completion / 2)
+    products = layers * block * tokens + hidden * config["vocab_size"] * 2 * completion
+    return 4.0 * products + 3 * 4.0 * hidden * attended * layers
+
+
+def matmul_gflops() -> float:
+    """What benchmarks/calibrate.py would put down for this machine, with all cores."""
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": str(os.cpu_count())}
+    request = json.dumps({"kind": "machine", "seconds": 6.0})
+    command = [sys.executable, str(ROOT / "benchmarks" / "probe.py"), request]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["gflops"])
 
 
 def environment(peer: str, options: argparse.Namespace) -> str:
@@ -267,9 +313,10 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
     import contextlib
 
     import train
+    from lib import runtime
     from lib.performance import read_records
 
-    batch = options.batch_sizes[0]
+    batch, ranks = options.batch_sizes[0], runtime.launch_environment().size
     words = [
         f"model.path={options.inputs / 'model'}",
         f"model.reference={options.inputs / 'model'}",
@@ -284,7 +331,7 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
     words += [
         "data.max_length=4096",
         f"train.global_batch_size={batch}",
-        f"plan.micro_batch_sizes=[{batch}]",
+        f"plan.micro_batch_sizes={[-(-batch // ranks)] * ranks}",
         f"train.steps={options.steps}",
     ]
     words += [
@@ -294,12 +341,14 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
         f"checkpoint.every={options.steps}",
         "run.name=ours",
     ]
+    # Every rank writes the same.
     Path("peers.yaml").write_text("model: {path: overruled}\ndata: {train: overruled}\n")
     with contextlib.redirect_stdout(sys.stderr):
         status = train.main(["--config", "peers.yaml", *words])
     if status:
         raise SystemExit(status)
-    steps = [record for record in read_records(Path("runs/ours/logs/rank-000.jsonl")) if record["kind"] == "step"]
+    log = Path(f"runs/ours/logs/rank-{runtime.launch_environment().rank:03d}.jsonl")
+    steps = [record for record in read_records(log) if record["kind"] == "step"]
     return result_of(steps[0]["loss"], [record["time"] for record in steps], max(r["peak_memory_bytes"] for r in steps))
 
 
@@ -500,6 +549,7 @@ def ratios_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Each peer's best setting, and its share of the matmul ceiling."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -507,21 +557,28 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     cases = list(dict.fromkeys((r["shape"], r["prompt"], r["completion"], r["batch_size"]) for r in rows))
     peers = list(dict.fromkeys(r["peer"] for r in rows))
+    best: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        key = row["peer"], row["shape"], row["prompt"], row["completion"], row["batch_size"]
+        if (
+            row["pairs_per_second"]
+            and row["pairs_per_second"] > best.get(key, row | {"pairs_per_second": 0})["pairs_per_second"]
+        ):
+            best[key] = row
     figure, axes = plt.subplots(figsize=(1.5 + 1.6 * len(cases), 4), layout="constrained")
     for i, peer in enumerate(peers):
-        of = {
-            (r["shape"], r["prompt"], r["completion"], r["batch_size"]): r["pairs_per_second"] or 0.0
-            for r in rows
-            if r["peer"] == peer
-        }
-        axes.bar(
+        of = [best.get((peer, *case)) for case in cases]
+        bars = axes.bar(
             np.arange(len(cases)) + 0.8 * i / len(peers),
-            [of.get(case, 0.0) for case in cases],
+            [row["pairs_per_second"] if row else 0.0 for row in of],
             0.8 / len(peers),
             label=peer,
         )
-    axes.set_xticks(np.arange(len(cases)) + 0.3, [f"{shape}\n{p}+{c}\nbatch {b}" for shape, p, c, b in cases])
-    axes.set_ylabel("pairs/s")
+        axes.bar_label(bars, [f"{row['ceiling_share']:.0%}" if row else "" for row in of], fontsize=8)
+    axes.set_xticks(
+        np.arange(len(cases)) + 0.4 - 0.4 / len(peers), [f"{shape}\n{p}+{c}\nbatch {b}" for shape, p, c, b in cases]
+    )
+    axes.set_ylabel("pairs/s (on the bars: share of the matmul ceiling)")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     print(f"picture: {path}")
@@ -536,6 +593,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=9, help="of a run, the first three of which do not count")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cores", type=int, help="most threads of the BLAS, and ranks of Tandem; on a GPU 1")
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="most seconds of one run")
     parser.add_argument("--environments", type=Path, default=ROOT / ".peers")
     parser.add_argument("--torch", default="torch", metavar="SPEC", help="what pip installs for TRL, e.g. a CPU build")
@@ -553,6 +611,8 @@ def parse() -> argparse.Namespace:
         from lib import runtime
 
         runtime.prepare()
+    if options.cores is None:
+        options.cores = 1 if options.dtype == "bfloat16" or sys.platform == "darwin" else len(os.sched_getaffinity(0))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return options
 
