@@ -30,65 +30,51 @@ from lib.heartbeat import ADDRESS, SECONDS, agent_folder
 
 CHUNK_BYTES = 2**16
 LINE_BYTES = 2**26  # of the launcher's words
+PROBE_SECONDS = 1.5  # for another host to take a connection
 
 
-class Agent:
-    """The ranks of this host."""
+class Ranks:
+    """The ranks of this host, started once."""
 
-    def __init__(self, writer: asyncio.StreamWriter):
-        self.writer = writer
+    def __init__(self, writer: asyncio.StreamWriter, address: str):
+        self.writer, self.address = writer, address
         self.typed_all = asyncio.Event()
         self.processes: dict[int | None, asyncio.subprocess.Process] = {}  # None: mpirun
         self.pids: dict[int, int] = {}  # of every rank of this host, whoever started it
-        self.folder: Path | None = None
+        self.folder = Path(agent_folder())
+        self.folder.mkdir(mode=0o700)
         self.tasks: set[asyncio.Future[None]] = set()
-        self.heard = time.monotonic()
-        self.silent_seconds = 60.0
         self.typed: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's input
 
     def say(self, kind: str, **fields: Any) -> None:
-        self.writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+        """With the start that it is about: of an earlier one the launcher wants to hear no more."""
+        _say(self.writer, kind, start=self.address, **fields)
+
+    async def listen(self, files: dict[str, str]) -> None:
+        """Writes what the ranks read, and hears what they say of themselves."""
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
+        self.server = await asyncio.start_unix_server(self._accept, self.folder / "agent", limit=LINE_BYTES)
 
     async def start(
         self,
-        address: str,
-        processes: list[dict[str, Any]],
-        files: dict[str, str],
+        rank: int | None,
+        command: list[str],
+        environment: dict[str, str],
         directory: str,
-        silent_seconds: float,
-        nice: int | None,
-        awake: bool,
+        spare: asyncio.subprocess.Process | None,
     ) -> None:
-        """Starts processes, after writing the `files` that they read into this agent's folder."""
-        self.silent_seconds = silent_seconds
-        if nice is not None:
-            self._be_nice(nice)
-        if awake and sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
-            subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
-        # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
-        os.environ.update({ADDRESS: address, "PRTE_MCA_prte_tmpdir_base": address})
-        self.folder = Path(agent_folder())
-        self.folder.mkdir(mode=0o700)
-        for name, text in files.items():
-            (self.folder / name).write_text(text)
-        await asyncio.start_unix_server(self._accept, self.folder / "agent", limit=LINE_BYTES)
-        for process in processes:
-            await self._start_process(process["rank"], process["command"], process["environment"], directory)
-
-    async def _start_process(
-        self, rank: int | None, command: list[str], environment: dict[str, str], directory: str
-    ) -> None:
+        """Starts a process, or gives its work to a spare one."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**os.environ, **environment},
-                cwd=directory,
-                start_new_session=True,  # its children are ended with it
-                limit=LINE_BYTES,
-            )
+            if spare is not None:
+                process = spare
+                assert process.stdin is not None
+                work = {"command": command[1:], "environment": {**environment, ADDRESS: self.address}}
+                process.stdin.write(json.dumps(work).encode() + b"\n")
+                if rank != 0:
+                    process.stdin.close()
+            else:
+                process = await _open(command, environment, directory, rank == 0)
         except OSError as error:
             self.say("output", rank=rank, stream="stderr", text=f"{command[0]}: {error.strerror}")
             self.say("exit", rank=rank, status=127)
@@ -96,7 +82,7 @@ class Agent:
         self.processes[rank] = process
         if rank is not None:
             self.pids[rank] = process.pid
-        if process.stdin is not None:
+        if rank == 0 and process.stdin is not None:
             self.typed.set_result(process.stdin)
         assert process.stdout is not None and process.stderr is not None
         relays = [self._relay(process.stdout, rank, "stdout"), self._relay(process.stderr, rank, "stderr")]
@@ -143,14 +129,6 @@ class Agent:
         finally:
             writer.close()
 
-    async def watch(self) -> None:
-        """Tells that this host lives, and which of its ranks are stopped or gone; ends them if the launcher is silent."""
-        while True:
-            self.say("alive", states={rank: _state(pid) for rank, pid in self.pids.items()})
-            await asyncio.sleep(SECONDS)
-            if time.monotonic() - self.heard > self.silent_seconds:
-                return
-
     async def end(self, number: int, grace_seconds: float) -> None:
         """Signals every rank, and kills what is left after the grace. mpirun is told first: it ends its ranks itself."""
         for rank, process in self.processes.items():
@@ -180,22 +158,135 @@ class Agent:
                 await writer.drain()
         self.say("typed")
 
+    def clear(self) -> None:
+        """Removes what was written for them."""
+        self.server.close()
+        for folder in (self.folder, self.address):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _task(self, work: Any) -> asyncio.Future[None]:
+        """Work that is done before the launcher hears that all has ended."""
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+
+class Agent:
+    """What the launcher can ask of this host: a start of its ranks and their end, as often as it likes."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
+        self.ranks: Ranks | None = None
+        self.spares: dict[int, asyncio.subprocess.Process] = {}  # by place among this host's ranks
+        self.preparing: asyncio.Future[None] | None = None
+        self.listener: asyncio.Server | None = None
+        self.heard = time.monotonic()
+        self.silent_seconds = 60.0
+
+    async def start(
+        self,
+        address: str,
+        processes: list[dict[str, Any]],
+        files: dict[str, str],
+        directory: str,
+        silent_seconds: float,
+        nice: int | None,
+        awake: bool,
+    ) -> None:
+        """Starts processes, after writing the `files` that they read into a folder of their own."""
+        self._stop_listening()
+        if self.ranks is None:
+            if nice is not None:
+                self._be_nice(nice)
+            if awake and sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
+                subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
+        else:
+            self.ranks.clear()
+        self.silent_seconds = silent_seconds
+        # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
+        os.environ.update({ADDRESS: address, "PRTE_MCA_prte_tmpdir_base": address})
+        self.ranks = Ranks(self.writer, address)
+        await self.ranks.listen(files)
+        for place, process in enumerate(processes):
+            spare = self.spares.pop(place, None)
+            if spare is not None and spare.returncode is not None:
+                spare = None
+            await self.ranks.start(process["rank"], process["command"], process["environment"], directory, spare)
+
+    async def prepare(self, processes: list[dict[str, Any]], directory: str) -> None:
+        """Has a process ready for each that may be started later: all is imported, and it waits for its command."""
+        for place, process in enumerate(processes):
+            if place in self.spares and self.spares[place].returncode is None:
+                continue
+            spare = await _open([process["command"][0], "-m", "lib.spare"], process["environment"], directory, True)
+            try:
+                assert spare.stdout is not None
+                if await spare.stdout.readline() == b"ready\n":
+                    self.spares[place] = spare
+            finally:
+                if self.spares.get(place) is not spare:
+                    _signal_group(spare.pid, signal.SIGKILL)
+
+    async def answer(self, question: str, **words: Any) -> Any:
+        """What the launcher wants to know: whether spares are ready, or how the network is."""
+        if question == "prepare":
+            if self.preparing is None or self.preparing.done():
+                self.preparing = asyncio.ensure_future(self.prepare(**words))
+            await self.preparing
+            return len(self.spares)
+        if question == "listen":  # at a port of the run's, which a firewall may refuse
+            self._stop_listening()
+            self.listener = await asyncio.start_server(lambda _, writer: writer.close(), port=words["port"])
+            return words["port"]
+        reached = asyncio.open_connection(words["address"], words["port"])
+        _, writer = await asyncio.wait_for(reached, PROBE_SECONDS)
+        writer.close()
+        return "reached"
+
+    def _stop_listening(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
+    async def watch(self) -> None:
+        """Tells that this host lives, and which of its ranks are stopped or gone; ends them if the launcher is silent."""
+        while True:
+            if self.ranks is not None:
+                self.ranks.say("alive", states={rank: _state(pid) for rank, pid in self.ranks.pids.items()})
+            await asyncio.sleep(SECONDS)
+            if time.monotonic() - self.heard > self.silent_seconds:
+                return
+
+    async def end(self, number: int, grace_seconds: float) -> None:
+        ranks = self.ranks
+        if ranks is None:
+            return
+        await ranks.end(number, grace_seconds)
+        if ranks.tasks:  # the last lines and exits are told before; who still holds a pipe open is not waited for
+            await asyncio.wait(ranks.tasks, timeout=1.0)
+        ranks.say("ended")
+
+    async def close(self) -> None:
+        """Leaves nothing behind."""
+        if self.preparing is not None:
+            self.preparing.cancel()
+            await asyncio.wait([self.preparing])
+        for spare in self.spares.values():
+            if spare.returncode is None:
+                _signal_group(spare.pid, signal.SIGKILL)
+        if self.ranks is not None:
+            await self.ranks.end(signal.SIGTERM, grace_seconds=1.0)
+            self.ranks.clear()
+
     def _be_nice(self, nice: int) -> None:
         try:
             os.setpriority(os.PRIO_PROCESS, 0, nice)
         except PermissionError:
             asked = ["sudo", "-n", "renice", "-n", str(nice), "-p", str(os.getpid())]
             if shutil.which("sudo") is None or subprocess.run(asked, capture_output=True).returncode:
-                self.say(
-                    "warning", text=f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
-                )
-
-    def _task(self, work: Any) -> asyncio.Future[None]:
-        """Work that is done before this agent says that all has ended."""
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+                told = f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
+                _say(self.writer, "warning", text=told)
 
 
 async def serve() -> None:
@@ -204,14 +295,25 @@ async def serve() -> None:
     reader = asyncio.StreamReader(limit=LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
-    agent = Agent(asyncio.StreamWriter(transport, protocol, None, loop))
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    agent = Agent(writer)
     for number in (signal.SIGINT, signal.SIGHUP):  # ssh is gone: so is the input
         loop.add_signal_handler(number, lambda: None)
     loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
-    agent.say("hello", host=socket.gethostname())
+    _say(writer, "hello", host=socket.gethostname())
 
-    typing: list[asyncio.Future[None]] = []
-    ending: list[asyncio.Future[None]] = []
+    under_way: set[asyncio.Future[None]] = set()
+
+    def meanwhile(work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+
+    async def answer(number: int, question: str, **words: Any) -> None:
+        try:
+            _say(writer, "answer", number=number, answer=await agent.answer(question, **words))
+        except (OSError, TimeoutError) as error:
+            _say(writer, "answer", number=number, error=str(error) or "timed out")
 
     async def obey() -> None:
         while line := await reader.readline():
@@ -220,27 +322,38 @@ async def serve() -> None:
             kind = words.pop("kind")
             if kind == "start":
                 await agent.start(**words)
-            elif kind == "typed":
-                typing.append(asyncio.ensure_future(agent.type(words["text"])))
+            elif kind == "ask":
+                meanwhile(answer(**words))
+            elif kind == "typed" and agent.ranks is not None:
+                meanwhile(agent.ranks.type(words["text"]))
             elif kind == "end":
-                ending.append(asyncio.ensure_future(_end(agent, **words)))
+                meanwhile(agent.end(**words))
 
     obeying, watching = asyncio.ensure_future(obey()), asyncio.ensure_future(agent.watch())
     try:
         await asyncio.wait({obeying, watching}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await agent.end(signal.SIGTERM, grace_seconds=1.0)
-        if agent.folder is not None:
-            for folder in (agent.folder, os.environ[ADDRESS]):
-                shutil.rmtree(folder, ignore_errors=True)
+        await agent.close()
         os._exit(0)  # the output may be a connection that nobody reads any more
 
 
-async def _end(agent: Agent, number: int, grace_seconds: float) -> None:
-    await agent.end(number, grace_seconds)
-    if agent.tasks:  # the last lines and exits are told before; who still holds a pipe open is not waited for
-        await asyncio.wait(agent.tasks, timeout=1.0)
-    agent.say("ended")
+def _say(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
+    writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+
+async def _open(
+    command: list[str], environment: dict[str, str], directory: str, has_input: bool
+) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+        cwd=directory,
+        start_new_session=True,  # its children are ended with it
+        limit=LINE_BYTES,
+    )
 
 
 def _state(pid: int) -> str:

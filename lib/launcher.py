@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from lib import config as settings
-from lib import hostfile, jobfile, preflight
+from lib import hostfile, jobfile, preflight, ranks
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
-from lib.ranks import ROOT, Attempt, Console, Launching, as_command, connect, is_this_machine
+from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
-LOOK_OUT_SECONDS = 5.0  # between looks for a host that is missing
+LOOK_OUT_SECONDS = 2.0  # between looks for a host that is missing
 
 # Names that people set and that nothing reads, with what does what they hope for.
 FOLKLORE = {
@@ -67,69 +67,98 @@ async def supervise(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, interrupts.put_nowait, int(number))
-    attempt = Attempt(launching, console, here)
+    links: dict[str, Link] = {}  # an agent that is there need not be reached again
+    attempt = Attempt(launching, console, here, links, spares=max_restarts > 0)
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts = launching.hosts, launching.hosts, None, 1, 0
-    while True:
-        missing = tuple(host for host in everyone if host not in hosts)
-        looking = asyncio.ensure_future(_look_out(launching, missing, attempt.back)) if missing else None
-        outcome = await attempt.go(interrupts)
-        if looking is not None:
-            looking.cancel()
-        run = outcome.run or run
-        if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
-            return outcome.status
-        broken = time.monotonic()
-        if not outcome.rejoined:
-            if outcome.status == 2 or restarts >= max_restarts:  # 2: the user's input is wrong, and stays so
-                return outcome.status
-            restarts += 1
-        # Those that were there first: the checkpoints of the others may be older.
-        in_order = (*hosts, *(host for host in everyone if host not in hosts))
-        hosts = await _answering(launching, in_order, restart_with == "all", interrupts)
-        if outcome.fault is not None and outcome.fault.kind in ("wedged", "late") and len(hosts) > 1:
-            hosts = await preflight.connected(replace(launching, hosts=hosts))
-        if not interrupts.empty():
-            return 128 + interrupts.get_nowait()
-        if not hosts:
-            console.note("no host answers; " + (f"go on later by --resume {run}" if run else "nothing was saved"))
-            return outcome.status
-        starts += 1
-        without = [host.name for host in everyone if host not in hosts]
-        command = resumed(launching.command, run, hosts == everyone) if run else launching.command
-        console.note(
-            f"start {starts}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
-            + (f" (without {', '.join(without)})" if without else "")
-            + (f", from the last checkpoint of {run}" if run else "")
-        )
-        attempt = Attempt(replace(launching, hosts=hosts, command=command), console)
-
-
-async def _answers(launching: Launching, host: Host) -> bool:
     try:
-        link = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
-    except (TimeoutError, ConnectionError):
-        return False
-    await link.close()
-    return True
+        while True:
+            missing = tuple(host for host in everyone if host not in hosts)
+            looking = asyncio.ensure_future(_look_out(attempt, missing)) if missing else None
+            outcome = await attempt.go(interrupts)
+            if looking is not None:
+                looking.cancel()
+                await asyncio.wait([looking])
+            run = outcome.run or run
+            if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
+                return outcome.status
+            broken = time.monotonic()
+            if not outcome.rejoined:
+                if outcome.status == 2 or restarts >= max_restarts:  # 2: the user's input is wrong, and stays so
+                    return outcome.status
+                restarts += 1
+            # Those that were there first: the checkpoints of the others may be older.
+            in_order = (*hosts, *(host for host in everyone if host not in hosts))
+            hosts = await _answering(launching, links, in_order, restart_with == "all", interrupts)
+            if outcome.fault is not None and outcome.fault.kind in ("wedged", "late") and len(hosts) > 1:
+                hosts = await ranks.reach_each_other(launching, links, hosts)
+            if not interrupts.empty():
+                return 128 + interrupts.get_nowait()
+            if not hosts:
+                console.note("no host answers; " + (f"go on later by --resume {run}" if run else "nothing was saved"))
+                return outcome.status
+            starts += 1
+            without = [host.name for host in everyone if host not in hosts]
+            command = resumed(launching.command, run, hosts == everyone) if run else launching.command
+            console.note(
+                f"start {starts}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
+                + (f" (without {', '.join(without)})" if without else "")
+                + (f", from the last checkpoint of {run}" if run else "")
+            )
+            again = replace(launching, hosts=hosts, command=command)
+            attempt = Attempt(again, console, links=links, spares=restarts < max_restarts)
+    finally:
+        await asyncio.gather(*(link.close() for link in links.values()))
+
+
+async def _reach(launching: Launching, links: dict[str, Link], host: Host) -> bool:
+    """Whether a host answers; its agent then is among the links."""
+    if host.name not in links or links[host.name].closed:
+        try:
+            links[host.name] = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
+        except (TimeoutError, ConnectionError):
+            links.pop(host.name, None)
+    return host.name in links
 
 
 async def _answering(
-    launching: Launching, hosts: tuple[Host, ...], all_of_them: bool, interrupts: asyncio.Queue[int]
+    launching: Launching,
+    links: dict[str, Link],
+    hosts: tuple[Host, ...],
+    all_of_them: bool,
+    interrupts: asyncio.Queue[int],
 ) -> tuple[Host, ...]:
     """The hosts that answer, in their order; where all are wanted, waits until they do (or for an interrupt)."""
+    connected = tuple(host for host in hosts if host.name in links and not links[host.name].closed)
+    if connected and not all_of_them:  # a host that does not answer at once is taken in when it is back
+        return connected
     while True:
-        answered = await asyncio.gather(*(_answers(launching, host) for host in hosts))
+        answered = await asyncio.gather(*(_reach(launching, links, host) for host in hosts))
         if not all_of_them or all(answered) or not interrupts.empty():
             return tuple(host for host, there in zip(hosts, answered, strict=True) if there)
         await asyncio.sleep(1)
 
 
-async def _look_out(launching: Launching, missing: tuple[Host, ...], back: asyncio.Event) -> None:
-    """Says when one of the missing hosts answers again."""
-    while not any(await asyncio.gather(*(_answers(launching, host) for host in missing))):
+async def _look_out(attempt: Attempt, missing: tuple[Host, ...]) -> None:
+    """Says when one of the missing hosts could take part again, with processes that are ready for it.
+
+    It has to take connections at the run's ports, too, from a host that trains.
+    """
+    launching, links = attempt.launching, attempt.links
+    port = launching.starting_port + launching.size  # beyond those where ranks listen now
+    while True:
+        for host in missing:
+            link = None
+            with contextlib.suppress(ConnectionError, TimeoutError, UserError):
+                link = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
+                await link.ask("listen", ANSWER_SECONDS, port=port)
+                address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, host)
+                await links[launching.hosts[0].name].ask("probe", ANSWER_SECONDS, address=address, port=port)
+                await ranks.prepared(launching, link, host)
+                links[host.name] = link
+                attempt.back.set()
+                return
         await asyncio.sleep(LOOK_OUT_SECONDS)
-    back.set()
 
 
 def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:
@@ -141,11 +170,11 @@ def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:
                 piece = os.read(0, 2**16)
             except OSError:
                 piece = b""
-            while not attempt().links:
+            while not attempt().takes_input:
                 time.sleep(0.05)
             now, text = attempt(), base64.b64encode(piece).decode() if piece else None
             now.typed.clear()
-            loop.call_soon_threadsafe(functools.partial(now.links[0].send, "typed", text=text))
+            loop.call_soon_threadsafe(functools.partial(now.type, text=text))
             if not piece:
                 return
             now.typed.wait()

@@ -621,26 +621,6 @@ async def examine(
     return findings
 
 
-async def connected(launching: Launching) -> tuple[Host, ...]:
-    """The hosts that answer and reach each other at the ports of the run: as many of the first ones as go together."""
-    nothing = {**asdict(Needs()), "rdma": False, "ports": [], "ssh_to": []}
-    hosts = launching.hosts
-    conversations = await asyncio.gather(*(_ask(launching, host, nothing) for host in hosts))
-    speakers = {host.name: process for host, (process, _) in zip(hosts, conversations, strict=True) if process}
-    reached = [host for host in hosts if host.name in speakers]
-    try:
-        links = await _measure_links(launching, reached, speakers, _ports(launching))
-    finally:
-        for process in speakers.values():
-            ranks.kill(process)
-            await process.wait()
-    kept: list[Host] = []
-    for host in reached:
-        if all("error" not in links[other.name, host.name] for other in kept):
-            kept.append(host)
-    return tuple(kept)
-
-
 async def _ask(
     launching: Launching, host: Host, request: Mapping[str, Any]
 ) -> tuple[asyncio.subprocess.Process | None, dict[str, Any] | Finding]:

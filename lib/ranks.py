@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import json
 import os
 import queue
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,14 @@ from lib.hostfile import Host
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = (36, 33, 35, 32, 34, 31)
-TICK_SECONDS = 0.25
+TICK_SECONDS = 0.1
 PING_SECONDS = 1.0
 CONNECT_SECONDS = 10
 END_SECONDS = 2.0  # between asking a rank to end and killing it
 FAULT_END_SECONDS = 0.5  # the same where the world is broken: nothing that a rank could still do will last
 SETTLE_SECONDS = 0.5  # after a death, for the others to tell why they end
+PREPARE_SECONDS = 60.0  # for a process to import everything
+PROBE_LIMIT_SECONDS = 3.0  # for an agent to tell whether another host takes connections
 LINE_BYTES = 2**26
 
 
@@ -159,16 +163,36 @@ def as_command(launching: Launching) -> list[str]:
 
 
 class Link:
-    """The connection to one host's agent."""
+    """The connection to one host's agent; it lasts over many starts."""
 
     def __init__(self, host: Host, process: asyncio.subprocess.Process, machine: str):
         self.process = process
         self.name, self.machine = host.name, machine  # what we call it, and what it calls itself
-        self.ended = asyncio.Event()
+        self.closed = False
+        self.hear: Callable[[str, dict[str, Any]], None] = lambda kind, words: None
+        self.questions: dict[int, asyncio.Future[Any]] = {}
+        self.numbers = itertools.count()
+        self.tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._ping())]
 
     def send(self, kind: str, **fields: Any) -> None:
         if self.process.stdin is not None and not self.process.stdin.is_closing():
             self.process.stdin.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+    async def ask(self, question: str, limit_seconds: float, **fields: Any) -> Any:
+        """The agent's answer.
+
+        Raises:
+            ConnectionError: there is none, or a refusal.
+        """
+        number, answer = next(self.numbers), asyncio.get_running_loop().create_future()
+        self.questions[number] = answer
+        self.send("ask", question=question, number=number, **fields)
+        try:
+            return await asyncio.wait_for(answer, 0.0 if self.closed else limit_seconds)
+        except TimeoutError:
+            raise ConnectionError(f"{self.name}: no answer") from None
+        finally:
+            self.questions.pop(number, None)
 
     async def close(self) -> None:
         """Ends the agent, which ends whatever it started."""
@@ -179,6 +203,29 @@ class Link:
         except TimeoutError:
             kill(self.process)
             await self.process.wait()
+        for task in self.tasks:
+            task.cancel()
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            words = json.loads(line)
+            kind = words.pop("kind")
+            if kind != "answer":
+                self.hear(kind, words)
+            elif (answer := self.questions.get(words["number"])) is not None and not answer.done():
+                if "error" in words:
+                    answer.set_exception(ConnectionError(f"{self.name}: {words['error']}"))
+                else:
+                    answer.set_result(words["answer"])
+        self.closed = True
+        self.hear("closed", {})
+
+    async def _ping(self) -> None:
+        """An agent that hears nothing for too long ends its ranks."""
+        while not self.closed:
+            self.send("ping")
+            await asyncio.sleep(PING_SECONDS)
 
 
 def agent_words(launching: Launching, host: Host) -> list[str]:
@@ -295,25 +342,43 @@ class Quiet(Console):
 class Attempt:
     """All ranks, started once."""
 
-    def __init__(self, launching: Launching, console: Console, here: Host | None = None):
-        """here: the only host whose ranks are started, where people start the others."""
+    def __init__(
+        self,
+        launching: Launching,
+        console: Console,
+        here: Host | None = None,
+        links: dict[str, Link] | None = None,
+        spares: bool = False,
+    ):
+        """Says what is to be started, and how.
+
+        Args:
+            here: the only host whose ranks are started, where people start the others.
+            links: agents that are there from an earlier attempt, by host; those that answer are there for the next one.
+                By default all are ended with this one.
+            spares: whether the hosts get processes ready for another attempt.
+        """
         self.launching, self.console = launching, console
         self.hosts_to_start = [here] if here else list(launching.hosts)
-        self.links: list[Link] = []
+        self.links: dict[str, Link] = {} if links is None else links
+        self.keeps_links, self.spares = links is not None, spares
+        self.address = ""
         self.hosts: dict[str, watch.HostSeen] = {}
         self.ranks: dict[int, watch.RankSeen] = {}
+        self.ended: dict[str, asyncio.Event] = {}
         self.first: int = -1 if launching.backend == "mpi" else 0
         self.run: str | None = None
         self.checkpoint: int | None = None
         self.back = asyncio.Event()  # a host that was missing could take part again
         self.named: set[int] = set()
         self.typed = threading.Event()
+        self.takes_input = False
+        self.asked: list[asyncio.Future[Any]] = []
 
     async def go(self, interrupts: asyncio.Queue[int]) -> Outcome:
         """Starts, watches, and ends all ranks."""
-        reaching = asyncio.gather(
-            *(connect(self.launching, host) for host in self.hosts_to_start), return_exceptions=True
-        )
+        new = [host for host in self.hosts_to_start if host.name not in self.links]
+        reaching = asyncio.gather(*(connect(self.launching, host) for host in new), return_exceptions=True)
         interrupt = asyncio.ensure_future(interrupts.get())
         early: set[asyncio.Future[Any]] = {reaching, interrupt}
         await asyncio.wait(early, return_when=asyncio.FIRST_COMPLETED)
@@ -323,39 +388,40 @@ class Attempt:
             return Outcome(128 + interrupt.result(), interrupted=True)
         interrupt.cancel()
         reached = reaching.result()
-        self.links = [link for link in reached if isinstance(link, Link)]
+        self.links.update({link.name: link for link in reached if isinstance(link, Link)})
         failed = [str(error) for error in reached if isinstance(error, BaseException)]
-        readers = [asyncio.ensure_future(self._read(link)) for link in self.links]
         try:
             if failed:
-                unreached = {host.name for host in self.hosts_to_start} - {link.name for link in self.links}
-                fault = watch.Fault("lost", "; ".join(failed), tuple(unreached))
+                fault = watch.Fault("lost", "; ".join(failed), tuple({host.name for host in new} - self.links.keys()))
                 self._tell(fault)
                 return Outcome(1, fault)
             self._start()
             return await self._watch(interrupts)
         finally:
-            await asyncio.gather(*(link.close() for link in self.links))
-            for reader in readers:
-                reader.cancel()
+            for asked in self.asked:
+                asked.cancel()
+            if not self.keeps_links:
+                await asyncio.gather(*(link.close() for link in self.links.values()))
 
     def _start(self) -> None:
         # Not in TMPDIR, which may differ: mpirun's ranks look for their host's agent where the first host has its own.
-        address = f"/tmp/tandem-{secrets.token_hex(8)}"
-        folders = {link.name: f"{address}-{link.machine}" for link in self.links}
+        self.address = f"/tmp/tandem-{secrets.token_hex(8)}"
+        folders = {link.name: f"{self.address}-{link.machine}" for link in self.links.values()}
         hosts = self.launching.hosts
         work = processes_of(self.launching, [folders.get(host.name, "") for host in hosts])
         of_host = dict(zip((host.name for host in hosts), work, strict=True))
         now = time.monotonic()
-        for link in self.links:
+        for link in self._own_links():
             processes, files = of_host[link.name]
-            self.hosts[link.name] = watch.HostSeen(link.name, now)
+            self.hosts[link.name] = watch.HostSeen(link.name, now, closed=link.closed)
+            self.ended[link.name] = asyncio.Event()
             for process in processes:
                 rank = self.first if process["rank"] is None else process["rank"]
                 self.ranks[rank] = watch.RankSeen(rank, link.name)
+            link.hear = functools.partial(self._hear, link.name)
             link.send(
                 "start",
-                address=address,
+                address=self.address,
                 processes=processes,
                 files=files,
                 directory=self.launching.directory,
@@ -363,16 +429,20 @@ class Attempt:
                 nice=self.launching.nice,
                 awake=True,
             )
+        self.takes_input = True
+
+    def _own_links(self) -> list[Link]:
+        return [self.links[host.name] for host in self.hosts_to_start if host.name in self.links]
+
+    def type(self, text: str | None) -> None:
+        """Hands input on to rank 0."""
+        self.links[self.launching.hosts[0].name].send("typed", text=text)
 
     async def _watch(self, interrupts: asyncio.Queue[int]) -> Outcome:
         limits = self.launching.silent_seconds, self.launching.wedged_seconds
-        pinged, checkpoint = 0.0, None
+        checkpoint = None
         while any(rank.status is None for rank in self._started()):
             now = time.monotonic()
-            if now - pinged > PING_SECONDS:
-                pinged = now
-                for link in self.links:
-                    link.send("ping")
             fault = watch.diagnose(now, self.hosts, list(self.ranks.values()), *limits)
             if fault is not None:
                 return await self._fail(fault, interrupts)
@@ -380,6 +450,11 @@ class Attempt:
                 if rank.rank not in self.named:
                     self.named.add(rank.rank)
                     self.console.note(f"rank {rank.rank} on {rank.host} lets the others wait")
+            if self.run is not None and self.spares and not self.asked:
+                self.asked = [
+                    asyncio.ensure_future(prepared(self.launching, self.links[host.name], host))
+                    for host in self.launching.hosts
+                ]
             if not self.back.is_set():
                 checkpoint = self.checkpoint
             elif self.checkpoint != checkpoint:
@@ -406,12 +481,19 @@ class Attempt:
                 await asyncio.sleep(0.02)
         status = self._worst() or 1
         self._tell(fault)
-        for link in self.links:
-            if link.name in fault.hosts and fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
-                self.hosts[link.name].closed = True
-                kill(link.process)
-        interrupted = await self._end(signal.SIGTERM, interrupts, FAULT_END_SECONDS)
+        if fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
+            for name in fault.hosts:
+                self._give_up(name)
+        # A stopped process hears no other signal.
+        number = signal.SIGKILL if fault.kind == "stopped" else signal.SIGTERM
+        interrupted = await self._end(number, interrupts, FAULT_END_SECONDS)
         return Outcome(status, fault, self.run, interrupted)
+
+    def _give_up(self, name: str) -> None:
+        self.hosts[name].closed = True
+        kill(self.links[name].process)
+        if self.keeps_links:
+            del self.links[name]
 
     def _tell(self, fault: watch.Fault) -> None:
         self.console.note(f"{fault.kind}: {fault.message}")
@@ -420,21 +502,25 @@ class Attempt:
         self, number: signal.Signals, interrupts: asyncio.Queue[int], grace_seconds: float = END_SECONDS
     ) -> bool:
         """Ends every rank on every host; an interrupt kills at once. Returns whether there was one."""
-        for link in self.links:
+        links = self._own_links()
+        for link in links:
             link.send("end", number=int(number), grace_seconds=grace_seconds)
-        alive = [link for link in self.links if not self.hosts[link.name].closed]
-        ended = asyncio.ensure_future(_all_set([link.ended for link in alive]))
+        alive = [self.ended[link.name] for link in links if not self.hosts[link.name].closed]
+        ended = asyncio.ensure_future(_all_set(alive))
         again = asyncio.ensure_future(interrupts.get())
         limit = grace_seconds + 1.0
         waits: set[asyncio.Future[Any]] = {ended, again}
         await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         interrupted = again.done()
         if interrupted:
-            for link in self.links:
+            for link in links:
                 link.send("end", number=int(signal.SIGKILL), grace_seconds=0.0)
             await asyncio.wait({ended}, timeout=1.0)
         again.cancel()
         ended.cancel()
+        for link in self._own_links() if self.keeps_links else []:
+            if link.closed or not self.ended[link.name].is_set():  # who does not answer is connected anew, if at all
+                self._give_up(link.name)
         return interrupted
 
     def _started(self) -> list[watch.RankSeen]:
@@ -444,32 +530,28 @@ class Attempt:
     def _worst(self) -> int:
         return max((watch.exit_status(rank.status or 0) for rank in self._started()), default=1)
 
-    async def _read(self, link: Link) -> None:
+    def _hear(self, host: str, kind: str, words: dict[str, Any]) -> None:
         """Takes in what a host's agent says."""
-        assert link.process.stdout is not None and link.process.stderr is not None
-        while line := await link.process.stdout.readline():
-            words = json.loads(line)
-            kind = words.pop("kind")
-            seen = self.hosts.get(link.name)
-            if seen is not None:
-                seen.heard = time.monotonic()
-            if kind == "output":
-                self.console.output(words["rank"], link.name, words["stream"], words["text"])
-            elif kind == "exit":
-                self.ranks[self.first if words["rank"] is None else words["rank"]].status = words["status"]
-            elif kind == "alive":
-                self._note_states(link.name, words["states"])
-            elif kind == "beat":
-                self._note_beat(link.name, words)
-            elif kind == "warning":
-                self.console.note(f"{link.name}: {words['text']}")
-            elif kind == "typed":
-                self.typed.set()
-            elif kind == "ended":
-                link.ended.set()
-        if link.name in self.hosts:
-            self.hosts[link.name].closed = True
-        link.ended.set()
+        self.hosts[host].heard = time.monotonic()
+        if kind == "output":
+            self.console.output(words["rank"], host, words["stream"], words["text"])
+        elif kind == "warning":
+            self.console.note(f"{host}: {words['text']}")
+        elif kind == "closed":
+            self.hosts[host].closed = True
+            self.ended[host].set()
+        elif words.pop("start", None) != self.address:
+            return  # of an earlier start
+        elif kind == "exit":
+            self.ranks[self.first if words["rank"] is None else words["rank"]].status = words["status"]
+        elif kind == "alive":
+            self._note_states(host, words["states"])
+        elif kind == "beat":
+            self._note_beat(host, words)
+        elif kind == "typed":
+            self.typed.set()
+        elif kind == "ended":
+            self.ended[host].set()
 
     def _note_states(self, host: str, states: dict[str, str]) -> None:
         for rank, state in states.items():
@@ -494,6 +576,46 @@ def kill(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
+
+
+async def prepared(launching: Launching, link: Link, host: Host) -> None:
+    """Has a host keep a process ready for each of its ranks. Those that mpirun starts cannot be kept."""
+    command = as_command(launching)
+    if launching.backend == "mpi" or len(command) < 2 or not command[1].endswith(".py"):
+        return
+    processes = []
+    for place in range(host.slots):
+        devices = {"CUDA_VISIBLE_DEVICES": str(place)} if launching.backend == "nccl" else {}
+        environment = {**devices, "PYTHONUNBUFFERED": "1", **launching.environment}
+        processes.append({"command": command, "environment": environment})
+    with contextlib.suppress(ConnectionError):
+        await link.ask("prepare", PREPARE_SECONDS, processes=processes, directory=launching.directory)
+
+
+async def reach_each_other(launching: Launching, links: Mapping[str, Link], hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """As many of the first hosts as take connections from each other at ports of the run, where no rank listens now."""
+
+    async def listen(place: int, host: Host) -> None:
+        await links[host.name].ask("listen", PROBE_LIMIT_SECONDS, port=launching.starting_port + place)
+
+    async def reaches(one: Host, place: int, other: Host) -> bool:
+        port = launching.starting_port + place
+        try:
+            address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other)
+            await links[one.name].ask("probe", PROBE_LIMIT_SECONDS, address=address, port=port)
+        except (ConnectionError, UserError):
+            return False
+        return True
+
+    await asyncio.gather(*(listen(place, host) for place, host in enumerate(hosts)), return_exceptions=True)
+    pairs = [(one, place, other) for place, other in enumerate(hosts) for one in hosts if one != other]
+    found = await asyncio.gather(*(reaches(*pair) for pair in pairs))
+    reached = {(one, other) for (one, _, other), does in zip(pairs, found, strict=True) if does}
+    kept: list[Host] = []
+    for host in hosts:
+        if all({(other, host), (host, other)} <= reached for other in kept):
+            kept.append(host)
+    return tuple(kept)
 
 
 async def _all_set(events: Sequence[asyncio.Event]) -> None:

@@ -14,7 +14,7 @@ FLOORS = [
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {"data", "streaming", "step", "batches", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger"}
     | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
-    {"evaluate", "report", "dashboard", "server", "gateway", "listener"},
+    {"evaluate", "report", "dashboard", "server", "gateway", "listener", "spare"},
 ]
 
 
