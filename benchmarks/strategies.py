@@ -1,7 +1,9 @@
 """How ranks may work together, on the quickstart's task: what each way learns, and what it sends.
 
-    python benchmarks/strategies.py                 five seeds, about an hour on two cores
+    python benchmarks/strategies.py                 five seeds, about two hours on two cores
     python benchmarks/strategies.py --quick         one seed, a third of the steps, a few merges: about two minutes
+    python benchmarks/strategies.py --results runs/strategies.jsonl --runs 4
+                                                    at most four runs more than that file has; the table is of all in it
 
 Two ranks of unequal shares (24 + 8 of 32 pairs) beside one: synchronous, also with compressed gradients, and independent
 with each merge, in one round and in eight. Exact match is that of greedy answers to 300 held-out sums; the KL is to the
@@ -41,47 +43,64 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--results", type=Path, help="file of the runs that are done: they are not done again")
+    parser.add_argument("--runs", type=int, help="most new runs of this call")
     options = parser.parse_args()
     began = time.perf_counter()
     batch = config.load(QUICKSTART).train.global_batch_size
     steps = 21 if options.quick else 63
     ways = ways_to_train(-(-steps // ROUNDS) * batch, options.quick)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    seeds = range(options.seed, options.seed + (1 if options.quick else options.seeds))
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.seed, options.seed + (1 if options.quick else options.seeds)):
-            for number, (name, words) in enumerate(ways.items()):
-                common = [
-                    f"train.seed={seed}",
-                    f"train.steps={steps}",
-                    f"run.dir={folder}",
-                    f"run.name=seed-{seed}-way-{number}",
-                ]
-                common += ["evaluate.samples=0", "evaluate.every=null", "checkpoint.every=1000"]
-                runs[name].append(run(1 if name == "single" else 2, [*common, *words]))
-                latest = runs[name][-1]
-                print(
-                    f"seed {seed}, {name}: exact match {latest['exact_match_after']:.1%}, kl {latest['kl']:.3f}, "
-                    f"{latest['bytes_sent']:,} bytes",
-                    flush=True,
-                )
-    rows = [summed_up(name, of_way, runs["synchronous"]) for name, of_way in runs.items()]
-    table = Table(title=f"{len(runs['single'])} seeds, {steps} steps of {batch} pairs; two ranks, {SHARES}")
-    for column in ("", "exact match", "lowest", "highest", "points from synchronous", "KL", "loss", "MB sent"):
+        results = options.results or Path(folder) / "results.jsonl"
+        wanted = [
+            (name, [f"train.steps={steps}", f"train.seed={seed}", *ways[name]]) for seed in seeds for name in ways
+        ]
+        done = finished(results)
+        missing = [(name, words) for name, words in wanted if json.dumps(words) not in done]
+        for number, (name, words) in enumerate(missing[: options.runs]):
+            common = [f"run.dir={folder}", f"run.name=run-{number}", "evaluate.samples=0", "evaluate.every=null"]
+            summary = run(1 if name == "single" else 2, [*common, "checkpoint.every=1000", *words])
+            done[json.dumps(words)] = summary
+            with results.open("a") as file:
+                file.write(json.dumps({"words": words, "summary": summary}) + "\n")
+            print(
+                f"{words[1]}, {name}: exact match {summary['exact_match_after']:.1%}, kl {summary['kl']:.3f}, "
+                f"{summary['bytes_sent']:,} bytes",
+                flush=True,
+            )
+    runs = {
+        name: {w[1]: done[json.dumps(w)] for n, w in wanted if n == name and json.dumps(w) in done} for name in ways
+    }
+    rows = [summed_up(name, of_way, runs["synchronous"]) for name, of_way in runs.items() if of_way]
+    table = Table(title=f"{steps} steps of {batch} pairs; two ranks, {SHARES}")
+    for column in ("", "seeds", "exact match", "lowest", "highest", "points from synchronous", "KL", "loss", "MB sent"):
         table.add_column(column, justify="right" if column else "left")
     for row in rows:
+        over = row["exact_match_over_synchronous"]
         table.add_row(
             row["way"],
+            str(row["seeds"]),
             f"{row['exact_match']:.1%}",
             f"{row['exact_match_lowest']:.1%}",
             f"{row['exact_match_highest']:.1%}",
-            f"{100 * row['exact_match_over_synchronous']:+.1f}",
+            "-" if over is None else f"{100 * over:+.1f}",
             f"{row['kl']:.3f}",
             f"{row['loss']:.4f}",
             f"{row['bytes_sent'] / 1e6:.3f}",
         )
     Console(width=140).print(table)
     seconds = time.perf_counter() - began
-    print(json.dumps({"seeds": len(runs["single"]), "steps": steps, "seconds": seconds, "ways": rows}))
+    left = len(wanted) - sum(map(len, runs.values()))
+    print(json.dumps({"steps": steps, "seconds": seconds, "runs_left": left, "ways": rows}))
+
+
+def finished(results: Path) -> dict[str, dict[str, Any]]:
+    """The summaries in a file of results, by what each run was started with."""
+    if not results.exists():
+        return {}
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    return {json.dumps(record["words"]): record["summary"] for record in records}
 
 
 def ways_to_train(pairs_per_round: int, quick: bool) -> dict[str, list[str]]:
@@ -100,20 +119,27 @@ def ways_to_train(pairs_per_round: int, quick: bool) -> dict[str, list[str]]:
     return ways
 
 
-def summed_up(name: str, runs: list[dict[str, Any]], synchronous: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds, and the range of what is learnt; of ranks that were never merged, the mean rank's."""
-    each = [[rank["exact_match"] for rank in one.get("ranks", [])] or [one["exact_match_after"]] for one in runs]
-    matches = [statistics.fmean(ranks) for ranks in each]
+def summed_up(name: str, runs: dict[str, dict[str, Any]], synchronous: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds, and the range of what is learnt; of ranks that were never merged, the mean rank's.
+
+    runs, synchronous: summaries by seed; compared are those of seeds that both have.
+    """
+    each = {
+        s: [r["exact_match"] for r in one.get("ranks", [])] or [one["exact_match_after"]] for s, one in runs.items()
+    }
+    over = [
+        statistics.fmean(each[seed]) - synchronous[seed]["exact_match_after"] for seed in runs if seed in synchronous
+    ]
     return {
         "way": name,
-        "exact_match": statistics.fmean(matches),
-        "exact_match_lowest": min(map(min, each)),
-        "exact_match_highest": max(map(max, each)),
-        "exact_match_over_synchronous": statistics.fmean(matches)
-        - statistics.fmean(one["exact_match_after"] for one in synchronous),
-        "kl": statistics.fmean(statistics.fmean(r["kl"] for r in one.get("ranks", [one])) for one in runs),
-        "loss": statistics.fmean(statistics.fmean(r["loss"] for r in one.get("ranks", [one])) for one in runs),
-        "bytes_sent": statistics.fmean(one["bytes_sent"] for one in runs),
+        "seeds": len(runs),
+        "exact_match": statistics.fmean(map(statistics.fmean, each.values())),
+        "exact_match_lowest": min(map(min, each.values())),
+        "exact_match_highest": max(map(max, each.values())),
+        "exact_match_over_synchronous": statistics.fmean(over) if over else None,
+        "kl": statistics.fmean(statistics.fmean(r["kl"] for r in one.get("ranks", [one])) for one in runs.values()),
+        "loss": statistics.fmean(statistics.fmean(r["loss"] for r in one.get("ranks", [one])) for one in runs.values()),
+        "bytes_sent": statistics.fmean(one["bytes_sent"] for one in runs.values()),
     }
 
 

@@ -366,7 +366,7 @@ class Config(_Section):
     data: Data
     train: Train = Train()
     strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
-    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges, `sharded` gives each a part of the model; `auto`: independent where a sync would cost 5 % of a step or more, else synchronous."""
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges, `sharded` gives each a part of the model; `auto`: sharded where the model does not fit every host; else independent where a sync would cost 5 % of a step or more, else synchronous."""
     plan: Plan = Plan()
     cost: Cost = Cost()
     sync: Sync = Sync()
@@ -490,6 +490,18 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         for fault in sorted(error.errors(), key=lambda fault: -len(fault["loc"])):
             furthest.setdefault(fault["loc"][:2], fault)
         raise UserError("; ".join(_explain(fault, origins, path) for fault in furthest.values())) from None
+
+
+def as_sharded(config: Config) -> Config:
+    """The same with strategy=sharded.
+
+    Raises:
+        UserError: a setting that this does not allow.
+    """
+    try:
+        return Config.model_validate({**config.model_dump(), "strategy": "sharded"})
+    except ValidationError as error:
+        raise UserError("; ".join(_explain(fault, {}, None) for fault in error.errors())) from None
 
 
 def resume(path: Path, overrides: list[str]) -> Config:

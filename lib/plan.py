@@ -9,15 +9,16 @@ b / tau_i(b).
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lib.calibration import MEMORY_HEADROOM, Curve, CurveChoice, CurveKey, HostCalibration, choose_curves
-from lib.config import Config, Sync, UserError
+from lib.config import Config, Sync, UserError, as_sharded
 from lib.division import Division, Shape, divide, rank_bytes
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
@@ -25,6 +26,14 @@ TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one s
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 FREE_SYNC = 0.05  # of a step: a sync that costs less is worth its exactness
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
+
+
+class TooLarge(UserError):
+    """A host's memory does not hold the model and one pair, which need so many bytes."""
+
+    def __init__(self, message: str, needed_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,10 @@ class Prediction:
 
     strategy: str
     hosts: tuple[str, ...]
-    step_seconds: float
-    efficiency: float  # over the sum of what all hosts of the run do alone
+    step_seconds: float | None  # None: it does not fit, or too little is measured
+    efficiency: float | None  # over the sum of what all hosts of the run do alone
     chosen: bool = False
-    memory_bytes: int | None = None  # the largest host's peak, where it was measured
+    memory_bytes: int | None = None  # the largest host's peak, as measured, or as weights and optimizer need at least
     bytes_per_step: float | None = None  # that each rank sends, on average
 
 
@@ -317,8 +326,7 @@ def plan_sharded(
     else:
         weights, reason = [1.0] * world_size, "divided equally: neither speed nor memory is known of every host"
 
-    # Full training keeps for every weight a gradient, its float32 sum and the two moments of an Adam.
-    per_weight = (4 + 3 * shape.other_bytes) / shape.weight_bytes if config.model.method == "full" else 0.0
+    per_weight = _training_bytes_per_byte(config, shape)
 
     def parts_of(division: Division) -> tuple[PartOfModel, ...]:
         sizes = [rank_bytes(shape, division, rank) for rank in range(world_size)]
@@ -372,6 +380,94 @@ def plan_sharded(
         curves=(None,) * world_size,
         division=division,
         parts=parts,
+    )
+
+
+def _training_bytes_per_byte(config: Config, shape: Shape) -> float:
+    """Full training keeps for every weight a gradient, its float32 sum and the two moments of an Adam."""
+    return (4 + 3 * shape.other_bytes) / shape.weight_bytes if config.model.method == "full" else 0.0
+
+
+def whole_bytes(config: Config, shape: Shape) -> int:
+    """What a host that keeps the whole model needs at least: all but activations."""
+    weights, others = rank_bytes(shape, divide(shape, [1.0]), 0)
+    return round((1 + _training_bytes_per_byte(config, shape)) * (weights + others))
+
+
+def check_whole(config: Config, hosts: Sequence[str], shape: Shape, memory_bytes: Sequence[int | None]) -> None:
+    """Whether every host can keep the whole model.
+
+    Raises:
+        TooLarge: one cannot; with what it needs and has.
+    """
+    needed = whole_bytes(config, shape)
+    for host, size in zip(hosts, memory_bytes, strict=True):
+        if size is not None and needed > (1 - MEMORY_HEADROOM) * size:
+            raise TooLarge(
+                f"host {host}: the model needs {needed / 1e9:.2f} GB for weights"
+                f"{', gradients and optimizer' * (config.model.method == 'full')}, but it has {size / 1e9:.2f} GB "
+                f"less {MEMORY_HEADROOM:.0%} headroom; take a quantised model with model.method=lora, or leave the host out",
+                needed,
+            )
+
+
+def predict_sharded(
+    plan: ClusterPlan,
+    shape: Shape,
+    curves: Sequence[Curve | None],
+    tokens_per_pair: int,
+    sum_seconds: Callable[[float], float] | None,
+) -> Prediction:
+    """What a divided model gives: each rank's part of the compute, and a block's four sums, two of them backward.
+
+    A rank computes its heads and columns, and, unless the vocabulary is divided, the whole head. A sum carries a number
+    for every token and hidden unit, and nobody goes on before it: their times add up. What the sums of the adapters'
+    whole halves cost is left out. Of a mixture of experts, all are counted as if they ran.
+
+    Args:
+        plan: of plan_sharded.
+        curves: one a rank, of the whole model on its host, or None.
+        tokens_per_pair: that go through the blocks.
+        sum_seconds: one sum of so many bytes over the slowest link; None if no link is measured.
+    """
+    assert plan.division is not None
+    ranks, sizes = len(plan.ranks), np.array(plan.ranks[0].micro_batch_sizes)
+    rows = plan.division.vocabulary
+    head = shape.vocabulary * shape.hidden_size
+    fractions = [
+        (part.share * shape.divided_parameters + head * (rows[rank] / shape.vocabulary if rows else 1.0))
+        / (shape.divided_parameters + head)
+        for rank, part in enumerate(plan.parts)
+    ]
+    messages = sizes * tokens_per_pair * shape.hidden_size * shape.other_bytes
+    per_batch = 4 * shape.blocks + bool(rows)  # a divided embedding is summed, too
+    known = [curve for curve in curves if curve is not None]
+    seconds, solo = None, None
+    if len(known) == ranks:
+        computes = [
+            fraction * (float(curve.seconds(sizes).sum()) + curve.step_overhead_seconds)
+            for fraction, curve in zip(fractions, known, strict=True)
+        ]
+        if all(curve.max_batch_size for curve in known):  # else some host does nothing alone
+            solo = sum(map(solo_pairs_per_second, known))
+        if sum_seconds is not None:
+            seconds = max(computes) + per_batch * sum(sum_seconds(float(size)) for size in messages)
+    needed = []
+    for part, fraction, curve in zip(plan.parts, fractions, curves, strict=True):
+        peak = _peak(curve, int(sizes.max())) if curve else None
+        whole = sum(part.divided_bytes for part in plan.parts) + part.whole_bytes
+        activations = max(0.0, peak - whole) * fraction if peak else 0.0
+        needed.append(part.needed_bytes + round(activations))
+    return Prediction(
+        "sharded, "
+        + " + ".join(f"{part.share:.0%}" for part in plan.parts[:SHOWN_ALONE])
+        + " + ..." * (ranks > SHOWN_ALONE),
+        tuple(rank.host for rank in plan.ranks),
+        seconds,
+        plan.global_batch_size / seconds / solo if seconds and solo else None,
+        plan.strategy == "sharded",
+        max(needed),
+        float(per_batch * messages.sum() * 2 * (ranks - 1) / ranks),
     )
 
 
@@ -433,6 +529,58 @@ def sufficient_global_batch(
 # From what is known of the hosts
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What is known of all hosts, as they are while all work."""
+
+    hosts: Sequence[str]
+    calibrations: Sequence[HostCalibration | None]
+    longest: int
+    backend: str
+    versions: Mapping[str, str]
+    device_names: Sequence[str] | None
+    published: Sequence[HostCalibration]
+
+    def choose(self, key: CurveKey, require_calibration: bool) -> CurveChoice:
+        """Curves of all hosts, with the time of typical rows and the memory of the longest."""
+        choice, of_longest = (
+            choose_curves(
+                self.hosts,
+                self.calibrations,
+                key.at_length(length),
+                versions=self.versions,
+                device_names=self.device_names,
+                published=self.published,
+                require_calibration=require_calibration,
+            )
+            for length in (key.sequence_length, self.longest)
+        )
+        if choice.curves is None or of_longest.curves is None:
+            return choice
+        pairs = zip(choice.curves, of_longest.curves, strict=True)
+        return replace(choice, curves=tuple(_with_memory_of(curve, other) for curve, other in pairs))
+
+    def of_this_model(self, key: CurveKey) -> list[Curve | None]:
+        """Each host's own curve of this very model, where it has one."""
+        found: list[Curve | None] = []
+        for host, calibration in zip(self.hosts, self.calibrations, strict=True):
+            choice = replace(self, hosts=[host], calibrations=[calibration], device_names=None, published=()).choose(
+                key, require_calibration=False
+            )
+            found.append(choice.curves[0] if choice.curves and _measured_for(key, choice) else None)
+        return found
+
+    @property
+    def link_is_known(self) -> bool:
+        return any(link.backend == self.backend for one in self.calibrations if one for link in one.links)
+
+    def sum_seconds(self, size_bytes: float) -> float:
+        """One sum over the slowest link; 0 for a single host, and where nothing was measured."""
+        links = [link for one in self.calibrations if one for link in one.links if link.backend == self.backend]
+        sums = (link.seconds(size_bytes) for link in links if link.operation == "all_sum")
+        return max(sums, default=0.0) * (len(self.hosts) > 1)
+
+
 def plan_run(
     config: Config,
     hosts: Sequence[str],
@@ -445,6 +593,8 @@ def plan_run(
     device_names: Sequence[str] | None = None,
     published: Sequence[HostCalibration] = (),
     dataset_size: int | None = None,
+    shape: Shape | None = None,
+    memory_bytes: Sequence[int | None] | None = None,
 ) -> ClusterPlan:
     """The plan of a run from every host's calibration, with the predictions of the ways to run it.
 
@@ -453,35 +603,104 @@ def plan_run(
         key: its sequence length is a typical row's, for the time; `longest`: the longest's, for the memory.
         backend: that carries the gradients.
         dataset_size: in pairs, which is a round of independent ranks unless the settings say otherwise.
+        shape: of the model; None if it cannot be divided.
+        memory_bytes: that each rank may use; a calibration may know of less.
 
     Raises:
-        UserError: as make_plan and choose_curves.
+        UserError: as make_plan, plan_sharded and choose_curves.
     """
     calibrations, warnings = _at_work_together(hosts, calibrations)
+    measured = _Measured(hosts, calibrations, longest, backend, versions, device_names, published)
+    memory = [
+        min([size for size in (room, *_memory_limits(one)) if size], default=None)
+        for room, one in zip(memory_bytes or [None] * len(hosts), calibrations, strict=True)
+    ]
+
+    def whole(settings: Config) -> ClusterPlan:
+        """Every host keeps the model."""
+        if settings.strategy in ("auto", "sharded") and shape is not None and len(hosts) > 1:
+            curves = measured.of_this_model(key)
+            rough = [  # what was measured together with its peak memory is known better
+                rank for rank, curve in enumerate(curves) if curve is None or curve.points[0].peak_memory_bytes is None
+            ]
+            check_whole(settings, [hosts[rank] for rank in rough], shape, [memory[rank] for rank in rough])
+        return _plan_replicas(settings, measured, key, dataset_size)
+
+    def divided(settings: Config) -> ClusterPlan:
+        """Every host keeps a part of it."""
+        assert shape is not None
+        gflops = [one.gflops if one else None for one in calibrations]
+        plan = plan_sharded(as_sharded(settings), hosts, shape, memory, gflops)
+        tokens = key.sequence_length * (1 if key.records == "sft" else 2)
+        sums = measured.sum_seconds if measured.link_is_known else None
+        return replace(plan, predictions=(predict_sharded(plan, shape, measured.of_this_model(key), tokens, sums),))
+
+    can_divide = shape is not None and len(hosts) > 1
+    is_open = config.strategy == "auto" and config.plan.shares is None
+    told = {"shares": None, "micro_batch_sizes": None, "require_calibration": False}
+    freely = config.model_copy(update={"plan": config.plan.model_copy(update=told)})  # for the other ways to run it
+    too_large: TooLarge | None = None
+    replicas: ClusterPlan | None = None
+    try:
+        replicas = whole(freely if config.strategy == "sharded" and can_divide else config)
+    except TooLarge as error:
+        if not can_divide or not (is_open or config.strategy == "sharded"):
+            raise
+        too_large = error
+    if replicas is not None and (config.strategy != "sharded" or not can_divide):
+        ways = list(replicas.predictions)
+        if can_divide and replicas.calibrated:
+            with contextlib.suppress(UserError):  # then that is no way to run it
+                ways[2:2] = [replace(way, chosen=False) for way in divided(freely).predictions]
+        return replace(replicas, predictions=tuple(ways), warnings=(*warnings, *replicas.warnings))
+
+    assert shape is not None
+    why, others = "as strategy has it", tuple[Prediction, ...]()
+    if too_large is not None:
+        needed = too_large.needed_bytes
+        others = (Prediction("independent, synchronous: too large", tuple(hosts), None, None, memory_bytes=needed),)
+    elif replicas is not None and replicas.calibrated:
+        others = tuple(replace(way, chosen=False) for way in replicas.predictions)
+    try:
+        plan = divided(config)
+    except UserError as error:
+        if config.strategy == "sharded":
+            raise
+        raise UserError(f"{too_large}; nor can it be divided: {error}") from None
+    if config.strategy == "auto":
+        why = f"because {str(too_large).partition(';')[0]}"
+    return replace(
+        plan,
+        reason=f"sharded, {why}; {plan.reason}",
+        warnings=(*warnings, *plan.warnings),
+        predictions=(*plan.predictions, *others),
+    )
+
+
+def _memory_limits(calibration: HostCalibration | None) -> list[int | None]:
+    return [curve.memory_limit_bytes for curve in calibration.curves] if calibration else []
+
+
+def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_size: int | None) -> ClusterPlan:
+    """The plan of hosts that all keep the whole model.
+
+    Raises:
+        TooLarge: a host's memory does not hold one pair.
+        UserError: as make_plan and choose_curves.
+    """
+    hosts = measured.hosts
+    warnings: tuple[str, ...] = ()
 
     def choose(key: CurveKey) -> CurveChoice:
-        choice, of_longest = (
-            choose_curves(
-                hosts,
-                calibrations,
-                key.at_length(length),
-                versions=versions,
-                device_names=device_names,
-                published=published,
-                require_calibration=config.plan.require_calibration,
-            )
-            for length in (key.sequence_length, longest)
-        )
-        if choice.curves is None or of_longest.curves is None:
-            return choice
-        pairs = zip(choice.curves, of_longest.curves, strict=True)
-        return replace(choice, curves=tuple(_with_memory_of(curve, other) for curve, other in pairs))
+        return measured.choose(key, config.plan.require_calibration)
 
     def planned() -> ClusterPlan:
         return make_plan(config, hosts, choice.curves, sync_seconds())
 
     def sync_seconds() -> float:
-        return _sync_seconds(calibrations, backend, choice.curves or (), config.sync)
+        """One sum of the gradients."""
+        gradients = max((curve.gradient_bytes or 0 for curve in choice.curves or ()), default=0)
+        return measured.sum_seconds(_compressed(gradients, config.sync)) if choice.curves else 0.0
 
     choice = choose(key)
     checkpointed = False
@@ -502,9 +721,8 @@ def plan_run(
             f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",
         )
 
-    link_is_known = any(link.backend == backend for one in calibrations if one for link in one.links)
     apart = make_plan(config, hosts, choice.curves)
-    strategy, why = choose_strategy(config, apart, sync_seconds() if link_is_known else None)
+    strategy, why = choose_strategy(config, apart, sync_seconds() if measured.link_is_known else None)
     plan = apart if strategy == "independent" else plan
 
     reason = plan.reason
@@ -545,7 +763,11 @@ def choose_strategy(config: Config, apart: ClusterPlan, sync_seconds: float | No
         sync_seconds: what one would take; None if nobody knows.
     """
     if config.strategy != "auto":
-        return config.strategy, "as strategy has it"
+        cost = _cost_of_sync(apart, sync_seconds)
+        said = ""
+        if config.strategy == "independent" and cost is not None:
+            said = f" (a sync would cost {cost:.1%} of a step{', less than is worth it' * (cost < FREE_SYNC)})"
+        return config.strategy, f"as strategy has it{said}"
     if len(apart.ranks) == 1:
         return "synchronous", "one rank"
     if config.plan.shares is not None:
@@ -556,10 +778,16 @@ def choose_strategy(config: Config, apart: ClusterPlan, sync_seconds: float | No
         return "synchronous", "as the hosts are not measured"
     if sync_seconds is None:
         return "synchronous", "as the link is not measured"
-    cost = sync_seconds / (apart.predicted_step_seconds + sync_seconds)
+    cost = _cost_of_sync(apart, sync_seconds) or 0.0
     if cost < FREE_SYNC:
         return "synchronous", f"whose sync costs {cost:.1%} of a step"
     return "independent", f"because a sync would cost {cost:.0%} of a step"
+
+
+def _cost_of_sync(apart: ClusterPlan, sync_seconds: float | None) -> float | None:
+    """The part of a synchronous step that its sync takes."""
+    seconds = apart.predicted_step_seconds
+    return None if sync_seconds is None or not seconds else sync_seconds / (seconds + sync_seconds)
 
 
 def _measured_for(key: CurveKey, choice: CurveChoice) -> bool:
@@ -586,7 +814,8 @@ def _at_work_together(
             own = calibration.machine.host != host or calibration.machine.device == "cuda"
             sharing = 1 if own else ranks_of[host]
             curves = [slower(curve, curve.slowdown_together or sharing, sharing) for curve in calibration.curves]
-            calibration = calibration.model_copy(update={"curves": tuple(curves)})
+            rate = calibration.gflops and calibration.gflops / sharing
+            calibration = calibration.model_copy(update={"curves": tuple(curves), "gflops": rate})
             if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
                 warnings.append(
                     f"{sharing} ranks share {host}, which was measured for one: each is taken to have "
@@ -627,15 +856,6 @@ def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
         peak = float(np.interp(point.batch_size, sizes, peaks)) + beyond * max(0.0, a_pair_more)
         points.append(point.model_copy(update={"peak_memory_bytes": int(peak)}))
     return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes})
-
-
-def _sync_seconds(
-    calibrations: Sequence[HostCalibration | None], backend: str, curves: Sequence[Curve | None], sync: Sync
-) -> float:
-    """One sum of the gradients over the slowest link; 0 for a single host, and where nothing was measured."""
-    size = _compressed(max((curve.gradient_bytes or 0 for curve in curves if curve), default=0), sync)
-    links = [link for c in calibrations if c for link in c.links if link.backend == backend]
-    return max((link.seconds(size) for link in links if link.operation == "all_sum"), default=0.0) * (len(curves) > 1)
 
 
 def _compressed(size_bytes: float, sync: Sync) -> float:
@@ -725,13 +945,19 @@ def _peak_memory(plan: ClusterPlan, ranks: Sequence[Plan]) -> int | None:
     peaks = []
     for rank in ranks:
         curve = plan.curves[rank.rank]
-        points = curve.points if curve else ()
-        if not points or points[0].peak_memory_bytes is None:
+        peak = _peak(curve, max(rank.micro_batch_sizes, default=1)) if curve else None
+        if peak is None:
             return None
-        sizes = [point.batch_size for point in points]
-        largest = max(rank.micro_batch_sizes, default=sizes[0])
-        peaks.append(int(np.interp(largest, sizes, [point.peak_memory_bytes or 0 for point in points])))
+        peaks.append(peak)
     return max(peaks)
+
+
+def _peak(curve: Curve, micro_batch_size: int) -> int | None:
+    """The peak of a micro-batch, in bytes; None where it was not measured."""
+    if curve.points[0].peak_memory_bytes is None:
+        return None
+    sizes = [point.batch_size for point in curve.points]
+    return int(np.interp(micro_batch_size, sizes, [point.peak_memory_bytes or 0 for point in curve.points]))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -803,16 +1029,17 @@ def check_memory(host: str, curve: Curve) -> None:
     """Whether the host can run the smallest measured micro-batch.
 
     Raises:
-        UserError: it cannot; with what it needs and has.
+        TooLarge: it cannot; with what it needs and has.
     """
     if curve.max_batch_size == 0:
         smallest = curve.points[0]
         assert smallest.peak_memory_bytes is not None and curve.memory_limit_bytes is not None
         pairs = "one pair needs" if smallest.batch_size == 1 else f"{smallest.batch_size} pairs need"
-        raise UserError(
+        raise TooLarge(
             f"host {host}: {pairs} {smallest.peak_memory_bytes / 1e9:.2f} GB, but it has "
             f"{curve.memory_limit_bytes / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; try "
-            "model.gradient_checkpointing=true or a smaller data.max_length, or leave the host out"
+            "model.gradient_checkpointing=true or a smaller data.max_length, or leave the host out",
+            smallest.peak_memory_bytes,
         )
 
 

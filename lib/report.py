@@ -197,14 +197,19 @@ def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int
     columns = ["predicted", "efficiency", "step s", "pairs/s", "memory GB", "MB sent a step", "in all", "kWh", "cost"]
     rows = []
     for way in plan.predictions:
-        seconds = steps * way.step_seconds
-        row = [f"{'➜' if way.chosen else ' '} {way.strategy}", f"{way.efficiency:.0%}"]
-        row += [f"{way.step_seconds:.3g}", f"{plan.global_batch_size / way.step_seconds:.3g}"]
+        row = [f"{'➜' if way.chosen else ' '} {way.strategy}"]
+        row.append("-" if way.efficiency is None else f"{way.efficiency:.0%}")
+        seconds = None if way.step_seconds is None else steps * way.step_seconds
+        if way.step_seconds is None:
+            row += ["-", "-"]
+        else:
+            row += [f"{way.step_seconds:.3g}", f"{plan.global_batch_size / way.step_seconds:.3g}"]
         row.append("-" if way.memory_bytes is None else f"{way.memory_bytes / 1e9:.3g}")
-        row += ["-" if way.bytes_per_step is None else f"{way.bytes_per_step / 1e6:.3g}", _duration(seconds)]
-        cost = hosts_cost(way.hosts, seconds, config.cost)
+        row += ["-" if way.bytes_per_step is None else f"{way.bytes_per_step / 1e6:.3g}"]
+        row.append("-" if seconds is None else _duration(seconds))
+        cost = hosts_cost(way.hosts, seconds, config.cost) if seconds is not None else None
         rows.append([*row, f"{cost['energy_kwh']:.3g}", f"{cost['cost']:.2f}"] if cost else row)
-    width = min(map(len, rows)) if plan.calibrated else 2
+    width = min(map(len, rows)) if plan.calibrated or plan.division else 2
     say.table("ways to run it", columns[:width], [row[:width] for row in rows])
 
 

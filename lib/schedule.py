@@ -6,6 +6,7 @@ word. Batches are made some steps ahead: a new plan begins at the first step tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from lib import calibration, machine
 from lib import model as models
 from lib.calibration import Curve, HostCalibration
-from lib.config import Config
+from lib.config import Config, UserError
 from lib.config import Plan as PlanSettings
 from lib.division import shape_of
 from lib.forward import length_multiple
@@ -43,20 +44,23 @@ def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarr
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
-    if config.strategy == "sharded":
-        if world.size > 1:
-            return sharded_plan(config, world, hosts)
+    if config.strategy == "sharded" and world.size == 1:
         sizes = config.plan.micro_batch_sizes
         alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
         config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = models.resolve(config.model.path, config.model.revision)
+        shape = None
+        if config.strategy in ("auto", "sharded") and world.size > 1:
+            with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):  # whoever asks is told why
+                shape = shape_of(models.stored_config(config.model), _dtype(config))
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
     agreed = json.loads(world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())})))
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
+    memory = world.gather_text(json.dumps(_memory_bytes(hosts, world)), "every host's memory")
     chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
     with world.agreeing("planning"):
         return plan_run(
@@ -70,6 +74,8 @@ def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarr
             device_names=chips,
             published=list(calibration.read_published().values()),
             dataset_size=len(lengths),
+            shape=shape,
+            memory_bytes=[json.loads(text) for text in memory],
         )
 
 
@@ -81,15 +87,25 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
     """
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
-        dtype = config.model.dtype or ("float32" if config.model.random_init else None)
-        shape = shape_of(models.stored_config(config.model), dtype)
-        memory = machine.memory_limit_bytes()
-        if memory and machine.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
-            memory //= hosts.count(hosts[world.rank])
+        shape = shape_of(models.stored_config(config.model), _dtype(config))
+        memory = _memory_bytes(hosts, world)
     facts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")
     memory_bytes, gflops = zip(*map(json.loads, facts), strict=True)
     with world.agreeing("planning"):
         return plan_sharded(config, hosts, shape, memory_bytes, gflops)
+
+
+def _dtype(config: Config) -> str | None:
+    """Of the weights, where it is not the stored one."""
+    return config.model.dtype or ("float32" if config.model.random_init else None)
+
+
+def _memory_bytes(hosts: list[str], world: World) -> int | None:
+    """What this rank may use."""
+    memory = machine.memory_limit_bytes()
+    if memory and machine.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
+        memory //= hosts.count(hosts[world.rank])
+    return memory
 
 
 class Schedule:

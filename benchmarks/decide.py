@@ -1,0 +1,138 @@
+"""Apart, every step together, or in parts? What `strategy=auto` takes for models of some sizes, and what each way would give.
+
+    python benchmarks/decide.py                                       an M4 Max of 128 GB and an M3 Ultra of 512 GB
+    python benchmarks/decide.py --links tb5:1e-5:1e10 lan:5e-4:1.2e8  other links: name:latency in s:bytes/s
+
+On paper: the planner (lib/plan.py) is real; a host's speed is what its published matmul rate would make of a model's weights
+(4 operations a weight and token for LoRA: forward, and backward to the inputs; 6 for full training), and a link's time latency +
+bytes / bandwidth, both of them invented. So the columns compare ways to run a model, and promise no times. Pairs of two completions
+of 1,024 tokens, LoRA of rank 8 on every layer unless it says full, a global batch of 64. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from lib import config, division  # noqa: E402
+from lib.calibration import Curve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
+from lib.config import UserError  # noqa: E402
+from lib.plan import ClusterPlan, plan_run  # noqa: E402
+
+HOSTS = ("m4-max", "m3-ultra")
+TOKENS, BATCH, RANK, DATASET = 1024, 64, 8, 10_000
+LINKS = ("thunderbolt-rdma:2e-5:8e9", "ethernet-10g:3e-4:1.1e9", "ethernet-1g:5e-4:1.1e8")
+COMMON = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "num_key_value_heads": 8, "head_dim": 128}
+Q4 = {"quantization": {"group_size": 64, "bits": 4}}
+
+
+def dense(hidden: int, blocks: int, heads: int, columns: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads}
+    return {**sizes, "intermediate_size": columns, "vocab_size": vocabulary, "model_type": "llama", **COMMON, **more}
+
+
+MODELS = {
+    "1B bf16, full": dense(2048, 16, 32, 8192, 128256, head_dim=64),
+    "8B bf16": dense(4096, 32, 32, 14336, 128256),
+    "32B bf16": dense(5120, 64, 64, 25600, 151936),
+    "70B 4-bit": dense(8192, 80, 64, 28672, 128256, **Q4),
+    "70B bf16": dense(8192, 80, 64, 28672, 128256),
+    "405B 4-bit": dense(16384, 126, 128, 53248, 128256, **Q4),
+    "405B bf16": dense(16384, 126, 128, 53248, 128256),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", default=LINKS, help="name:latency in seconds:bytes a second")
+    parser.add_argument("--quick", action="store_true", help="no difference: all of it takes a second")
+    parser.add_argument("--seed", type=int, default=0, help="no difference: nothing is random")
+    options = parser.parse_args()
+    rows = [decided(name, stored, link) for name, stored in MODELS.items() for link in options.links]
+    table = Table(title="m4-max (128 GB) and m3-ultra (512 GB), predicted pairs/s (MB that each sends a step)")
+    for column in ("model", "link", "auto takes", "independent", "synchronous", "sharded", "synchronous loses"):
+        table.add_column(column, justify="left" if column in ("model", "link", "auto takes") else "right")
+    for row in rows:
+        cells = [
+            "-" if row[way] is None else f"{row[way]['pairs_per_second']:.3g} ({row[way]['megabytes']:.3g})"
+            for way in ("independent", "synchronous", "sharded")
+        ]
+        cost = "-" if row["sync_cost"] is None else f"{row['sync_cost']:.1%}"
+        table.add_row(row["model"], row["link"], row["taken"], *cells, cost)
+    Console(width=150).print(table)
+    print(json.dumps({"hosts": HOSTS, "rows": rows}))
+
+
+def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
+    """The planner's choice for one model on one link, and what it predicts of each way."""
+    link_name, latency, bandwidth = link.split(":")
+    shape = division.shape_of(stored)
+    method = "full" if name.endswith("full") else "lora"
+    key = CurveKey(model=name, method=method, dtype="bfloat16", sequence_length=TOKENS)
+    published = read_published()
+    calibrations = [calibrated(published[host], shape, key, float(latency), float(bandwidth)) for host in HOSTS]
+    settings = config.load(
+        None, ["model.path=-", "data.train=-", f"train.global_batch_size={BATCH}", f"model.method={method}"]
+    )
+    found: dict[str, Any] = {"model": name, "link": link_name, "sync_cost": None}
+    found |= dict.fromkeys(("independent", "synchronous", "sharded"))
+    memory = [one.machine.memory_bytes for one in calibrations]
+    try:
+        plan = plan_run(
+            settings,
+            HOSTS,
+            calibrations,
+            key,
+            longest=TOKENS,
+            backend="ring",
+            versions={},
+            dataset_size=DATASET,
+            shape=shape,
+            memory_bytes=memory,
+        )
+    except UserError as error:
+        return {**found, "taken": "nothing: too large", "error": str(error)}
+    return {**found, **predicted(plan), "taken": plan.strategy, "reason": plan.reason}
+
+
+def calibrated(
+    published: HostCalibration, shape: division.Shape, key: CurveKey, latency: float, bandwidth: float
+) -> HostCalibration:
+    """A host as its matmul rate would have it."""
+    assert published.gflops is not None
+    weights = shape.divided_parameters + shape.vocabulary * shape.hidden_size
+    rate = published.gflops * 1e9 / ((6 if key.method == "full" else 4) * weights * 2 * TOKENS)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ins_and_outs = 4 * shape.hidden_size + 2 * (queries + keys) + 3 * (shape.hidden_size + shape.mlp_columns)
+    trained = weights if key.method == "full" else RANK * ins_and_outs * shape.blocks
+    curve = Curve.from_rates({1: rate, 8: rate}).model_copy(update={"key": key, "gradient_bytes": 4 * trained})
+    link = Link(backend="ring", latency_seconds=latency, bandwidth_bytes_per_second=bandwidth)
+    return published.model_copy(update={"curves": (curve,), "links": (link,)})
+
+
+def predicted(plan: ClusterPlan) -> dict[str, Any]:
+    """Speed and traffic by the first word of each way; of several the first."""
+    ways: dict[str, Any] = {}
+    for way in reversed(plan.predictions):
+        if way.step_seconds is not None and len(way.hosts) > 1:
+            ways[way.strategy.partition(",")[0]] = {
+                "pairs_per_second": plan.global_batch_size / way.step_seconds,
+                "megabytes": (way.bytes_per_step or 0.0) / 1e6,
+            }
+    if "synchronous" in ways and "independent" in ways:
+        together, apart = (1 / ways[name]["pairs_per_second"] for name in ("synchronous", "independent"))
+        ways["sync_cost"] = 1 - apart / together
+    return ways
+
+
+if __name__ == "__main__":
+    main()

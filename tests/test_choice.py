@@ -1,0 +1,160 @@
+"""Which way to work together: what `auto` takes where a model fits, and where it does not; what the plan's table says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib import division
+from lib.calibration import BatchPoint, Curve, HostCalibration, Link, write_calibration
+from lib.config import Config, UserError, load
+from lib.machine import Machine
+from lib.plan import ClusterPlan, Prediction, plan_run, whole_bytes
+from lib.sync import World, host_name
+from tests import tiny
+from tests.test_plan import LLAMA_8B
+from tests.test_replan import KEY, calibrated
+from tests.test_shard import folder, train, words_of, world  # noqa: F401
+
+SHAPE = division.shape_of(LLAMA_8B)  # 16.06 GB of weights
+RATES = {1: 10.0, 8: 20.0}
+
+
+def configured(*words: str) -> Config:
+    return load(None, ["model.path=-", "data.train=-", "train.global_batch_size=32", *words])
+
+
+def host(name: str, limit_gb: float | None, first_pair_gb: float | None = 20, gflops: float = 1e3) -> HostCalibration:
+    """A calibrated host whose peak rises by 1 GB a pair; None: not measured, or no limit."""
+    peaks = None if first_pair_gb is None else {size: int((first_pair_gb + size - 1) * 1e9) for size in RATES}
+    one = calibrated(name, RATES, peaks=peaks, limit=limit_gb and int(limit_gb * 1e9))
+    return one.model_copy(update={"gflops": gflops})
+
+
+def planned(hosts: list[HostCalibration | None], *words: str, **options: Any) -> ClusterPlan:
+    options = {"shape": SHAPE, "longest": KEY.sequence_length, **options}
+    names = [chr(ord("a") + rank) for rank in range(len(hosts))]
+    return plan_run(configured(*words), names, hosts, KEY, backend="mpi", versions={}, **options)
+
+
+def ways(plan: ClusterPlan) -> dict[str, Prediction]:
+    """The plan's predictions by the first word of their names; of several the first."""
+    return {way.strategy.partition(",")[0]: way for way in reversed(plan.predictions)}
+
+
+def test_auto_divides_a_model_that_one_host_cannot_hold() -> None:
+    fits = planned([host("a", 128), host("b", 32)])
+    assert fits.strategy == "synchronous" and fits.division is None and sum(fits.shares) == 32
+    assert "whose sync costs 1.4% of a step" in fits.reason
+    small = planned([host("a", 128), host("b", 18)])
+    assert small.strategy == "sharded" and small.division is not None and small.shares == [32]
+    assert "host b: one pair needs 20.00 GB, but it has 18.00 GB less 10% headroom" in small.reason
+    assert [part.memory_bytes for part in small.parts] == [128 * 10**9, 18 * 10**9]
+    chosen, whole = small.predictions
+    assert chosen.chosen and chosen.strategy == "sharded, 50% + 50%" and not whole.chosen
+    assert whole.step_seconds is None and whole.memory_bytes == 20 * 10**9
+    assert chosen.memory_bytes is not None and 8e9 < chosen.memory_bytes < 20e9
+    assert json.dumps(small.to_dict())
+
+
+def test_what_is_not_measured_is_judged_by_its_weights() -> None:
+    """No calibration, or none of memory: the weights alone, against what the machine has."""
+    for hosts in ([None, None], [host("a", 64, None), None], [host("a", None, None), host("b", None, None)]):
+        assert planned(hosts, memory_bytes=[64 * 10**9, 24 * 10**9]).strategy == "synchronous"
+        small = planned(hosts, memory_bytes=[64 * 10**9, 17 * 10**9])
+        assert small.strategy == "sharded" and "host b: the model needs 16.06 GB for weights" in small.reason
+        full = planned(hosts, "model.method=full", memory_bytes=[64 * 10**9, 64 * 10**9])
+        assert full.strategy == "sharded" and "96.36 GB for weights, gradients and optimizer" in full.reason
+    assert planned([None, None]).strategy == "synchronous", "nobody knows of any limit"
+    # A calibration may know of less than the machine has, as where a user leaves room for other work.
+    less = planned([host("a", 64, None), host("b", 17, None)], memory_bytes=[64 * 10**9, 64 * 10**9])
+    assert less.strategy == "sharded" and less.parts[1].memory_bytes == 17 * 10**9
+
+
+def test_what_is_told_is_not_chosen() -> None:
+    hosts: list[HostCalibration | None] = [host("a", 128), host("b", 18)]
+    with pytest.raises(UserError, match="host b: one pair needs 20.00 GB"):
+        planned(hosts, "strategy=synchronous")
+    with pytest.raises(UserError, match="host b: one pair needs 20.00 GB"):
+        planned(hosts, "plan.shares=[20,12]")  # of a synchronous step
+    with pytest.raises(UserError, match="host b: one pair needs 20.00 GB"):
+        planned(hosts, shape=None)  # a family that cannot be divided
+    with pytest.raises(UserError, match=r"host b: one pair needs 20.00 GB.*nor can it be divided: .*adafactor"):
+        planned(hosts, "train.optimizer=adafactor")
+    with pytest.raises(UserError, match=r"nor can it be divided: strategy=sharded: 2 ranks need .* together"):
+        planned([host("a", 10), host("b", 8)])
+    told = planned(hosts, "strategy=sharded", "plan.shares=[3,1]")
+    assert told.strategy == "sharded" and told.reason.startswith("sharded, as strategy has it")
+    assert ways(told)["sharded"].strategy == "sharded, 75% + 25%"
+    enough = planned([host("a", 128), host("b", 64)], "strategy=sharded", "plan.micro_batch_sizes=[4]")
+    assert enough.predictions[0].chosen and [way.chosen for way in enough.predictions].count(True) == 1
+    assert ways(enough)["synchronous"].step_seconds is not None
+    independent = planned([host("a", 128), host("b", 64)], "strategy=independent")
+    assert "a sync would cost 1.4% of a step, less than is worth it" in independent.reason
+
+
+def test_gradient_checkpointing_comes_before_dividing() -> None:
+    """Where one pair fits with it, nobody has to wait for four sums a block."""
+
+    def both(name: str, limit_gb: float) -> HostCalibration:
+        plain, less = host(name, limit_gb), host(name, limit_gb, 12)
+        key = KEY.model_copy(update={"gradient_checkpointing": True})
+        return plain.model_copy(update={"curves": (*plain.curves, less.curves[0].model_copy(update={"key": key}))})
+
+    plan = planned([both("a", 64), both("b", 18)])
+    assert plan.strategy == "synchronous" and plan.gradient_checkpointing
+    assert planned([both("a", 64), both("b", 12)]).strategy == "sharded"
+
+
+def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
+    """By hand: each rank's part of the blocks and the whole head, and four sums of 8 pairs' tokens a block."""
+    plan = planned([host("a", 128, gflops=3e3), host("b", 64, gflops=1e3)])
+    way = ways(plan)["sharded"]
+    parts = [0.75, 0.25]
+    blocks, head = SHAPE.divided_parameters, 128256 * 4096
+    computes = [4 * 0.4 * (part * blocks + head) / (blocks + head) for part in parts]  # 32 pairs by 8, 0.4 s each
+    message = 8 * 2 * KEY.sequence_length * 4096 * 2
+    sums = 4 * 32 * 4 * (0.001 + message / 1e8)
+    assert way.strategy == "sharded, 75% + 25%" and way.step_seconds == pytest.approx(max(computes) + sums, rel=0.01)
+    assert way.bytes_per_step == pytest.approx(4 * 32 * 4 * message)
+    whole = 16.06e9
+    activations = (27e9 - whole) * (0.75 * blocks + head) / (blocks + head)
+    assert way.memory_bytes == pytest.approx(0.75 * 2 * blocks + 4 * head + activations, rel=0.01)
+    divided = ways(planned([host("a", 128), host("b", 64)], "strategy=sharded", "model.shard_vocabulary=true"))
+    assert divided["sharded"].bytes_per_step == pytest.approx((4 * 32 + 1) * 4 * message)
+    unknown = [one.model_copy(update={"links": ()}) for one in (host("a", 128), host("b", 64))]
+    assert ways(planned(list(unknown)))["sharded"].step_seconds is None, "a link that nobody measured"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_auto_trains_in_parts_where_a_limit_is_written_down(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Real ranks: the calibration of this host says that less than the model may be used."""
+    words = words_of(world, folder, "train.schedule=constant", "train.steps=3")
+    whole = train(world, folder, words, "whole")
+    shape = division.shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
+    limit = int(whole_bytes(configured(), shape) * 0.95)  # less than the model and its headroom
+    points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9, pairs_per_second=9) for size in (1, 8))
+    link = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
+    name = f"{host_name()}-{world.rank}"
+    machine = Machine(host=name, device_name="chip", device="cpu")
+    curve = Curve(points=points, memory_limit_bytes=limit)
+    write_calibration(
+        folder / "calibration" / f"{name}.json", HostCalibration(machine=machine, curves=(curve,), links=(link,))
+    )
+    world.gather_text("written")
+    capsys.readouterr()
+    run = train(world, folder, words, "run")
+    if world.rank == 0:
+        told = capsys.readouterr().out
+        assert "sharded, because host" in told and "➜ sharded, " in told and "synchronous: too large" in told
+    plans = [json.loads((one / "plan.json").read_text()) for one in (whole, run)]
+    assert [plan["strategy"] for plan in plans] == ["synchronous", "sharded"]
+    assert [sum(part["kv_heads"] for part in plan["parts"]) for plan in plans] == [0, 4]
+    assert json.loads((run / "summary.json").read_text())["strategy"] == "sharded"
+    assert tiny.difference(whole, run) <= 1e-4
+    world.gather_text("checked")
