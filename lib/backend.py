@@ -10,6 +10,8 @@ input ends, the gateway is gone, whichever way and on whichever host, and the ba
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import hmac
 import os
 import shutil
@@ -55,18 +57,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fused(model: str, adapter: Path) -> Path:
-    """The folder of the model with the adapter fused into it; made where it is missing or older than the adapter."""
-    folder, partial = adapter / "fused", adapter / f"fused.partial-{os.getpid()}"
-    weights = adapter / "adapters.safetensors"
-    if folder.exists() and folder.stat().st_mtime >= weights.stat().st_mtime:
-        return folder
-    words = ["fuse", "--model", model, "--adapter-path", str(adapter), "--save-path", str(partial)]
-    try:
-        subprocess.run([sys.executable, "-m", "mlx_lm", *words], check=True, stdin=subprocess.DEVNULL)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """The folder of the model with the adapter fused into it, beside the adapter; made where it is missing."""
+    with (adapter / "adapters.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    folder, partial = adapter / f"fused-{digest}", adapter / f"fused-{digest}.{os.getpid()}"
+    if not folder.exists():
+        words = ["fuse", "--model", model, "--adapter-path", str(adapter), "--save-path", str(partial)]
+        try:
+            subprocess.run([sys.executable, "-m", "mlx_lm", *words], check=True, stdin=subprocess.DEVNULL)
+            with contextlib.suppress(OSError):  # another backend on this disk was faster
+                partial.replace(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

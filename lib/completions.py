@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lib.config import Fraction
 
@@ -35,7 +35,8 @@ class RequestError(Exception):
         retry_seconds: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        # A client's own words are in some of them.
+        self.status, self.message, self.code, self.param = status, message[:500], code, param and param[:100]
         self.retry_seconds = retry_seconds
 
     @property
@@ -164,7 +165,7 @@ class _Request(_Part):
 
     def upstream(self) -> dict[str, Any]:
         """The body for a backend, without its limits."""
-        names = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"}
+        names = {"temperature", "top_p", "top_k", "min_p", "stop", "logit_bias"}
         names |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
         return self.model_dump(include=names, exclude_none=True)
 
@@ -199,6 +200,12 @@ class ChatRequest(_Request):
         if self.logprobs:
             told |= {"logprobs": True, "top_logprobs": self.top_logprobs or -1}
         return told
+
+    @model_validator(mode="after")
+    def _top_logprobs_are_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
 
     def _tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
@@ -307,6 +314,9 @@ def ask(kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_t
         if max(ids, default=0) >= (limits.vocab_size or 1):
             size = limits.vocab_size or "unknown"
             raise RequestError(400, f"{name} goes beyond the vocabulary, whose size is {size}", "invalid_value", name)
+    if request.seed is not None and request.temperature:
+        # Such a request is not batched: it waits in silence for all others on its backend, and they for it.
+        raise RequestError(400, "a seed is for temperature 0 only, where it changes nothing", "invalid_value", "seed")
     body = request.upstream() | {"model": "default_model", "max_tokens": max_tokens}
     options = request.stream_options
     wants_usage = bool(options and options.include_usage)
@@ -381,7 +391,8 @@ def _refusal(error: ValidationError) -> RequestError:
         return RequestError(400, f"{place} is not a parameter of this server", "unknown_parameter", place)
     if fault["type"] == "missing":
         return RequestError(400, f"{place} is missing", "missing_parameter", place)
-    return RequestError(400, f"{place}: {fault['msg'][0].lower()}{fault['msg'][1:]}", "invalid_value", place)
+    said = fault["msg"].removeprefix("Value error, ")
+    return RequestError(400, f"{place or 'the request'}: {said[0].lower()}{said[1:]}", "invalid_value", place or None)
 
 
 def _places(loc: tuple[int | str, ...]) -> Iterator[str]:

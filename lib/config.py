@@ -323,7 +323,7 @@ class Serve(_Section):
     backends: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s?#]+$")], ...] = ()
     """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started here."""
     fuse: bool = False
-    """Serve the model with the adapter fused into it, from RUN/fused: faster, at the price of a second copy on disk."""
+    """Serve the model with the adapter fused into it, kept in RUN/fused-...: faster, at the price of a second copy on disk."""
     concurrency: Positive = 32
     """Requests that one backend decodes at once; more wait in the gateway."""
     max_queue: Natural = 256

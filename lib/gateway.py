@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 import time
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,6 +155,12 @@ class Gateway:
             except RequestError as error:
                 exchange.record["error"] = error.message
                 await self._refuse(exchange, error)
+            except ClientGone:
+                raise
+            except Exception as error:  # ours to mend; the client learns no more than that
+                exchange.record["error"] = repr(error)
+                self.log("fault", request_id=exchange.id, traceback=traceback.format_exc())
+                await self._refuse(exchange, RequestError(500, "an internal error", "internal_error"))
         except ClientGone as gone:
             exchange.record["gone"] = str(gone)
             self._abort(exchange)
@@ -439,7 +446,8 @@ class Gateway:
             RequestError: it refuses what it was asked.
         """
         path = "/v1/chat/completions" if ask.kind == "chat" else "/v1/completions"
-        timeout = httpx2.Timeout(self.settings.stall_seconds, connect=10.0)
+        silence = self.settings.stall_seconds if ask.is_streamed_upstream else self.settings.request_seconds
+        timeout = httpx2.Timeout(silence, connect=10.0)
         headers = {SECRET_HEADER: backend.secret}
         async with self.client.stream(
             "POST", backend.url + path, json=ask.body, headers=headers, timeout=timeout

@@ -64,9 +64,9 @@ def choose(backends: Sequence[Backend]) -> Backend | None:
     """
     fastest = max((backend.tokens_per_second or 0.0 for backend in backends), default=0.0)
 
-    def cost(backend: Backend) -> tuple[float, int]:
+    def cost(backend: Backend) -> tuple[float, int, bool]:
         speed = fastest if backend.tokens_per_second is None else backend.tokens_per_second
-        return (backend.in_flight + 1) / max(speed, SLOWEST), backend.in_flight
+        return (backend.in_flight + 1) / max(speed, SLOWEST), backend.in_flight, backend.tokens_per_second is not None
 
     return min((one for one in backends if one.is_up and one.in_flight < one.capacity), key=cost, default=None)
 

@@ -31,6 +31,7 @@ from typing import Any
 import httpx2
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from lib import config, hostfile, hub, keys, ranks
 from lib.completions import Limits
@@ -189,13 +190,17 @@ async def _serve(
         log("end")
 
 
+def with_cors(gateway: Gateway, told: Serve) -> ASGIApp:
+    """The application, which browsers may call from the pages that are named, and from no other."""
+    if not told.cors_origins:
+        return gateway
+    methods, headers = ["GET", "POST"], ["authorization", "content-type", "x-request-id"]
+    return CORSMiddleware(gateway, list(told.cors_origins), allow_methods=methods, allow_headers=headers)
+
+
 def _listener(gateway: Gateway, told: Serve) -> Listener:
-    app: Any = gateway
-    if told.cors_origins:
-        methods, headers = ["GET", "POST"], ["authorization", "content-type", "x-request-id"]
-        app = CORSMiddleware(app, list(told.cors_origins), allow_methods=methods, allow_headers=headers)
     options = uvicorn.Config(
-        app,
+        with_cors(gateway, told),
         http=protocol(told),
         ws="none",
         lifespan="off",

@@ -50,7 +50,8 @@ class Recipe:
         if self.host is None:
             return words
         *ssh, end, name = ranks.ssh_words(self.host)
-        tunnel = ["-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local_port}:127.0.0.1:{port}"]
+        # Not through a connection that others share: it would keep the tunnel when this one ends.
+        tunnel = ["-S", "none", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local_port}:127.0.0.1:{port}"]
         return [*ssh, *tunnel, end, name, f"cd {shlex.quote(str(ranks.ROOT))} && exec {shlex.join(words)}"]
 
 
@@ -168,7 +169,11 @@ class Keeper:
         port = local_port if recipe.host is None else random.randrange(20000, 32000)
         self.backend.secret = secrets.token_hex(16)
         self.backend.url = f"http://127.0.0.1:{local_port}"
-        self.process = await Process.start(recipe.command(port, local_port), self.backend.secret)
+        command = recipe.command(port, local_port)
+        try:
+            self.process = await Process.start(command, self.backend.secret)
+        except OSError as error:
+            raise Stopped(f"{command[0]} cannot be started: {error.strerror}") from None
 
     async def _stop(self) -> None:
         if self.process is not None:

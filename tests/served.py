@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.cluster import Host
 from tests.tiny import ROOT
 
 QUESTION = [{"role": "user", "content": "Add 797 and 370."}]
@@ -56,8 +57,9 @@ def finished_run(folder: Path) -> Path:
 class Served:
     """`python -m lib.server` as a user starts it, and the records that it writes."""
 
-    def __init__(self, *words: str | Path):
+    def __init__(self, *words: str | Path, on: Host | None = None):
         command = [sys.executable, "-m", "lib.server", *map(str, words), "serve.port=0"]
+        command = command if on is None else on.words(command)
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.records: list[dict[str, Any]] = []
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -86,8 +88,8 @@ class Served:
 
     def backend_pids(self) -> list[int]:
         """Of the backends' processes."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(child) for child in children]
+        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
+        return [int(child) for child in found.stdout.split()]
 
     def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60.0) -> int:
         if self.process.poll() is None:
@@ -97,10 +99,17 @@ class Served:
         return status
 
 
+def command_of(pid: int) -> list[str]:
+    """A process's command line; empty where there is none of that id (any more)."""
+    told = subprocess.run(["ps", "-ww", "-o", "stat=,command=", "-p", str(pid)], capture_output=True, text=True).stdout
+    state, *words = told.split() or ["Z"]
+    return [] if state.startswith("Z") else words
+
+
 @contextlib.contextmanager
-def served(*words: str | Path) -> Iterator[Served]:
-    """A gateway for as long as it is needed."""
-    gateway = Served(*words)
+def served(*words: str | Path, on: Host | None = None) -> Iterator[Served]:
+    """A gateway for as long as it is needed, on this machine or on a host of a cluster."""
+    gateway = Served(*words, on=on)
     try:
         yield gateway
     finally:
@@ -109,9 +118,10 @@ def served(*words: str | Path) -> Iterator[Served]:
             gateway.process.wait()
 
 
-def load(address: str, *words: str) -> subprocess.Popen[str]:
+def load(address: str, *words: str, on: Host | None = None) -> subprocess.Popen[str]:
     """Starts load on a gateway from another process."""
     command = [sys.executable, "-m", "tests.served", "--address", address, *words]
+    command = command if on is None else on.words(command)
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,0 +1,228 @@
+"""What the gateway costs, and what it holds: its time beside the bare server's, and some hundred streams at once.
+
+    python benchmarks/gateway.py [--quick] [--streams 300] [--seed 0]
+    python benchmarks/gateway.py --hosts        two unequal backends on hosts of namespaces (root, Linux)
+
+First the same requests go in turn to `mlx_lm.server` as anybody starts it, to a backend of ours without the gateway,
+and through the gateway; the median of the differences is what the gateway adds. Then another process opens all streams
+at once on a gateway with two backends; then the same while one backend is killed, and while the gateway is asked to end.
+
+FIGURES
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import httpx2  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from lib.backend import SECRET_HEADER  # noqa: E402
+from tests.cluster import cluster  # noqa: E402
+from tests.served import NEVER_ENDS, QUESTION, Served, finished_run, load, outcomes, served  # noqa: E402
+
+SECRET = "benchmark"
+CONCURRENCY = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer requests, 100 streams")
+    parser.add_argument("--streams", type=int, help="at once (default: 300)")
+    parser.add_argument("--hosts", action="store_true", help="how two unequal hosts share the requests")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which the servers are asked")
+    options = parser.parse_args()
+    streams = options.streams or (100 if options.quick else 300)
+    result: dict[str, Any] = {"streams": streams}
+    with tempfile.TemporaryDirectory() as name:
+        run = finished_run(Path(name))
+        if options.hosts:
+            print(json.dumps(unequal(run, 100 if options.quick else 300)))
+            return
+        result |= overhead(run, 60 if options.quick else 200, random.Random(options.seed))
+        result |= many(run, streams)
+    print(json.dumps(result))
+
+
+# ---- What it adds to one request ---------------------------------------------------------------------------------------
+
+
+def overhead(run: Path, rounds: int, rng: random.Random) -> dict[str, Any]:
+    """Medians in milliseconds of a whole answer of one token, and of a stream's first and last of 16 tokens."""
+    bare_port, own_port = 18931, 18932
+    where = ["--model", str(run.parent / "model")]
+    bare = [sys.executable, "-m", "mlx_lm", "server", *where, "--adapter-path", str(run), "--port", str(bare_port)]
+    own = [sys.executable, "-m", "lib.backend", *where, "--adapter", str(run), "--port", str(own_port)]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
+    with (
+        subprocess.Popen([*bare, "--log-level", "ERROR"], **quiet) as first,
+        subprocess.Popen(own, stdin=subprocess.PIPE, **quiet) as second,
+        served("--run", run) as gateway,
+    ):
+        try:
+            assert second.stdin is not None
+            second.stdin.write(f"{SECRET}\n".encode())
+            second.stdin.flush()
+            gateway.until_up(1)
+            servers = {
+                "mlx_lm.server": f"http://127.0.0.1:{bare_port}",
+                "backend": f"http://127.0.0.1:{own_port}",
+                "gateway": gateway.address,
+            }
+            return _compare(servers, rounds, rng)
+        finally:
+            first.kill()
+            second.kill()
+
+
+def _compare(servers: dict[str, str], rounds: int, rng: random.Random) -> dict[str, Any]:
+    seconds: dict[str, dict[str, list[float]]] = {}
+    with httpx2.Client(timeout=60, trust_env=False) as client:
+        for number in range(-5, rounds):  # the first ones load, trace and fill caches
+            for name in rng.sample(list(servers), len(servers)):
+                for what, value in _ask(client, servers[name]).items():
+                    if number >= 0:
+                        seconds.setdefault(what, {}).setdefault(name, []).append(value * 1000)
+    table = Table("median, ms", *servers, "gateway over backend", "gateway over mlx_lm.server", title="one at a time")
+    result = {}
+    for what, of in seconds.items():
+        medians = {name: statistics.median(values) for name, values in of.items()}
+        over = {name: medians["gateway"] - medians[name] for name in ("backend", "mlx_lm.server")}
+        table.add_row(
+            what, *(f"{medians[name]:.2f}" for name in servers), *(f"{value:+.2f}" for value in over.values())
+        )
+        result[what.replace(" ", "_")] = {**medians, "over": over}
+    Console().print(table)
+    return {"milliseconds": result}
+
+
+def _ask(client: httpx2.Client, address: str) -> dict[str, float]:
+    """Seconds of one whole answer and one stream."""
+    headers = {SECRET_HEADER: SECRET}
+    body: dict[str, Any] = {"messages": QUESTION, "max_tokens": 1, "temperature": 0, "logit_bias": NEVER_ENDS}
+    deadline = time.monotonic() + 60
+    since = time.perf_counter()
+    while True:
+        try:
+            answer = client.post(f"{address}/v1/chat/completions", json=body, headers=headers)
+            break
+        except httpx2.ConnectError:  # still starting
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    answer.raise_for_status()
+    whole = time.perf_counter() - since
+    body |= {"max_tokens": 16, "stream": True}
+    since, first = time.perf_counter(), 0.0
+    with client.stream("POST", f"{address}/v1/chat/completions", json=body, headers=headers) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: ") and not first:
+                first = time.perf_counter() - since
+    return {"whole answer": whole, "first token": first, "16 tokens": time.perf_counter() - since}
+
+
+# ---- What it holds -----------------------------------------------------------------------------------------------------
+
+
+def many(run: Path, streams: int) -> dict[str, Any]:
+    """All streams at once; then with a backend killed; then with a drain."""
+    (run / "hostfile").write_text("localhost:1\n127.0.0.1:1\n")
+    words = ["--run", run, f"serve.hostfile={run}/hostfile", f"serve.max_queue={streams}", "serve.queue_seconds=300"]
+    words += [f"serve.concurrency={CONCURRENCY}", "serve.read_seconds=60"]
+    table = Table(
+        "", "requests", "answered", "broken off", "refused (503)", "closed", "first token p50, p95, s", "tokens/s",
+        title=f"{streams} streams at once, two backends of {CONCURRENCY}",
+    )  # fmt: skip
+    result: dict[str, Any] = {}
+    with served(*words) as gateway:
+        gateway.until_up(2)
+
+        def kill() -> None:
+            os.kill(gateway.backend_pids()[0], signal.SIGKILL)
+
+        for name, act in (("load", None), ("one backend killed", kill), ("drain", gateway.process.terminate)):
+            result[name.replace(" ", "_")] = _under_load(table, name, gateway, streams, act)
+            if name == "one backend killed":
+                gateway.wait(lambda: gateway.of("backend", state="up")[2:])
+        result["drain_exit_status"] = gateway.stop()
+    Console().print(table)
+    return result
+
+
+def _under_load(
+    table: Table, name: str, gateway: Served, streams: int, act: Callable[[], None] | None
+) -> dict[str, Any]:
+    seen, since = len(gateway.of("request", status=200)), time.monotonic()
+    driving = load(gateway.address, f"--streams={streams}", f"--requests={2 * streams}", "--max-tokens=40")
+    if act is not None:
+        gateway.wait(lambda: len(gateway.of("request", status=200)) > seen + streams // 2, 300)
+        act()
+    done = outcomes(driving, 300)
+    seconds = time.monotonic() - since
+    failed = [one for one in done if one["error"]]
+    refused = [one for one in failed if one.get("status") in (429, 503)]
+    closed = [one for one in failed if "ConnectError" in one["error"]]
+    firsts = sorted(one["first_seconds"] for one in done if one["first_seconds"]) or [0.0]
+    row = {
+        "requests": len(done),
+        "answered": len(done) - len(failed),
+        "broken_off": len(failed) - len(refused) - len(closed),
+        "refused": len(refused),
+        "closed": len(closed),
+        "first_token_seconds_p50": firsts[len(firsts) // 2],
+        "first_token_seconds_p95": firsts[len(firsts) * 95 // 100],
+        "tokens_per_second": 40 * (len(done) - len(failed)) / seconds,
+    }
+    numbers = [str(row[key]) for key in ("requests", "answered", "broken_off", "refused", "closed")]
+    first = f"{row['first_token_seconds_p50']:.2f}, {row['first_token_seconds_p95']:.2f}"
+    table.add_row(name, *numbers, first, f"{row['tokens_per_second']:.0f}")
+    return row
+
+
+# ---- Unequal hosts -----------------------------------------------------------------------------------------------------
+
+
+def unequal(run: Path, requests: int) -> dict[str, Any]:
+    """Requests and tokens a second of two hosts together, and of each alone; gateway and clients are on a third."""
+    quotas = (0.6, 0.2, None)
+    table = Table("hosts", "tokens/s", "requests of each", title=f"backends with {quotas[0]} and {quotas[1]} of a core")
+    speeds: dict[str, float] = {}
+    parts: dict[str, int] = {}
+    with cluster(hosts=3, quotas=quotas) as hosts:
+        for names in (["host-a"], ["host-b"], ["host-a", "host-b"]):
+            (run / "hosts").write_text("".join(f"{name}:1\n" for name in names))
+            words = [f"serve.hostfile={run}/hosts", "serve.max_queue=1000", "serve.concurrency=8"]
+            with served("--run", run, *words, on=hosts[2]) as gateway:
+                gateway.until_up(len(names))
+                outcomes(load(gateway.address, "--streams=16", "--requests=40", "--max-tokens=40", on=hosts[2]), 300)
+                seen, since = len(gateway.of("request")), time.monotonic()
+                count = requests if len(names) > 1 else requests // 3
+                words = ["--streams=32", f"--requests={count}", "--max-tokens=40"]
+                done = outcomes(load(gateway.address, *words, on=hosts[2]), 300)
+                assert all(one["error"] is None for one in done)
+                speeds[" + ".join(names)] = 40 * len(done) / (time.monotonic() - since)
+                parts = dict(Counter(record["backend"] for record in gateway.of("request")[seen:]))
+            table.add_row(" + ".join(names), f"{speeds[' + '.join(names)]:.0f}", str(parts))
+    Console().print(table)
+    alone, together = speeds["host-a"] + speeds["host-b"], speeds["host-a + host-b"]
+    return {"tokens_per_second": speeds, "requests": parts, "efficiency": together / alone}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The gateway's decisions: who gets the next request, who waits, what a backend is told, what a key is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib import completions, config, keys, server
+from lib.completions import Limits, RequestError
+from lib.config import Serve, UserError
+from lib.gateway import Gateway
+from lib.hostfile import Host
+from lib.pool import Backend, Pool, QueueFull, choose
+from lib.supervisor import Recipe, pause_seconds
+
+LIMITS = Limits("tiny", max_prompt_tokens=100, max_tokens=50, vocab_size=283, context_tokens=120)
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def ups(*capacities: int) -> list[Backend]:
+    return [Backend(str(number), capacity, is_up=True) for number, capacity in enumerate(capacities)]
+
+
+# ---- Slots and the queue -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("milliseconds", "parts"), [(26, (2.5, 3.8)), (500, (8.0, 1000.0))])
+def test_requests_go_to_backends_by_their_speed(milliseconds: int, parts: tuple[float, float]) -> None:
+    """A minute of requests for ten tokens: near what both can do the parts are the speeds'; the slow one rests before that."""
+    backends, speeds, now, done = ups(32, 32), (300.0, 100.0), 0.0, [0, 0]
+    left: tuple[list[float], list[float]] = ([], [])
+    for tick in range(60_000):
+        now += 0.001
+        if tick % milliseconds == 0:
+            chosen = choose(backends)
+            assert chosen is not None
+            chosen.count(0, now)
+            chosen.in_flight += 1
+            left[int(chosen.name)].append(10.0)
+            done[int(chosen.name)] += tick > 20_000  # once both are measured
+        for backend, speed, tokens in zip(backends, speeds, left, strict=True):
+            if tokens:
+                tokens[:] = [one - 0.001 * speed / len(tokens) for one in tokens]
+                backend.count(0.001 * speed, now)  # type: ignore[arg-type]
+                tokens[:] = [one for one in tokens if one > 0]
+                backend.in_flight = len(tokens)
+    assert [backend.tokens_per_second for backend in backends] == pytest.approx(speeds, rel=0.1)
+    assert parts[0] < done[0] / max(1, done[1]) < parts[1], done
+
+
+def test_choosing_takes_what_is_free_and_up_and_measures_the_unknown_first() -> None:
+    slow, fast, new, down = ups(4, 4, 4, 4)
+    slow.tokens_per_second, fast.tokens_per_second, down.is_up = 100.0, 300.0, False
+    fast.in_flight = 1
+    assert choose([slow, fast, new, down]) is new
+    new.in_flight = 4
+    assert choose([slow, fast, new, down]) is fast  # 2 / 300 before 1 / 100
+    fast.in_flight = 3
+    assert choose([slow, fast, new, down]) is slow
+    fast.in_flight, slow.in_flight = 4, 4
+    assert choose([slow, fast, new, down]) is None
+    stuck = ups(4)[0]
+    stuck.tokens_per_second = 0.0  # slower than anything, and not "not measured"
+    fast.in_flight = 3
+    assert choose([stuck, fast]) is fast
+
+
+def test_the_queue_is_bounded_fair_and_forgets_who_leaves() -> None:
+    async def story() -> None:
+        [backend] = ups(1)
+        pool = Pool([backend], max_queue=4)
+        order: list[str] = []
+
+        async def one(name: str) -> None:
+            got = await pool.take(name[0], 5)
+            order.append(name)
+            await asyncio.sleep(0)
+            pool.give_back(got, name[0], 0.1)
+
+        held = await pool.take("a", 5)
+        waiting = [asyncio.create_task(one(name)) for name in ("a1", "a2", "gone", "b1")]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull) as full:
+            await pool.take("c", 5)
+        assert 1 <= full.value.retry_seconds <= 60 and pool.queue_length == 4
+        waiting[2].cancel()
+        await asyncio.sleep(0)
+        assert pool.queue_length == 3
+        pool.give_back(held, "a", 0.1)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert order == ["a1", "a2", "b1"] and backend.in_flight == 0
+        with pytest.raises(TimeoutError):
+            held = await pool.take("a", 5)
+            await pool.take("b", 0.01)
+        assert pool.queue_length == 0
+
+    asyncio.run(story())
+
+
+def test_who_has_least_in_flight_comes_next() -> None:
+    async def story() -> None:
+        pool = Pool(ups(2), max_queue=9)
+        held = [await pool.take("greedy", 5) for _ in range(2)]
+        waiting = [asyncio.create_task(pool.take(name, 5)) for name in ("greedy", "greedy", "modest")]
+        await asyncio.sleep(0)
+        pool.give_back(held[0], "greedy", 0.1)
+        await asyncio.sleep(0.01)
+        assert [task.done() for task in waiting] == [False, False, True]
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(story())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("tgcud"), st.integers(0, 7)), max_size=60))
+def test_no_slot_is_lost_or_doubled_whatever_happens(acts: list[tuple[str, int]]) -> None:
+    async def story() -> None:
+        backends = ups(1, 2)
+        pool = Pool(backends, max_queue=3)
+        tasks: list[asyncio.Task[Backend]] = []
+        held: list[Backend] = []
+        for act, number in acts:
+            if act == "t":
+                tasks.append(asyncio.create_task(pool.take(str(number % 2), 60)))
+            elif act == "g" and held:
+                pool.give_back(held.pop(number % len(held)), "0", 0.1)
+            elif act == "c" and tasks:
+                tasks[number % len(tasks)].cancel()
+            elif act in "ud":
+                pool.set_up(backends[number % 2], act == "u")
+            if number % 3:
+                await asyncio.sleep(0)
+            for task in [task for task in tasks if task.done()]:
+                tasks.remove(task)
+                if not task.cancelled() and task.exception() is None:
+                    held.append(task.result())
+            assert all(0 <= backend.in_flight <= backend.capacity for backend in backends)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        held += [backend for backend in ended if isinstance(backend, Backend)]
+        assert sum(backend.in_flight for backend in backends) == len(held) and pool.queue_length == 0
+
+    asyncio.run(story())
+
+
+# ---- What a backend is told --------------------------------------------------------------------------------------------
+
+
+def told(tokens: int = 1, **words: Any) -> dict[str, Any]:
+    request = completions.parse("chat", json.dumps(CHAT | words).encode())
+    return completions.ask("chat", request, LIMITS, tokens).body
+
+
+def test_a_backend_hears_nothing_but_what_is_known() -> None:
+    assert told() == {
+        "messages": CHAT["messages"],
+        "model": "default_model",
+        "max_tokens": 50,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    everything = told(
+        model="tiny", max_completion_tokens=7, max_tokens=9, user="u", metadata={"a": "b"}, n=1, seed=None
+    )
+    assert everything["max_tokens"] == 7 and everything.keys() == told().keys()
+    called = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": called, "refusal": None, "audio": None},
+    ]
+    heard = told(messages=messages, tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="none")
+    assert heard["messages"][0] == {"role": "user", "content": "ab"} and "tools" not in heard
+    assert heard["messages"][1] == {"role": "assistant", "content": "", "tool_calls": called}
+    assert told(tokens=100)["max_tokens"] == 20  # what the context has room for
+    assert "stream" not in told(logprobs=True)
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(101, {}), (100, {"max_tokens": 21}), (1, {"max_tokens": 51})])
+def test_limits_on_tokens(tokens: int, words: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        told(tokens, **words)
+    assert refused.value.status == 400
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_any_json_is_a_request_or_a_clean_refusal(tree: Any) -> None:
+    for raw in (json.dumps(tree).encode(), json.dumps(CHAT | {"stop": tree, "tools": tree, "messages": tree}).encode()):
+        try:
+            completions.parse("chat", raw)
+        except RequestError as error:
+            assert 400 <= error.status < 500 and json.loads(error.body)["error"]["message"]
+
+
+def test_the_models_name_is_put_in_its_place_alone() -> None:
+    said = json.dumps({"content": '"model": "default_model"'})
+    event = b'{"model": "default_model", "x": %s}' % said.encode()
+    changed = json.loads(completions.renamed(event, 'a"b'))
+    assert changed == {"model": 'a"b', "x": json.loads(said)}
+
+
+def test_a_stream_is_put_together_as_the_whole_answer_would_be() -> None:
+    base = {"id": "i", "system_fingerprint": "s", "object": "chat.completion.chunk", "model": "m", "created": 1}
+    call = {"function": {"name": "f", "arguments": "{}"}, "type": "function", "id": "c"}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "reasoning": "hm"},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call | {"index": 0}]},
+    ]
+    choices = [{"index": 0, "finish_reason": None, "delta": delta} for delta in deltas]
+    choices[-1]["finish_reason"] = "tool_calls"
+    events = [base | {"choices": [choice]} for choice in choices] + [
+        base | {"choices": [], "usage": {"total_tokens": 3}}
+    ]
+    whole = completions.assemble(json.dumps(event).encode() for event in events)
+    message = {"role": "assistant", "content": "ab", "reasoning": "hm", "tool_calls": [call]}
+    choice = {"index": 0, "finish_reason": "tool_calls", "logprobs": None, "message": message}
+    assert whole == base | {"object": "chat.completion", "choices": [choice], "usage": {"total_tokens": 3}}
+
+
+# ---- Keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    alice, bob = keys.make("alice", path), keys.make("bob@home", path)
+    ring = keys.read(path)
+    assert (ring.owner(alice), ring.owner(bob)) == ("alice", "bob@home") and alice != bob
+    assert [ring.owner(key) for key in ("", alice[:-1], alice + "x", alice.upper(), "\ud800")] == [None] * 5
+    assert alice not in path.read_text() and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "no key"), ("alice sk-secret\n", ":1: not of the form"), ("a sha256:" + "0" * 64 + "\n" + "a sha256:" + "1" * 64, ":2: a is there twice")],
+)  # fmt: skip
+def test_a_wrong_key_file_is_told_without_its_content(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(UserError) as error:
+        keys.read(tmp_path / "keys")
+    assert said in str(error.value) and "secret" not in str(error.value)
+    for name in ("two words", "", "a\nb"):
+        with pytest.raises(UserError):
+            keys.make(name, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+# ---- The application, without a listener -------------------------------------------------------------------------------
+
+
+def application(**words: Any) -> Gateway:
+    return Gateway(Serve(**words), LIMITS, None, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
+
+
+def asked(
+    app: Any, headers: dict[str, str], send: Callable[[Any], Coroutine[Any, Any, None]], method: str = "GET"
+) -> Any:
+    encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
+    aborted: list[bool] = []
+    scope = {"type": "http", "method": method, "path": "/v1/models", "headers": encoded, "query_string": b""}
+    scope |= {"state": {"abort": lambda: aborted.append(True)}, "client": ("127.0.0.1", 1)}
+
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    asyncio.run(app(scope, receive, send))
+    return aborted
+
+
+def test_who_does_not_read_is_cut_off() -> None:
+    async def send(message: Any) -> None:
+        await asyncio.sleep(3600)
+
+    gateway = application(write_seconds=0.05)
+    assert asked(gateway, {}, send) == [True] and gateway.active == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:8080", 200), ("127.0.0.1", 200), ("[::1]:1", 200), ("evil.example", 403), ("localhost.evil.example:80", 403), ("", 403)],
+)  # fmt: skip
+def test_without_keys_no_other_name_is_answered(host: str, status: int) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asked(application(), {"host": host}, send)
+    assert sent[0]["status"] == status
+
+
+def test_browsers_are_let_in_by_name_alone() -> None:
+    def allowed(origins: tuple[str, ...], origin: str) -> bytes | None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        gateway = application(cors_origins=origins)
+        asked(server.with_cors(gateway, gateway.settings), {"origin": origin}, send)
+        return dict(sent[0]["headers"]).get(b"access-control-allow-origin")
+
+    assert allowed((), "https://a.example") is None
+    assert allowed(("https://a.example",), "https://a.example") == b"https://a.example"
+    assert allowed(("https://a.example",), "https://b.example") is None
+
+
+# ---- How backends are started ------------------------------------------------------------------------------------------
+
+
+def test_a_backend_on_another_host_is_reached_through_ssh_alone() -> None:
+    command = Recipe(("--model", "a b"), Host("mac-b")).command(port=20001, local_port=40001)
+    assert command[0] == "ssh" and command[command.index("-L") + 1] == "127.0.0.1:40001:127.0.0.1:20001"
+    assert command[-2] == "mac-b" and command[-3] == "--" and "--port 20001 --model 'a b'" in command[-1]
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    assert [pause_seconds(failures) for failures in range(1, 9)] == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_every_host_gets_one_backend(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost:4\nmac-b.invalid:2\n")
+    words = [f"serve.hostfile={tmp_path / 'hosts'}", "serve.fuse=true", "serve.concurrency=7", "model.revision=abc"]
+    base = {"model": {"path": "owner/name"}, "data": {"train": "none"}}
+    found = server.recipes(config.load(None, words, base), tmp_path)
+    assert list(found) == ["localhost", "mac-b.invalid"]
+    here, there = found.values()
+    assert here is not None and there is not None and here.host is None and there.host == Host("mac-b.invalid", 2)
+    assert here.words == there.words
+    assert here.words == (
+        *("--model", "owner/name", "--concurrency", "7", "--revision", "abc", "--adapter", str(tmp_path), "--fuse"),
+    )
