@@ -384,8 +384,9 @@ def plan_sharded(
 
 
 def _training_bytes_per_byte(config: Config, shape: Shape) -> float:
-    """Full training keeps for every weight a gradient, its float32 sum and the two moments of an Adam."""
-    return (4 + 3 * shape.other_bytes) / shape.weight_bytes if config.model.method == "full" else 0.0
+    """Full training keeps for every weight, whatever its type, float32 numbers: the gradient's sum, the two moments of an Adam,
+    and what the update makes of them before the old is let go."""
+    return 4 * 4 / shape.weight_bytes if config.model.method == "full" else 0.0
 
 
 def whole_bytes(config: Config, shape: Shape) -> int:

@@ -216,7 +216,6 @@ def make_step(
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)
         updated = mx.compile(updated, inputs=optimizer_state, outputs=optimizer_state)
-    zeros = tree_map(lambda p: mx.zeros(p.shape, mx.float32), model.trainable_parameters())
     shapes: set[Any] = set()
 
     def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
@@ -225,7 +224,8 @@ def make_step(
         model.train()
         if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
             mx.random.seed(int(np.random.SeedSequence([train.seed, index, rank]).generate_state(1)[0]))
-        gradients, sums = zeros, mx.zeros(len(SUMS))
+        gradients: Any = None
+        sums = mx.zeros(len(SUMS))
         rank_tokens = padded_tokens = 0
         for batch, reference in batches:
             rank_tokens += batch.real_tokens
@@ -235,9 +235,13 @@ def make_step(
                 (_, micro_sums), micro = gradients_of(
                     arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
                 )
-                gradients = tree_map(lambda total, g: total + g.astype(mx.float32), gradients, micro)
+                micro = tree_map(lambda g: g.astype(mx.float32), micro)
+                gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
+                del micro  # as large as what is trained
                 sums = sums + micro_sums
                 mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
+        if gradients is None:  # no row of this step is this rank's
+            gradients = tree_map(lambda p: mx.zeros(p.shape, mx.float32), model.trainable_parameters())
         with world.together(f"step {index + 1}"):
             mx.eval(gradients, sums)
         compute_seconds = time.perf_counter() - started

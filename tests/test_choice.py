@@ -60,12 +60,12 @@ def test_auto_divides_a_model_that_one_host_cannot_hold() -> None:
 
 def test_what_is_not_measured_is_judged_by_its_weights() -> None:
     """No calibration, or none of memory: the weights alone, against what the machine has."""
-    for hosts in ([None, None], [host("a", 64, None), None], [host("a", None, None), host("b", None, None)]):
+    for hosts in ([None, None], [host("a", 96, None), None], [host("a", None, None), host("b", None, None)]):
         assert planned(hosts, memory_bytes=[64 * 10**9, 24 * 10**9]).strategy == "synchronous"
         small = planned(hosts, memory_bytes=[64 * 10**9, 17 * 10**9])
         assert small.strategy == "sharded" and "host b: the model needs 16.06 GB for weights" in small.reason
-        full = planned(hosts, "model.method=full", memory_bytes=[64 * 10**9, 64 * 10**9])
-        assert full.strategy == "sharded" and "96.36 GB for weights, gradients and optimizer" in full.reason
+        full = planned(hosts, "model.method=full", memory_bytes=[96 * 10**9, 96 * 10**9])
+        assert full.strategy == "sharded" and "144.54 GB for weights, gradients and optimizer" in full.reason
     assert planned([None, None]).strategy == "synchronous", "nobody knows of any limit"
     # A calibration may know of less than the machine has, as where a user leaves room for other work.
     less = planned([host("a", 64, None), host("b", 17, None)], memory_bytes=[64 * 10**9, 64 * 10**9])
