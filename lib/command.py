@@ -57,12 +57,12 @@ def read_config(options: argparse.Namespace) -> Config:
             )
         config = settings.resume(path, options.overrides)
         if config.strategy == "auto":  # decided once: what a link or a host is like today changes nothing
-            config = config.model_copy(update={"strategy": _decided(path.with_name("plan.json"))})
+            config = config.model_copy(update={"strategy": decided(path.with_name("plan.json"))})
         run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
 
-def _decided(plan: Path) -> str:
+def decided(plan: Path) -> str:
     """The strategy of a run's first plan."""
     try:
         return str(json.loads(plan.read_text())["strategy"])

@@ -27,7 +27,7 @@ import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm import batch_generate  # noqa: E402
 
-from lib import config, loading, losses, scoring, sync  # noqa: E402
+from lib import command, config, loading, losses, scoring, sync  # noqa: E402
 from lib import model as models  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
 from lib.data import Dataset, encode_prompt, load_dataset  # noqa: E402
@@ -355,7 +355,10 @@ def _read_config(options: argparse.Namespace) -> Config:
         raise UserError(f"--run {options.run}: no finished run there ({models.WEIGHTS} is missing)")
     extra = [f"model.reference={options.reference}"] if options.reference else []
     extra += [f"data.valid={options.data}"] if options.data else []
-    return config.load(path, [*extra, *options.overrides])
+    settings = config.load(path, [*extra, *options.overrides])
+    if settings.strategy == "auto":  # a model that was too large for one host still is
+        settings = settings.model_copy(update={"strategy": command.decided(path.with_name("plan.json"))})
+    return settings
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Which way to work together: what `auto` takes where a model fits, and where it does not; what the plan's table says."""
 
+import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lib import division
+from lib import division, evaluate
 from lib.calibration import BatchPoint, Curve, HostCalibration, Link, write_calibration
 from lib.config import Config, UserError, load
 from lib.machine import Machine
@@ -127,6 +130,20 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
     assert ways(planned(list(unknown)))["sharded"].step_seconds is None, "a link that nobody measured"
 
 
+def test_the_table_of_two_macs() -> None:
+    """benchmarks/decide.py: what fits trains as replicas, in step where the link allows; what does not is divided."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/decide.py"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
+    )
+    taken: dict[str, list[str]] = {}
+    for row in json.loads(done.stdout.splitlines()[-1])["rows"]:
+        taken.setdefault(row["model"], []).append(row["taken"])
+    assert taken["1B bf16, full"] == ["synchronous", "independent", "independent"]
+    assert taken["8B bf16"] == taken["70B 4-bit"] == ["synchronous"] * 3
+    assert taken["70B bf16"] == taken["405B 4-bit"] == ["sharded"] * 3
+    assert taken["405B bf16"] == ["nothing: too large"] * 3
+
+
 @pytest.mark.mpi(min_size=2)
 def test_auto_trains_in_parts_where_a_limit_is_written_down(
     world: World,  # noqa: F811
@@ -157,4 +174,6 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     assert [sum(part["kv_heads"] for part in plan["parts"]) for plan in plans] == [0, 4]
     assert json.loads((run / "summary.json").read_text())["strategy"] == "sharded"
     assert tiny.difference(whole, run) <= 1e-4
+    again = evaluate._read_config(argparse.Namespace(run=str(run), reference=None, data=None, overrides=[]))
+    assert again.strategy == "sharded", "to be evaluated in parts as well"
     world.gather_text("checked")
