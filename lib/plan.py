@@ -384,9 +384,13 @@ def plan_sharded(
 
 
 def _training_bytes_per_byte(config: Config, shape: Shape) -> float:
-    """Full training keeps for every weight, whatever its type, float32 numbers: the gradient's sum, the two moments of an Adam,
-    and what the update makes of them before the old is let go."""
-    return 4 * 4 / shape.weight_bytes if config.model.method == "full" else 0.0
+    """What training adds to the weights: full training keeps for each that it trains, whatever its type, four float32 numbers.
+
+    They are the gradient's sum, the two moments of an Adam, and what an update makes of them before the old is let go.
+    """
+    if config.model.method != "full":
+        return 0.0
+    return 4 * 4 / shape.weight_bytes * min(config.model.blocks or shape.blocks, shape.blocks) / shape.blocks
 
 
 def whole_bytes(config: Config, shape: Shape) -> int:

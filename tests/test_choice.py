@@ -69,6 +69,8 @@ def test_what_is_not_measured_is_judged_by_its_weights() -> None:
         assert small.strategy == "sharded" and "host b: the model needs 16.06 GB for weights" in small.reason
         full = planned(hosts, "model.method=full", memory_bytes=[96 * 10**9, 96 * 10**9])
         assert full.strategy == "sharded" and "144.54 GB for weights, gradients and optimizer" in full.reason
+        few = planned(hosts, "model.method=full", "model.blocks=2", memory_bytes=[96 * 10**9, 96 * 10**9])
+        assert few.strategy == "synchronous", "two of 32 blocks are trained"
     assert planned([None, None]).strategy == "synchronous", "nobody knows of any limit"
     # A calibration may know of less than the machine has, as where a user leaves room for other work.
     less = planned([host("a", 64, None), host("b", 17, None)], memory_bytes=[64 * 10**9, 64 * 10**9])
