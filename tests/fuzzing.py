@@ -1,0 +1,168 @@
+"""Random runs on real ranks, from a seed: how they work together, what they train, and how they end.
+
+Every rank plays the same case in its own process. A run may finish, be stopped in the middle and go on in other shares,
+stop because nothing is finite, or meet an error on one rank; in each case all ranks must be in step afterwards. Ranks
+that are not wait for each other, and the world's deadline ends them with the name of what they waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import train as script
+from lib import config, step
+from lib.config import Stopped, UserError
+from lib.sync import World
+from tests import tiny
+
+ENDS = ("finishes", "finishes", "stopped and resumed", "never finite", "broken rows on one rank", "full disk")
+HEADS = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random run: its settings, how it ends, and on which rank something happens."""
+
+    strategy: str
+    words: tuple[str, ...]
+    rows: int
+    held_out: int
+    longest: int
+    steps: int
+    end: str
+    rank: int
+    at: int
+    resumed_words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.end} (rank {self.rank}, step {self.at}): {' '.join(self.words)}"
+
+
+def make_case(seed: int, ranks: int) -> Case:
+    """The run of a seed, for a world of this size."""
+    rng = random.Random(f"{seed} {ranks}")
+    strategy = rng.choice(["synchronous", "independent", "independent", "sharded"])
+    batch, rows = rng.randint(1, 12), rng.randint(1, 40)
+    steps = rng.randint(1, 7)
+
+    def shares() -> list[str]:
+        if rng.random() < 0.3:
+            return [f"plan.replan={rng.choice(['true', 'false'])}"]
+        if strategy == "sharded":
+            return [f"plan.shares={[rng.randint(1, 5) for _ in range(ranks)]}"]
+        cuts = sorted(rng.randint(0, batch) for _ in range(ranks - 1))
+        dealt = [end - start for start, end in zip([0, *cuts], [*cuts, batch], strict=True)]
+        return [f"plan.shares={dealt}"]
+
+    def sizes() -> list[str]:
+        each = [rng.randint(1, 5) for _ in range(1 if strategy == "sharded" else ranks)]
+        return [f"plan.micro_batch_sizes={each}"] if rng.random() < 0.5 else []
+
+    method = rng.choice(["lora", "lora", "dora", "full"])
+    words = [f"strategy={strategy}", f"train.global_batch_size={batch}", f"model.method={method}"]
+    words += [f"train.loss={rng.choice(['sigmoid', 'sft', 'orpo', 'ipo'])}", f"train.seed={rng.randint(0, 99)}"]
+    words += [f"checkpoint.every={rng.randint(1, 4)}", f"evaluate.every={rng.choice(['null', 1, 2, 3])}"]
+    words += [f"evaluate.batch_size={rng.randint(1, 5)}", f"data.shared_prompts={rng.choice(['true', 'false'])}"]
+    words += [rng.choice(["model.dropout=0.2", "model.gradient_checkpointing=true", "model.attention_window=5"])]
+    words += [f"evaluate.samples={rng.choice([0, 1])}", "evaluate.max_tokens=3"]
+    words += [f"train.max_grad_norm={rng.choice(['null', 0.1])}"]
+    if strategy == "sharded":
+        words.append(f"model.shard_vocabulary={rng.choice(['true', 'false'])}")
+    else:
+        words.append(f"sync.compression={rng.choice(['none', 'none', 'bf16', 'int8', 'topk'])}")
+    if strategy == "independent":
+        merges = ["average", "outer", "none", *(["stack", "svd"] if method == "lora" else [])]
+        words += [f"independent.merge={rng.choice(merges)}", f"independent.pairs_per_round={rng.randint(1, 40)}"]
+    end = rng.choice(ENDS)
+    return Case(
+        strategy=strategy,
+        words=(*words, *shares(), *sizes()),
+        rows=rows,
+        held_out=rng.choice([0, 1, 2, 9]),
+        longest=rng.choice([2, 12, 30]),
+        steps=steps,
+        end=end,
+        rank=rng.randrange(ranks),
+        at=rng.randint(1, steps),
+        resumed_words=tuple(shares()),
+    )
+
+
+def play(case: Case, world: World, folder: Path) -> None:
+    """One run on all ranks, from `folder`, which is theirs alone; afterwards they are in step.
+
+    Raises:
+        AssertionError: it did not end as it had to, or a row was lost or trained twice.
+    """
+    words = [*_settings(case, world, folder), *case.words]
+    if case.end == "stopped and resumed":
+        _train(world, [*words, f"train.steps={case.at}", "train.schedule=constant"])
+        words += [*case.resumed_words, "train.schedule=constant"]
+    if case.end == "broken rows on one rank" and world.rank == case.rank:
+        broken = tiny.write_jsonl(folder / "broken.jsonl", ['{"prompt_ids": [3], "chosen_ids": [4'])
+        words.append(f"data.train={broken}")
+    if case.end == "full disk" and world.rank == 0:
+        (folder / "runs/run").mkdir(parents=True)
+        (folder / "runs/run/checkpoints").write_text("a file where a folder should be")
+    if case.end == "never finite":
+        words.append("train.max_skipped_steps=1")
+    with pytest.MonkeyPatch.context() as patch:
+        if case.end == "never finite" and world.rank == case.rank:
+            objective = step.objective
+            patch.setattr(step, "objective", lambda train, logps, *rest: objective(train, logps * mx.nan, *rest))
+        try:
+            _train(world, [*words, f"train.steps={case.steps}"], resume=case.end == "stopped and resumed")
+            outcome = "finished"
+        except (Stopped, UserError) as error:
+            outcome = re.sub(r"rank-\d+\.jsonl", "its log", str(error))
+    told = world.gather_long_text(json.dumps([outcome, str(case)]), "the end of a case")
+    assert told == told[:1] * world.size, "ranks ended unlike each other, or are out of step"
+    known = {"broken rows on one rank": "broken.jsonl", "full disk": "checkpoint of step", "never finite": "not finite"}
+    # Apart, a rank may have no row to be wrong about.
+    idle = case.end == "never finite" and case.strategy == "independent" and outcome == "finished"
+    assert known.get(case.end, "finished") in outcome or idle, f"{case}: {outcome}"
+    if outcome == "finished":
+        _is_whole(case, folder / "runs/run")
+    world.gather_text("looked at")  # nobody goes on, or cleans up, while another still reads
+
+
+def _train(world: World, words: list[str], resume: bool = False) -> None:
+    script.train(config.load(None, [*words, "run.name=run"]), world, resume=resume, dry_run=False)
+
+
+def _settings(case: Case, world: World, folder: Path) -> list[str]:
+    """The same words on every rank; rank 0 writes the files."""
+    mine: list[str] = []
+    if world.rank == 0:
+        mine = tiny.settings(folder, rows=case.rows)
+        tiny.model_folder(folder / "model", **HEADS)
+        tiny.write_jsonl(folder / "train.jsonl", _rows(case, case.rows, 0))
+        tiny.write_jsonl(folder / "valid.jsonl", _rows(case, case.held_out, 1))
+        mine += ["data.valid=null"] * (case.held_out == 0) + ["data.max_length=128"]
+    return list(json.loads(world.broadcast_text(json.dumps(mine))))
+
+
+def _rows(case: Case, count: int, seed: int) -> list[Any]:
+    pairs = tiny.pairs(count, seed, longest=case.longest)
+    if "train.loss=sft" in case.words:
+        return [{"prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"]} for pair in pairs]
+    return list(pairs)
+
+
+def _is_whole(case: Case, run: Path) -> None:
+    """Every row of every whole epoch was trained once."""
+    assert json.loads((run / "summary.json").read_text())["steps"] == case.steps
+    batch = next(int(word.partition("=")[2]) for word in case.words if word.startswith("train.global_batch_size="))
+    in_epoch = -(-case.rows // batch)
+    epochs = tiny.rows_of_epochs(run)
+    ranks = len(list((run / "logs").glob("rank-*.jsonl"))) if case.strategy == "sharded" else 1
+    for epoch in range(case.steps // in_epoch):
+        assert epochs[epoch] == sorted(list(range(case.rows)) * ranks), (str(case), epoch)

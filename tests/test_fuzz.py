@@ -1,0 +1,15 @@
+"""Whatever ranks do together, and however it ends, no rank is left waiting: a few random runs; benchmarks/fuzz.py plays many."""
+
+from pathlib import Path
+
+import pytest
+
+from lib.sync import World
+from tests.fuzzing import make_case, play
+from tests.test_world import folder, world  # noqa: F401
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_rank_is_left_waiting(world: World, folder: Path, seed: int) -> None:  # noqa: F811
+    play(make_case(seed, world.size), world, folder)
