@@ -195,6 +195,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             own_rows = [int(row) for batch, _ in made for row in batch.rows]
             yield epoch, position, len(rows), tokens, own_rows, made
 
+    writer = checkpoint.Writer(lock is not None, config.checkpoint.max_lost_seconds)
     answers: list[list[str]] = []  # to the questions, one list an evaluation
     latest: dict[str, float | None] = {}  # held-out metrics
 
@@ -211,6 +212,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     def evaluate_and_save(is_due: bool, save_anyway: bool) -> None:
         """Once in a while: held-out metrics, and a checkpoint where one is due or the model is the best so far."""
         nonlocal latest
+        for path in writer.written() if world.rank == 0 else ():
+            tracker.record("checkpoint", step=progress.steps_of(world.rank), path=str(path))
         if is_due:
             latest = evaluate_now()
         # Rank 0's word: ranks that are never merged have losses of their own.
@@ -224,24 +227,23 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 apart.own(optimizer) if apart else {"feedback": feedback} if config.sync.compression != "none" else None
             )
             plan_now = schedule.at(progress.step + 1).to_dict()
-            path = checkpoint.save_all(
-                folder, world, lock is not None, progress, model, optimizer, config, plan_now, own
-            )
-            if world.rank == 0:
-                tracker.record("checkpoint", step=progress.steps_of(world.rank), path=str(path))
+            is_last, state = progress.step == steps, (progress, model, optimizer)
+            if fault := checkpoint.save_all(folder, world, writer, *state, config, plan_now, own, tracker, is_last):
+                say.warning(fault)
 
     def learn(step: int, index: int, epoch: int, rows: list[int], micro_batches: list[Any]) -> StepResult:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0."""
         result = take_step(index, steps, asked(micro_batches))
+        if result.skipped:
+            say.warning(f"step {step}: loss or gradient is not finite; computed once more")
+            result = take_step(index, steps, asked(micro_batches))
         tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
         show(index + 1, f"{report.describe(result.means)}  {result.pairs / result.seconds:.1f} pairs/s")
         progress.skipped_in_row = progress.skipped_in_row + 1 if result.skipped else 0
         if result.skipped:
-            say.warning(
-                f"step {step}: loss or gradient is not finite; update {progress.skipped_in_row} in a row left out"
-            )
+            say.warning(f"step {step}: not finite again; update {progress.skipped_in_row} in a row left out")
         if result.skipped and progress.skipped_in_row >= config.train.max_skipped_steps:
             raise Stopped(
                 f"{progress.skipped_in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
@@ -266,8 +268,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                     if changed is not None:
                         report.show_new_plan(say, tracker, step, step + schedule.lead, schedule.at(step), changed)
                     is_last = step == steps
+                    is_due = writer.is_due(result.elapsed_seconds) or step % checkpoint_every == 0
                     evaluation_due = is_last or bool(config.evaluate.every and step % config.evaluate.every == 0)
-                    evaluate_and_save(evaluation_due, is_last or step % checkpoint_every == 0)
+                    evaluate_and_save(evaluation_due, is_last or is_due)
         else:
 
             def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:

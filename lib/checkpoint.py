@@ -12,6 +12,9 @@ import math
 import os
 import re
 import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,19 +22,20 @@ from typing import IO, Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from lib import heartbeat
 from lib import model as models
 from lib.config import Config, UserError, dump
 from lib.order import Position
-from lib.performance import first_missed, rewind
+from lib.performance import PerformanceTracker, first_missed, rewind
 from lib.step import StepResult
-from lib.sync import Described, World
+from lib.sync import AgreedError, Described, World
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
+COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
 
 
 @dataclass
@@ -142,6 +146,55 @@ def _claim(folder: Path) -> IO[str]:
     return lock
 
 
+class Writer:
+    """Writes this rank's checkpoints, one after the other: none is dropped, and a failure is told at once."""
+
+    def __init__(self, keeps_disk: bool = True, max_lost_seconds: float | None = None):
+        self.keeps_disk, self.max_lost_seconds = keeps_disk, max_lost_seconds
+        self.unsaved_seconds = 0.0
+        self._thread: threading.Thread | None = None
+        self._written: list[Path] = []
+
+    def is_due(self, elapsed_seconds: float) -> bool:
+        """Counts a step, and tells whether it and one more would exceed what a fault may undo."""
+        self.unsaved_seconds += elapsed_seconds
+        return self.max_lost_seconds is not None and self.unsaved_seconds + 2 * elapsed_seconds > self.max_lost_seconds
+
+    def write(self, path: Path, work: Callable[[], None]) -> None:
+        """Does the work now.
+
+        Raises:
+            OSError: what it raises.
+        """
+        self._finish()
+        work()
+        self._written.append(path)
+
+    def write_beside(self, path: Path, work: Callable[[], None]) -> None:
+        """Does the work beside training, once the checkpoint before is done."""
+        self._finish()
+
+        def run() -> None:
+            try:
+                work()
+                self._written.append(path)
+            except OSError as error:
+                told = f"warning: {error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
+                print(told, file=sys.stderr, flush=True)
+
+        self._thread = threading.Thread(target=run, name="checkpoint")
+        self._thread.start()
+
+    def written(self) -> list[Path]:
+        """The checkpoints that became whole since the last call."""
+        done, self._written = self._written, []
+        return done
+
+    def _finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
 def save(
     folder: Path,
     progress: Progress,
@@ -150,90 +203,118 @@ def save(
     config: Config,
     plan: dict[str, Any],
     world: World,
-    keeper: bool,
-) -> Path | None:
-    """Writes `folder/step-XXXXXXXX`, all of it or nothing; all ranks call it, one on every disk writes and gets the path.
+    writer: Writer,
+    wait: bool,
+) -> None:
+    """Writes `folder/step-XXXXXXXX`, all of it or nothing, and removes old ones. All ranks call it, one on every disk writes.
+
+    Args:
+        wait: else training goes on meanwhile, where every rank holds whole arrays and a copy of them is small.
 
     Raises:
-        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+        OSError: the disk is full or not writable; earlier checkpoints are untouched. Meanwhile, it is a warning.
     """
-    final = folder / f"step-{progress.step:08d}"
-    unfinished = folder / f".unfinished-{progress.step:08d}"
+    whole = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
+    parts = any(world.part(name) is not None for name in whole)
+    wait = wait or parts or sum(array.nbytes for array in whole.values()) > COPIED_BYTES
     with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, state):
-        if not keeper:
-            return None
-        try:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            models.save_trained(model, config.model, unfinished, *weights)
-            models.write_arrays(unfinished / OPTIMIZER, *state)
-            (unfinished / "config.yaml").write_text(dump(config))
-            (unfinished / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
-            (unfinished / STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n")
-            hashes = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
-            (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n")
-            for file in unfinished.iterdir():
-                _fsync(file)
-            _fsync(unfinished)
-            shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
-            unfinished.rename(final)
-            _fsync(folder)
-        except OSError as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-            reason = f"cannot be written, {free:,} bytes are free there ({error.strerror})"
-            raise OSError(None, reason, str(final)) from None
-    return final
+        if not writer.keeps_disk:
+            return
+        final = folder / f"step-{progress.step:08d}"
+        arrays: dict[str, tuple[Described, models.Arrays]] = {models.WEIGHTS: weights, OPTIMIZER: state}
+        texts = {
+            models.ADAPTER_CONFIG: json.dumps(models.adapter_config(model, config.model), indent=2) + "\n",
+            "config.yaml": dump(config),
+            "plan.json": json.dumps(plan, indent=2) + "\n",
+            STATE: json.dumps(asdict(progress), indent=2) + "\n",
+        }
+        if not wait:  # out of MLX, whose arrays are this thread's
+            for file, (described, each) in list(arrays.items()):
+                arrays[file] = described, [(name, models.raw(array)) for name, array in each]
+        step, keep, best_step = progress.step, config.checkpoint.keep, progress.best_step
+
+        def work() -> None:
+            _write_whole(final, arrays, texts)
+            prune(folder, keep, best_step)
+            heartbeat.tell(checkpoint=step)
+
+        (writer.write if wait else writer.write_beside)(final, work)
+
+
+def _write_whole(final: Path, arrays: Mapping[str, tuple[Described, models.Arrays]], texts: Mapping[str, str]) -> None:
+    folder, unfinished = final.parent, final.parent / f".unfinished-{_step(final):08d}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for name, (described, each) in arrays.items():
+            models.write_arrays(unfinished / name, described, each)
+        for name, text in texts.items():
+            (unfinished / name).write_text(text)
+        hashes = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
+        (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n")
+        for file in unfinished.iterdir():
+            _fsync(file)
+        _fsync(unfinished)
+        shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
+        unfinished.rename(final)
+        _fsync(folder)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        reason = f"cannot be written, {free:,} bytes are free there ({error.strerror})"
+        raise OSError(None, reason, str(final)) from None
 
 
 def save_all(
     folder: Path,
     world: World,
-    keeper: bool,
+    writer: Writer,
     progress: Progress,
     model: nn.Module,
     optimizer: optim.Optimizer,
     config: Config,
     plan: dict[str, Any],
     own: dict[str, dict[str, mx.array]] | None,
-) -> Path | None:
+    tracker: PerformanceTracker,
+    is_last: bool,
+) -> str:
     """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one. Old ones go.
 
-    A host that is lost takes its disk along, and the others go on from theirs. folder: the run's.
+    A host that is lost takes its disk along, and the others go on from theirs. folder: the run's. All wait for the last
+    one, and for one of which ranks have parts of their own. What the log lacks, on a full disk, no checkpoint holds.
 
     Returns:
-        Where it is, to the rank that keeps its disk.
+        Why there is none now, the same on every rank; earlier ones are untouched, and no run ends for want of one.
 
     Raises:
-        AgreedError: a disk is full or not writable; earlier checkpoints are untouched.
+        AgreedError: the last one cannot be written.
     """
     what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
-    folder = folder / "checkpoints"
-    if own is not None:
+    folder, wait, writer.unsaved_seconds = folder / "checkpoints", is_last or own is not None, 0.0
+    try:
         with world.agreeing(what):
-            part = save_part(folder, progress.step, world.rank, own)
-        progress.parts = world.gather_text(part)
-    path, kept = None, ""
-    with world.agreeing(what):
-        path = save(folder, progress, model, optimizer, config, plan, world, keeper)
-        if path is not None:
-            kept = json.dumps(prune(folder, config.checkpoint.keep, progress.best_step))
+            tracker.flush()
+            part = save_part(folder, progress.step, world.rank, own) if own is not None else ""
+        if own is not None:
+            progress.parts = world.gather_text(part)
+        with world.agreeing(what):
+            save(folder, progress, model, optimizer, config, plan, world, writer, wait)
+    except AgreedError as error:
+        if is_last:
+            raise
+        return f"training goes on without {error}"
     if own is not None:
+        kept = json.dumps([_step(path) for path in _checkpoints(folder)]) if world.rank == 0 else ""
         prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
-    heartbeat.tell(checkpoint=progress.step)
-    return path
+    return ""
 
 
-def prune(folder: Path, keep: int, best_step: int | None) -> list[int]:
-    """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one.
-
-    Returns the steps of those that are left.
-    """
+def prune(folder: Path, keep: int, best_step: int | None) -> None:
+    """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one."""
     newest_whole = next((path for path in _checkpoints(folder) if not _inside_a_round(path)), None)
     for path in _checkpoints(folder)[keep:]:
         if _step(path) != best_step and path != newest_whole:
             shutil.rmtree(path, ignore_errors=True)
-    return [_step(path) for path in _checkpoints(folder)]
 
 
 # ---- Every rank's own part: what differs between ranks that train apart, or that compress what they send ---------------

@@ -284,6 +284,8 @@ class Checkpoint(_Section):
 
     every: Positive | None = None
     """Steps between checkpoints; by default a tenth of the run, at most 100."""
+    max_lost_seconds: PositiveFloat | None = None
+    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. Not where ranks train apart."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
 

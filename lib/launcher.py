@@ -140,25 +140,38 @@ async def _answering(
 
 
 async def _look_out(attempt: Attempt, missing: tuple[Host, ...]) -> None:
-    """Says when one of the missing hosts could take part again, with processes that are ready for it.
-
-    It has to take connections at the run's ports, too, from a host that trains.
-    """
-    launching, links = attempt.launching, attempt.links
-    port = launching.starting_port + launching.size  # beyond those where ranks listen now
+    """Says when one of the missing hosts could take part again, with processes that are ready for it."""
     while True:
         for host in missing:
-            link = None
-            with contextlib.suppress(ConnectionError, TimeoutError, UserError):
-                link = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
-                await link.ask("listen", ANSWER_SECONDS, port=port)
-                address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, host)
-                await links[launching.hosts[0].name].ask("probe", ANSWER_SECONDS, address=address, port=port)
-                await ranks.prepared(launching, link, host)
-                links[host.name] = link
-                attempt.back.set()
-                return
+            try:
+                link = await asyncio.wait_for(connect(attempt.launching, host), ANSWER_SECONDS)
+            except (TimeoutError, ConnectionError):
+                continue
+            try:
+                if await _could_join(attempt, link, host):
+                    attempt.links[host.name] = link
+                    attempt.back.set()
+                    return
+            finally:
+                if attempt.links.get(host.name) is not link:
+                    await link.close()
         await asyncio.sleep(LOOK_OUT_SECONDS)
+
+
+async def _could_join(attempt: Attempt, link: Link, host: Host) -> bool:
+    """Whether a host takes connections at the run's ports, too, from one that trains; then it gets its processes ready."""
+    launching, first = attempt.launching, attempt.links.get(attempt.launching.hosts[0].name)
+    port = launching.starting_port + launching.size  # beyond those where ranks listen now
+    try:
+        await link.ask("listen", ANSWER_SECONDS, port=port)
+        address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, host)
+        if first is None or first.closed:
+            return False
+        await first.ask("probe", ANSWER_SECONDS, address=address, port=port)
+    except (ConnectionError, UserError):
+        return False
+    await ranks.prepared(launching, link, host)
+    return not link.closed
 
 
 def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:
@@ -307,6 +320,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     ):
         if not least <= getattr(options, name) <= most:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} is not in {least} to {most}")
+    if options.role and options.max_restarts:  # each machine would go on alone
+        raise UserError(
+            "--max-restarts needs ssh, to start all machines again; with --role start them again by hand, --resume"
+        )
     for name in ("silent_seconds", "wedged_seconds"):
         if not 1 <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name):g} is not at least 1")

@@ -35,7 +35,7 @@ WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
-Arrays = Iterable[tuple[str, mx.array]]
+Arrays = Iterable[tuple[str, mx.array | np.ndarray]]  # or the raw bytes
 
 
 def load(settings: config.Model, seed: int, lazy: bool = False) -> nn.Module:
@@ -383,7 +383,7 @@ def save_trained(
         own = sorted(trainable(model).items())
         described, arrays = {name: (array.shape, array.dtype) for name, array in own}, own
     write_arrays(folder / WEIGHTS, described, arrays)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(_adapter_config(model, settings), indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model, settings), indent=2) + "\n")
 
 
 def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
@@ -402,7 +402,12 @@ def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, array in arrays:
-            file.write(np.array(mx.view(array.reshape(-1), mx.uint8)).data)
+            file.write(raw(array).data)
+
+
+def raw(array: mx.array | np.ndarray) -> np.ndarray:
+    """An array's bytes, uint8 [n], outside of MLX; bytes stay what they are."""
+    return array if isinstance(array, np.ndarray) else np.array(mx.view(array.reshape(-1), mx.uint8))
 
 
 SAFETENSORS = {
@@ -479,7 +484,7 @@ def _but_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:axis] + shape[axis + 1 :]
 
 
-def _adapter_config(model: nn.Module, settings: config.Model) -> dict[str, Any]:
+def adapter_config(model: nn.Module, settings: config.Model) -> dict[str, Any]:
     rank = adapter_rank(model) or settings.rank
     parameters: dict[str, Any] = {"rank": rank, "scale": settings.scale, "dropout": settings.dropout}
     if settings.keys is not None:
@@ -500,7 +505,7 @@ def _load_adapter(model: nn.Module, settings: config.Model) -> None:
         raise UserError(
             f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that mlx-lm or a run saved"
         ) from None
-    ours = _adapter_config(model, settings)
+    ours = adapter_config(model, settings)
     theirs = {
         "method": stored.get("fine_tune_type", "lora"),
         **{k: stored.get("lora_parameters", {}).get(k) for k in ("rank", "scale")},

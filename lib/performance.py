@@ -2,43 +2,78 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from lib.config import Cost
+from lib.network import connections
+
+NETWORK_SECONDS = 10.0  # between records of the network
 
 
 class PerformanceTracker:
     """Writes one rank's records and sums up what it did.
 
     Every record has `kind`, `time` (Unix seconds), `rank` and `host`; the kinds are `start`, `step`, `evaluation`,
-    `checkpoint`, `plan`, `warning` and `end`.
+    `checkpoint`, `network`, `plan`, `warning` and `end`.
     """
 
     def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost"):
         self.log_path, self.rank, self.host = Path(log_path), rank, host
         self.examples = 0
         self.seconds = 0.0
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._bytes_sent, self._sync_seconds = 0, 0.0  # since the network's last record
+        self._network_logged = -NETWORK_SECONDS
+        self._unwritten = b""  # for want of room on the disk
 
     def record(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Appends one record and flushes it.
+        """Appends one record and flushes it. On a disk that is full by then it is kept in memory, until there is room.
 
         Raises:
-            OSError: the disk is full or not writable.
+            OSError: the disk is full at the first record, or not writable.
         """
         entry = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host, **fields}
         if self._file is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.log_path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(_finite(entry), allow_nan=False) + "\n")
-        self._file.flush()
+            self._file = self.log_path.open("ab", buffering=0)
+            self._write(json.dumps(_finite(entry), allow_nan=False))
+            return entry
+        had_room = not self._unwritten
+        try:
+            self._write(json.dumps(_finite(entry), allow_nan=False))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            if had_room:
+                told = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"
+                print(told, file=sys.stderr, flush=True)
         return entry
+
+    def _write(self, line: str = "") -> None:
+        assert self._file is not None
+        self._unwritten += f"{line}\n".encode() if line else b""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def flush(self) -> None:
+        """Writes what was kept in memory.
+
+        Raises:
+            OSError: there is still no room for it.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.log_path)) from None
 
     def log_batch(
         self, batch_num: int, batch_size: int, batch_time: float, loss: float | None, kl: float | None, **fields: Any
@@ -46,6 +81,7 @@ class PerformanceTracker:
         """Records one step: `batch_num` is the step, `batch_size` this rank's pairs, `batch_time` its seconds."""
         self.examples += batch_size
         self.seconds += batch_time
+        self._log_network(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
         rate = batch_size / batch_time if batch_time > 0 else 0.0
         return self.record(
             "step",
@@ -58,12 +94,24 @@ class PerformanceTracker:
             **fields,
         )
 
+    def _log_network(self, step: int, bytes_sent: int, sync_seconds: float) -> None:
+        """Every ten seconds: what the syncs of these steps saw of the network, and the kernel of every connection."""
+        self._bytes_sent += bytes_sent
+        self._sync_seconds += sync_seconds
+        if not self._bytes_sent or time.monotonic() - self._network_logged < NETWORK_SECONDS:
+            return
+        rate = self._bytes_sent / self._sync_seconds if self._sync_seconds else None
+        links = connections()
+        self.record("network", step=step, bytes_sent=self._bytes_sent, bytes_per_second=rate, connections=links)
+        self._bytes_sent, self._sync_seconds, self._network_logged = 0, 0.0, time.monotonic()
+
     def get_average_throughput(self) -> float:
         """Pairs a second over all logged batches; 0 before the first."""
         return self.examples / self.seconds if self.seconds else 0.0
 
     def close(self) -> None:
         if self._file is not None:
+            self.flush()
             self._file.close()
             self._file = None
 

@@ -436,7 +436,8 @@ class Attempt:
 
     def type(self, text: str | None) -> None:
         """Hands input on to rank 0."""
-        self.links[self.launching.hosts[0].name].send("typed", text=text)
+        if (link := self.links.get(self.launching.hosts[0].name)) is not None:
+            link.send("typed", text=text)
 
     async def _watch(self, interrupts: asyncio.Queue[int]) -> Outcome:
         limits = self.launching.silent_seconds, self.launching.wedged_seconds

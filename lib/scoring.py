@@ -103,13 +103,15 @@ def reference_logps(
     key = cache_key(models.reference_fingerprint(settings.model, settings.train.seed), dataset)
     folder = Path(settings.run.dir) / ".reference"
     logps = cached_logps(folder, key, dataset, world)
+    is_new = logps is None
     if logps is None:
         named = settings.model.reference != "initial"
         judge = loading.load_reference(settings, world) if named else policy
         with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
             logps = dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress)
-        with world.agreeing("keeping the reference's log-probabilities"):
-            keep_logps(folder, key, logps, world)
+    with world.agreeing("keeping the reference's log-probabilities"):
+        if is_new or not (folder / f"{key}.npy").exists():  # on every disk: the first host may be the one that is lost
+            keep_logps(folder, key, logps)
     return logps
 
 
@@ -165,15 +167,16 @@ def cached_logps(folder: Path, key: str, dataset: Dataset, world: World) -> np.n
     return np.array(world.broadcast({"logps": mx.array(values)})["logps"])
 
 
-def keep_logps(folder: Path, key: str, logps: np.ndarray, world: World) -> None:
-    """Puts a pass's result on rank 0's disk, whole or not at all.
+def keep_logps(folder: Path, key: str, logps: np.ndarray) -> None:
+    """Puts a pass's result on the disk, whole or not at all.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # runs that start together may each make the same pass
-            unfinished = Path(own, "logps.npy")
-            np.save(unfinished, logps)
-            unfinished.replace(folder / f"{key}.npy")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=folder
+    ) as own:  # ranks of one disk, and runs that start together, make the same
+        unfinished = Path(own, "logps.npy")
+        np.save(unfinished, logps)
+        unfinished.replace(folder / f"{key}.npy")

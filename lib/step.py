@@ -49,6 +49,7 @@ class StepResult:
     wait_seconds: float
     peak_memory_bytes: int
     bytes_sent: int
+    elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
     traces: int  # distinct batch shapes so far: each is compiled once
 
     def measurements(self) -> dict[str, Any]:
@@ -217,9 +218,13 @@ def make_step(
         mean_of = mx.compile(mean_of)
         updated = mx.compile(updated, inputs=optimizer_state, outputs=optimizer_state)
     shapes: set[Any] = set()
+    last_started = time.perf_counter()
 
     def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
+        nonlocal last_started
         started, bytes_before = time.perf_counter(), world.traffic.bytes_sent
+        elapsed = started - last_started if world.rank == 0 else 0.0
+        last_started = started
         mx.reset_peak_memory()
         model.train()
         if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
@@ -248,7 +253,7 @@ def make_step(
 
         # Each rank puts its seconds in a slot of its own: after the sum all ranks know who waited for whom.
         seconds = [compute_seconds if other == world.rank else 0.0 for other in range(world.size)]
-        both = mx.concatenate([sums, mx.array([*seconds, float(rank_tokens)])])
+        both = mx.concatenate([sums, mx.array([*seconds, float(rank_tokens), elapsed])])
         gradients, both, left_out = exchange.sum_gradients(world, gradients, both, sync, feedback)
         gradients, squares = mean_of(gradients, both[SUMS.index("count")])
         norm = mx.sqrt(world.sum_of_all(squares))
@@ -256,7 +261,7 @@ def make_step(
         sync_seconds = time.perf_counter() - started - compute_seconds
         values = both.tolist()
         totals = dict(zip(SUMS, values, strict=False))
-        ranks_seconds, tokens = values[len(SUMS) : -1], int(values[-1])
+        ranks_seconds, tokens = values[len(SUMS) : -2], int(values[-2])
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(totals["loss"]) and math.isfinite(norm.item()))
         rate = learning_rate(train, index, steps)
@@ -283,6 +288,7 @@ def make_step(
             wait_seconds=wait_seconds,
             peak_memory_bytes=mx.get_peak_memory(),
             bytes_sent=world.traffic.bytes_sent - bytes_before,
+            elapsed_seconds=values[-1],
             traces=len(shapes),
         )
 

@@ -10,7 +10,20 @@ from tests.tiny import ROOT
 
 FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
-    | {"heartbeat", "watch", "agent", "jobfile", "shapes", "hub", "keys", "completions", "backend", "sources", "spool"},
+    | {
+        "heartbeat",
+        "watch",
+        "network",
+        "agent",
+        "jobfile",
+        "shapes",
+        "hub",
+        "keys",
+        "completions",
+        "backend",
+        "sources",
+        "spool",
+    },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {"data", "streaming", "step", "batches", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger"}
     | {"rounds", "launcher", "preflight", "ranks", "supervisor"},

@@ -15,6 +15,7 @@ import pytest
 
 from lib import launcher, ranks, watch
 from lib.hostfile import Host
+from lib.performance import read_records
 from lib.ranks import Launching
 from lib.watch import HostSeen, RankSeen, diagnose
 from tests import tiny
@@ -138,6 +139,7 @@ def test_a_command_that_is_not_there_or_a_host_that_does_not_answer_is_one_line(
         (["--hostfile", "/nowhere", "--"], "/nowhere"),
         (["--hosts", "a,b", "--role", "primary", "--backend", "mpi", "--"], "mpirun reaches"),
         (["--hosts", "10.99.99.1,10.99.99.2", "--role", "primary", "--"], "0 of the hosts"),
+        (["--hosts", "a,b", "--role", "primary", "--max-restarts", "1", "--"], "--max-restarts needs ssh"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
@@ -235,6 +237,12 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
     assert tiny.difference(runs / "alone", runs / "together") <= 1e-5
     hosts = {record["host"] for rank in (0, 1) for record in tiny.steps_of(runs / "together", rank)}
     assert hosts == {"host-a", "host-b"}
+    for rank, other in ((0, three_hosts[1]), (1, three_hosts[0])):  # the network as each rank saw it
+        log = read_records(runs / "together/logs" / f"rank-{rank:03d}.jsonl")
+        network = next(record for record in log if record["kind"] == "network")
+        assert network["bytes_per_second"] > 0 and network["bytes_sent"] > 0
+        trips = [link["round_trip_seconds"] for link in network["connections"] if link["peer"] == other.address]
+        assert all(0 < trip < 1 for trip in trips) and (trips or backend == "mpi"), network
 
 
 def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp_path: Path) -> None:

@@ -170,12 +170,33 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
         )
         assert found["host-c", "ssh"][0]["remedy"] == "ssh-copy-id host-c"
         assert f"{b.disk}/full" in found["host-b", "disk"][0]["message"]
+        assert "run.dir=ELSEWHERE" in found["host-b", "disk"][0]["remedy"]
+        assert "take fewer slots" in found["host-b", "memory"][0]["remedy"]
+        # These hosts reach no registry: that the command gets so far is all that is seen of it.
+        setup = found["host-b", "packages"][0]["remedy"].replace("make setup", "make -n setup")
+        tried = a.run(["sh", "-c", setup])
+        assert tried.returncode == 0 and "pip install" in tried.stdout, tried
     finally:
         for host, options in mounts.items():
             for option in options:
                 named[host].run(["umount", option.split()[-1]])
+    try:  # what the remedies say: other slots, another disk; and the versions and the key that were wanted
+        fits = int(0.6 * preflight.machine.host_memory_bytes() / 1.3)
+        for host in (a, b):
+            with (host.outside / "run/model/model.safetensors").open("r+b") as file:
+                file.truncate(fits)
+        elsewhere = [*data, f"run.dir={b.disk}/run/runs"]
+        _, report = check(three_hosts, *project, command=elsewhere, names="host-a,host-b:2")
+        assert failures(report).keys() - {("host-a", "disk"), ("host-b", "disk")} == {("host-b", "memory")}
+        _, report = check(three_hosts, *project, command=elsewhere, names="host-a,host-b")
+        assert not failures(report).keys() - {("host-a", "disk"), ("host-b", "disk")}, (
+            "room for checkpoints is the machine's"
+        )
+    finally:
         for host in (a, b):
             (host.outside / "run/model/model.safetensors").unlink()
+    status, report = check(three_hosts, *project, command=elsewhere)
+    assert status == 0 and report["passed"], failures(report)
     launching = Launching((Host("host-a"),), "ring", ("train.py",))
     shown = judge(
         [Host("host-a")],

@@ -129,6 +129,10 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
     )
     try:
         wait_for(lambda: len(steps(b, 1)) >= 7, 60)
+        references = {
+            host.name: {path.name for path in (host.outside / "runs/.reference").iterdir()} for host in (a, b)
+        }
+        assert references["host-a"] == references["host-b"] != set(), "a survivor would have to ask the reference anew"
         a.unplug()
         launch.until("launch: silent: host-a")
         launch.until(r"start 2.* on 1 of 2 hosts \(without host-a\), from the last checkpoint")

@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
-from lib import checkpoint, scoring
-from lib.performance import read_records
-from lib.sync import World
+from lib import checkpoint, exchange, scoring
+from lib.performance import PerformanceTracker, read_records
 from tests import float64, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
 
@@ -232,7 +232,7 @@ def test_runs_that_keep_the_same_reference_do_not_disturb_each_other(tmp_path: P
     passes = [np.full((5000, 2), value, np.float32) for value in (1, 2)]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         kept = [
-            pool.submit(lambda logps=logps: [scoring.keep_logps(tmp_path, "key", logps, World()) for _ in range(50)])
+            pool.submit(lambda logps=logps: [scoring.keep_logps(tmp_path, "key", logps) for _ in range(50)])
             for logps in passes
         ]
     assert all(future.exception() is None for future in kept)
@@ -284,6 +284,53 @@ def test_non_finite_updates_are_left_out_and_then_stop_the_run(tmp_path: Path) -
     run = tmp_path / "runs" / "run"
     assert [r["skipped"] for r in tiny.steps_of(run)] == [r["skipped"] for r in tiny.steps_of(run, 1)]
     assert [r["skipped"] for r in tiny.steps_of(run)][-3:] == [True] * 3
+
+
+def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=6", "model.dropout=0.1"]
+    tiny.train(tmp_path, [*words, "run.name=plain"])
+    sums, calls = exchange.sum_gradients, iter(range(99))
+
+    def poisoned(world: Any, gradients: Any, *rest: Any) -> Any:
+        factor = float("nan") if next(calls) == 3 else 1.0
+        return sums(world, tree_map(lambda g: g * factor, gradients), *rest)
+
+    monkeypatch.setattr(exchange, "sum_gradients", poisoned)
+    result = tiny.train(tmp_path, [*words, "run.name=poisoned"])
+    assert "step 4: loss or gradient is not finite; computed once more" in result.stdout
+    assert tiny.difference(tmp_path / "runs/plain", tmp_path / "runs/poisoned") == 0.0
+
+
+def test_a_log_on_a_full_disk_is_kept_until_there_is_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        tracker = PerformanceTracker(disk / "log.jsonl")
+        tracker.record("start")
+        with (disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+            while True:
+                filler.write(bytes(4096))
+        for step in range(100):
+            tracker.record("step", step=step, rows=list(range(50)))
+        with pytest.raises(OSError, match="No space"):
+            tracker.flush()
+        assert capsys.readouterr().err.count("kept in memory until there is room") == 1
+        (disk / "filler").unlink()
+        tracker.record("end")
+        tracker.close()
+        records = read_records(disk / "log.jsonl")
+        assert [record.get("step") for record in records] == [None, *range(100), None]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_checkpoint_comes_before_more_would_be_lost_than_is_allowed() -> None:
+    writer = checkpoint.Writer(max_lost_seconds=10.0)
+    assert [writer.is_due(1.0) for _ in range(9)] == [False] * 8 + [True], "this step and one more have to fit"
+    writer.unsaved_seconds = 0.0
+    assert writer.is_due(6.0) and not checkpoint.Writer().is_due(1e9)
 
 
 def test_evaluate_command_agrees_with_the_run(tmp_path: Path) -> None:
@@ -480,11 +527,15 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
             "train.steps=50",
         ]
         result = tiny.train(tmp_path, words, check=False)
-        assert_one_clear_line(result, "checkpoint of step", "earlier ones are whole")
+        assert_one_clear_line(result, "checkpoint of step 50", "earlier ones are whole")  # no other is worth a run
+        assert "training goes on, earlier checkpoints are whole" in result.stderr
         assert "bytes are free" in result.stderr or "No space left" in result.stderr
         newest, damaged = checkpoint.newest(disk / "run" / "checkpoints")
         assert newest is not None and not damaged
-        shutil.rmtree(disk / "run" / "checkpoints" / "step-00000001")
+        saved, logged = int(newest.name.removeprefix("step-")), [step["step"] for step in tiny.steps_of(disk / "run")]
+        assert logged[:saved] == list(range(1, saved + 1)), "a checkpoint holds what no log tells"
+        for step in (1, 2, 3):
+            shutil.rmtree(disk / "run" / "checkpoints" / f"step-{step:08d}")
         tiny.train(tmp_path, ["--resume", str(disk / "run"), "train.steps=9", "checkpoint.keep=1"])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
