@@ -16,10 +16,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch preflight calibrate serve bench lint clean
+.PHONY: help setup train test launch preflight calibrate serve dashboard bench lint clean
 
 help:
-	@echo "make setup | train | test | launch | preflight | calibrate | serve | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | launch | preflight | calibrate | serve | dashboard | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -60,6 +60,10 @@ calibrate: setup
 # make serve RUN=runs/NAME ARGS="serve.port=8081 serve.keys=keys"; docs/serving.md
 serve: setup
 	$(BIN)/python -m lib.server --run $(or $(RUN),$(error make serve RUN=runs/NAME: the folder of a finished run)) $(ARGS)
+
+# make dashboard ARGS="runs/A runs/B --port 8060": the newest run, or these compared, at http://127.0.0.1:8050.
+dashboard: setup
+	$(BIN)/python -m lib.dashboard $(ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/quickstart.py $(ARGS)

@@ -167,6 +167,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         **report.provenance(),
         resumed_from_step=progress.step if resume else None,
         resumes=progress.resumes,
+        steps=steps,
         config=config.model_dump(mode="json"),
         plan=plan.to_dict(),
     )

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lib import checkpoint
+from lib import checkpoint, machine
 from lib.config import Config
 from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
@@ -248,6 +248,7 @@ def provenance() -> dict[str, Any]:
         "commit": git.stdout.strip() or None,
         "platform": platform.platform(),
         "device": device_name(),
+        "memory_limit_bytes": machine.memory_limit_bytes(),
     }
 
 

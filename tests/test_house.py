@@ -23,11 +23,13 @@ FLOORS = [
         "backend",
         "sources",
         "spool",
+        "tail",
+        "history",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {"data", "streaming", "step", "batches", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger"}
     | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
-    {"evaluate", "report", "dashboard", "server", "gateway", "listener", "spare"},
+    {"evaluate", "report", "dashboard", "charts", "server", "gateway", "listener", "spare"},
 ]
 
 

@@ -1,0 +1,82 @@
+"""Logs that grow, read by byte offset: only what is new, whatever their size; and copies of them on another machine.
+
+Only the standard library is imported: a host's agent reads its ranks' logs by this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+PIECE_BYTES = 2**22
+
+
+class Tail:
+    """The whole lines of a file, a piece at a time; a file that was replaced or cut back begins anew."""
+
+    def __init__(self, path: Path):
+        self.path, self.offset = Path(path), 0  # of the next line
+        self._file: tuple[int, int] | None = None
+
+    def read(self, limit_bytes: int = PIECE_BYTES) -> tuple[bool, bytes]:
+        """Whether this is the beginning of the file, and its next whole lines: nothing where there are none yet.
+
+        A piece is cut after its last line's end, so half a line waits for its other half; a line longer than the limit
+        comes whole.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if (status.st_dev, status.st_ino) != self._file or status.st_size < self.offset:
+                    self._file, self.offset = (status.st_dev, status.st_ino), 0
+                file.seek(self.offset)
+                piece = file.read(limit_bytes)
+                while piece and b"\n" not in piece and (more := file.read(limit_bytes)):
+                    piece += more
+        except FileNotFoundError:
+            return False, b""
+        lines = piece[: piece.rfind(b"\n") + 1]
+        begins = self.offset == 0 and bool(lines)
+        self.offset += len(lines)
+        return begins, lines
+
+
+class Copy:
+    """The logs of one host's ranks on the machine that launched them, below the run's own: `logs/HOST/rank-001.jsonl`.
+
+    Where both see the same disk nothing is copied.
+    """
+
+    def __init__(self, logs: Path, host: str):
+        self.logs, self.folder = logs, logs / re.sub(r"[^\w-]", "_", host)
+        self._is_here: dict[int, bool] = {}
+
+    def write(self, rank: int, offset: int, lines: bytes) -> None:
+        """Writes what a rank's log has at `offset`; at 0 the copy begins anew.
+
+        Raises:
+            OSError: the disk is full or not writable.
+        """
+        name = f"rank-{int(rank):03d}.jsonl"
+        if offset == 0:
+            self._is_here[rank] = _holds(self.logs / name, lines)
+        if self._is_here.get(rank, True):
+            return
+        copy = self.folder / name
+        if offset == 0:  # renamed into place, so that whoever reads the copy sees that it is another file
+            self.folder.mkdir(parents=True, exist_ok=True)
+            unfinished = copy.with_suffix(".tmp")
+            unfinished.write_bytes(lines)
+            unfinished.replace(copy)
+            return
+        with copy.open("r+b") as file:
+            file.seek(offset)
+            file.write(lines)
+
+
+def _holds(path: Path, lines: bytes) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(lines)) == lines
+    return False

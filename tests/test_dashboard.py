@@ -1,0 +1,202 @@
+"""The dashboard in a real browser, beside a real training."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib import charts, runtime
+from lib.performance import read_records
+from tests import chromium, tiny
+from tests.tiny import ROOT
+
+needs_chromium = pytest.mark.skipif(chromium.unavailable() is not None, reason=str(chromium.unavailable()))
+# What the page draws of a chart: every line's name, steps and values.
+DRAWN = "Object.fromEntries(document.querySelector(arguments[0]).querySelector('.js-plotly-plot').data.map(t => [t.name, [t.x, t.y]]))"
+
+
+@contextmanager
+def served(*words: str | Path) -> Iterator[str]:
+    """The dashboard as a user starts it, on a free port; its address."""
+    command = [sys.executable, "-m", "lib.dashboard", *map(str, words), "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield re.findall(r"http://\S+", process.stdout.readline())[0]
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+    return found
+
+
+def drawn(page: chromium.Page, name: str) -> dict[str, Any]:
+    """The lines of a chart, or nothing yet."""
+    if not page.run(
+        "document.querySelector(arguments[0])?.querySelector('.js-plotly-plot')?.data?.length", f"#graph-{name}"
+    ):
+        return {}
+    return page.run(DRAWN, f"#graph-{name}")
+
+
+@needs_chromium
+def test_a_training_of_two_ranks_is_seen_live_and_as_it_was_logged(tmp_path: Path) -> None:
+    words = tiny.settings(tmp_path, rows=300, **{"train.steps": 100_000, "data.skip_invalid": "true"})
+    words += [
+        "train.global_batch_size=64",
+        "plan.shares=[48,16]",
+        "run.name=live",
+        "evaluate.every=40",
+        "--config",
+        str(tiny.config_file(tmp_path)),
+    ]
+    run = tmp_path / "runs" / "live"
+    mpirun = [str(runtime.mpirun_path()), "-n", "2", sys.executable, str(ROOT / "train.py"), *words]
+    training = subprocess.Popen(mpirun, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: (run / "logs" / "rank-001.jsonl").exists())
+        with served(run) as address, chromium.chromium() as page:
+            page.open(address)
+            wait_for(lambda: len(drawn(page, "speed")) == 2)
+            # A step is on the page within five seconds of its record, whichever rank's.
+            for rank in (0, 1):
+                newest = tiny.steps_of(run, rank)[-1]
+                label = f"{rank} {newest['host']}"
+                wait_for(lambda at=label, step=newest["step"]: drawn(page, "speed")[at][0][-1] >= step, 5)
+            training.terminate()
+            training.wait(20)
+            last = [tiny.steps_of(run, rank) for rank in (0, 1)]
+            wait_for(lambda: page.text("#now-step").startswith(f"{last[0][-1]['step']:,} /"), 5)
+            check_figures(page, run)
+            check_manners(page, address)
+    finally:
+        training.kill()
+        training.wait()
+
+
+def check_figures(page: chromium.Page, run: Path) -> None:
+    """Every figure and every drawn point is that of a record."""
+    steps = tiny.steps_of(run)
+    assert page.text("#now-loss") == f"{steps[-1]['loss']:.4f}"
+    assert page.text("#now-accuracy") == f"{steps[-1]['reward_accuracy']:.1%}"
+    for name, *_ in charts.LEARNING:
+        wait_for(lambda name=name: drawn(page, name).get("training", [[0]])[0][-1] == steps[-1]["step"], 5)
+        x, y = drawn(page, name)["training"]
+        assert x == [record["step"] for record in steps] and y == pytest.approx([r[name] for r in steps], rel=1e-12)
+    evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
+    assert drawn(page, "loss")["held out"] == [[e["step"] for e in evaluations], [e["loss"] for e in evaluations]]
+    for rank in (0, 1):
+        own = tiny.steps_of(run, rank)
+        _, speeds = drawn(page, "speed")[f"{rank} {own[0]['host']}"]
+        assert speeds == pytest.approx([record["pairs_per_second"] for record in own])
+        bars = {name: values[0][rank] for name, values in drawn(page, "seconds").items()}
+        for part in ("compute", "sync", "wait"):
+            recent = [record[f"{part}_seconds"] for record in own[-20:]]
+            assert bars[part] == pytest.approx(sum(recent) / len(recent))
+
+
+def check_manners(page: chromium.Page, address: str) -> None:
+    """Nothing wrong on the console, no request to another host, fits a telephone, works by keyboard and in the dark."""
+    page.note()
+    assert page.complaints == []
+    requests = [url for url in page.requests if not url.startswith(("data:", "blob:", "chrome:"))]
+    assert requests and all(url.startswith(address) for url in requests), requests
+    assert page.run("document.querySelectorAll('.modebar').length") == 0, "no buttons, so none to any cloud"
+    for width in (390, 1440):
+        page.resize(width)
+        wait_for(lambda width=width: page.run("window.innerWidth") == width)
+        wait_for(lambda: page.run("document.documentElement.scrollWidth <= window.innerWidth"), 5)
+    ground = page.run("getComputedStyle(document.body).backgroundColor")
+    page.theme("dark")
+    assert page.run("getComputedStyle(document.body).backgroundColor") != ground
+    page.run("document.querySelector('#theme-button').focus()")
+    page.press("Enter")
+    wait_for(lambda: page.run("document.documentElement.dataset.theme") == "dark", 5)
+
+
+def test_only_who_asks_for_this_machine_by_name_is_answered(tmp_path: Path) -> None:
+    with served("--runs", tmp_path) as address:
+        port = int(address.rsplit(":", 1)[1])
+
+        def ask(host: str, path: str = "/") -> http.client.HTTPResponse:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("GET", path, headers={"Host": host})
+            return connection.getresponse()
+
+        good = ask(f"127.0.0.1:{port}")
+        assert good.status == 200 and "default-src 'self'" in (good.headers["Content-Security-Policy"] or "")
+        assert not re.search(rb"https?://(?!127\.0\.0\.1)", good.read())
+        assert ask("evil.example").status == 400
+
+
+def test_a_port_that_is_taken_or_a_folder_that_is_none_is_one_line(tmp_path: Path) -> None:
+    def told(*words: str) -> str:
+        command = [sys.executable, "-m", "lib.dashboard", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+
+    with served("--runs", tmp_path) as address:
+        assert "give another --port" in told("--port", address.rsplit(":", 1)[1])
+    assert "is not a run's folder" in told(str(tmp_path / "nowhere"))
+
+
+# ---- Colours ---------------------------------------------------------------------------------------------------------
+
+# Machado, Oliveira, Fernandes (2009), severity 1.0, on linear RGB.
+VISION = {
+    "usual": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def linear(colour: str) -> list[float]:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def luminance(colour: str) -> float:
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+
+
+def lab(rgb: list[float]) -> list[float]:
+    """CIE L*a*b* of linear RGB."""
+    matrix = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    clipped = [min(max(part, 0.0), 1.0) for part in rgb]
+    whites = (0.9505, 1.0, 1.089)
+    xyz = [sum(a * b for a, b in zip(row, clipped, strict=True)) / w for row, w in zip(matrix, whites, strict=True)]
+    x, y, z = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in xyz)
+    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+
+def test_colours_are_told_apart_by_everybody_on_light_and_dark() -> None:
+    for colour in charts.COLOURS:
+        for ground in (charts.LIGHT, charts.DARK):
+            high, low = sorted((luminance(colour), luminance(ground)), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 3, f"{colour} on {ground}"  # WCAG 2.2, 1.4.11
+    for name, matrix in VISION.items():
+        seen = [
+            lab([sum(a * b for a, b in zip(row, linear(colour), strict=True)) for row in matrix])
+            for colour in charts.COLOURS
+        ]
+        for i, one in enumerate(seen):
+            for other in seen[:i]:
+                difference = sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
+                assert difference > 20, (name, one, other)

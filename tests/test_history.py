@@ -1,0 +1,218 @@
+"""Logs that grow ➜ curves in bounded memory: every record counted once, whatever way it comes in."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib import history
+from lib.history import COLUMNS, INDEX, Run, Series, figures
+from lib.performance import PerformanceTracker, rewind
+from lib.tail import Copy, Tail
+
+
+def write(path: Path, records: list[dict[str, Any]], mode: str = "a") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def step(number: int, rank: int = 0, host: str = "a", **values: Any) -> dict[str, Any]:
+    defaults = {"pairs": 4, "step_seconds": 0.5, "compute_seconds": 0.4, "sync_seconds": 0.06, "wait_seconds": 0.04}
+    defaults |= {"loss": 1 / number, "peak_memory_bytes": 100 + number, "bytes_sent": 600_000}
+    return {"kind": "step", "time": 1000.0 + number, "rank": rank, "host": host, "step": number, **defaults, **values}
+
+
+def read_all(run: Run) -> Run:
+    while run.read():
+        pass
+    return run
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 700), capacity=st.sampled_from([2, 4, 32]))
+def test_buckets_are_what_all_records_at_once_would_give(seed: int, count: int, capacity: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(count, len(COLUMNS)))
+    rows[rng.random(rows.shape) < 0.2] = np.nan  # records without some of the fields
+    rows[:, INDEX["step"]] = np.arange(count)
+    series = Series(capacity)
+    places = sorted(rng.integers(0, count + 1, size=rng.integers(0, 9)))
+    for part in np.split(rows, places):  # in pieces of any size
+        series.append(part)
+    means, least, greatest = series.table()
+    assert len(means) <= 2 * capacity and series.count == count
+    for bucket, first in enumerate(range(0, count, series.width)):
+        records = rows[first : first + series.width]
+        known = [column[~np.isnan(column)] for column in records.T]
+        expected = [column.mean() if len(column) else np.nan for column in known]
+        np.testing.assert_allclose(means[bucket], expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(least[bucket], [min(c) if len(c) else np.nan for c in known])
+        np.testing.assert_array_equal(greatest[bucket], [max(c) if len(c) else np.nan for c in known])
+    assert bucket == len(means) - 1
+    np.testing.assert_allclose(series.totals, np.nansum(rows, axis=0), rtol=1e-9, atol=1e-9)
+    np.testing.assert_array_equal(np.array(series.recent), rows[-history.RECENT :])
+
+
+def test_a_tail_gives_each_line_once_and_only_whole_ones(tmp_path: Path) -> None:
+    path, rng = tmp_path / "log", random.Random(3)
+    lines = [bytes([rng.randrange(32, 127)]) * rng.randrange(1, 400) + b"\n" for _ in range(300)]
+    text, written, tail, got = b"".join(lines), 0, Tail(path), b""
+    assert tail.read() == (False, b"")
+    while written < len(text):
+        more = rng.randrange(1, 900)
+        with path.open("ab") as file:
+            file.write(text[written : written + more])
+        written += more
+        _, new = tail.read(limit_bytes=rng.randrange(1, 500))  # shorter than a line, sometimes
+        assert not new or new.endswith(b"\n")
+        got += new
+    while new := tail.read(100)[1]:
+        got += new
+    assert got == text
+
+
+def test_a_log_that_a_resume_cut_back_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "rank-000.jsonl"
+    write(
+        path,
+        [step(n) for n in range(1, 21)] + [{"kind": "checkpoint", "time": 1020.5, "rank": 0, "host": "a", "step": 20}],
+    )
+    run = read_all(Run(tmp_path))
+    rewind(path, 12)
+    write(path, [step(n, loss=9.0) for n in range(13, 31)])  # as long as before, and longer, before anybody looks
+    curve = read_all(run).curve((0, "a"), "loss")
+    assert curve.steps.tolist() == list(range(1, 31)) and curve.values[11:].tolist() == [1 / 12, *[9.0] * 18]
+    assert run.events == []
+
+
+def test_broken_lines_and_strangers_records_harm_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "rank-000.jsonl"
+    path.parent.mkdir()
+    strange = [
+        b'{"kind": "step"}',
+        b"[1, 2]",
+        b"17",
+        b'{"kind": "step", "time": "now", "loss": {}, "rank": 0, "host": "a"}',
+    ]
+    strange += [b"\xff\xfe", b"", b"null", b'{"time": 1}', b'{"kind": "start", "time": 999.0, "plan": null}']
+    whole = [json.dumps(step(n)).encode() for n in (1, 2)]
+    path.write_bytes(b"\n".join([whole[0], *strange, whole[1]]) + b'\n{"kind": "st')
+    run = read_all(Run(tmp_path))
+    assert run.curve((0, "a"), "loss").values.tolist() == [1.0, 0.5]
+    assert [event["kind"] for event in run.events] == ["start"] and figures(run, 2000.0).step == 2
+
+
+def test_the_first_look_at_a_long_log_has_its_ends_and_what_lies_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "GLANCE_BYTES", 2**20)
+    start = {"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "steps": 20_000}
+    write(tmp_path / "logs" / "rank-000.jsonl", [start, *(step(n) for n in range(1, 20_001))])
+    run = Run(tmp_path)
+    assert run.read() and run.is_sampled
+    glanced = run.curve((0, "a"), "loss")
+    assert glanced.steps[0] <= 2 and figures(run, 30_000.0).step == 20_000 and figures(run, 30_000.0).steps == 20_000
+    assert np.diff(glanced.steps).max() < 60 and (np.diff(glanced.steps) > 0).all()
+    read_all(run)
+    assert not run.is_sampled and run.series[0, "a"].count == 20_000
+    assert run.curve((0, "a"), "loss").steps[-1] == 20_000
+
+
+def test_of_two_copies_of_one_log_each_record_counts_once(tmp_path: Path) -> None:
+    records = [
+        {"kind": "start", "time": 999.0, "rank": 1, "host": "b"},
+        *(step(n, rank=1, host="b") for n in range(1, 9)),
+    ]
+    write(tmp_path / "logs" / "rank-001.jsonl", records[:5])
+    write(tmp_path / "logs" / "b" / "rank-001.jsonl", records)
+    write(tmp_path / "logs" / "discarded" / "rank-001.jsonl", records)
+    run = read_all(Run(tmp_path))
+    assert len(run.events) == 1 and run.series[1, "b"].count == 8 and list(run.series) == [(1, "b")]
+
+
+def test_steps_that_a_lost_host_still_has_but_the_others_undid_are_not_shown(tmp_path: Path) -> None:
+    start = {"kind": "start", "rank": 0, "host": "a", "time": 1020.5, "resumed_from_step": 10, "resumes": [[10]]}
+    again = [step(n, time=1020.0 + n) for n in range(11, 16)]
+    write(tmp_path / "logs" / "rank-000.jsonl", [*(step(n) for n in range(1, 11)), start, *again])
+    write(tmp_path / "logs" / "b" / "rank-001.jsonl", [step(n, rank=1, host="b") for n in range(1, 21)])
+    run = read_all(Run(tmp_path))
+    assert run.curve((1, "b"), "loss").steps.tolist() == list(range(1, 11))
+    assert run.curve((0, "a"), "loss").steps.tolist() == list(range(1, 16))
+
+
+def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
+    ranks = [{"host": "a"}, {"host": "b"}]
+    plan = {
+        "strategy": "synchronous",
+        "reason": "measured",
+        "shares": [6, 2],
+        "global_batch_size": 8,
+        "calibrated": True,
+    }
+    plan |= {
+        "ranks": ranks,
+        "predicted_step_seconds": 0.4,
+        "predicted_pairs_per_second": 20.0,
+        "solo_sum_pairs_per_second": 25.0,
+    }
+    config = {"model": {"path": "m"}, "data": {"train": "t"}, "cost": {"watts": 100, "price_per_kwh": 0.5}}
+    start = {"kind": "start", "time": 1000.0, "host": "a", "steps": 100, "plan": plan, "config": config}
+    start |= {"memory_limit_bytes": 1000}
+    for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
+        steps = [step(n, rank, host, pairs=share) for n in range(1, 41)]
+        write(tmp_path / "logs" / f"rank-{rank:03d}.jsonl", [{**start, "rank": rank, "host": host}, *steps])
+    now = figures(read_all(Run(tmp_path)), 1041.0)
+    assert (now.state, now.step, now.steps, now.strategy) == ("running", 40, 100, "synchronous")
+    assert now.pairs_per_second == pytest.approx(16.0) and now.efficiency == pytest.approx(16 / 25)
+    assert now.left_seconds == pytest.approx(60.0) and now.busy == pytest.approx(0.8)
+    assert now.cost is not None and now.cost["energy_kwh"] == pytest.approx(2 * 0.1 * 41 / 3600)
+    first, second = now.ranks
+    assert (first.pairs_per_second, first.planned_pairs_per_second) == (pytest.approx(12.0), pytest.approx(15.0))
+    assert (second.peak_memory_bytes, second.memory_limit_bytes, second.host) == (140, 1000, "b")
+    assert second.bytes_per_second == pytest.approx(1e7)
+    assert figures(read_all(Run(tmp_path)), 5000.0).state == "silent"
+    for rank, host in enumerate("ab"):
+        tracker = PerformanceTracker(tmp_path / "logs" / f"rank-{rank:03d}.jsonl", rank, host)
+        tracker.record("end", step=40)
+        tracker.close()
+    assert figures(read_all(Run(tmp_path)), 5000.0).state == "finished"
+
+
+def test_a_run_without_a_record_has_figures_too(tmp_path: Path) -> None:
+    assert figures(Run(tmp_path), 5.0).state == "waiting"
+
+
+def test_a_copy_follows_its_log_and_writes_nothing_where_the_disk_is_the_same(tmp_path: Path) -> None:
+    there, here = tmp_path / "there" / "logs", tmp_path / "here" / "logs"
+    here.mkdir(parents=True)
+    log, tail, copy = there / "rank-001.jsonl", Tail(there / "rank-001.jsonl"), Copy(here, "host-b")
+    same = Copy(there, "host-b")
+
+    def follow() -> None:
+        while True:
+            before = tail.offset
+            begins, lines = tail.read(1000)
+            if not lines:
+                return
+            for one in (copy, same):
+                one.write(1, 0 if begins else before, lines)
+
+    write(log, [step(n) for n in range(1, 30)])
+    follow()
+    rewind(log, 5)
+    write(log, [step(n, loss=7.0) for n in range(6, 40)])
+    follow()
+    assert (here / "host-b" / "rank-001.jsonl").read_bytes() == log.read_bytes()
+    assert sorted(path.name for path in there.rglob("*") if path.is_file() and path.parent.name != "discarded") == [
+        log.name
+    ]
+    Copy(here, "../../etc").write(1, 0, b"x\n")
+    assert (here / "______etc" / "rank-001.jsonl").exists()
