@@ -23,12 +23,15 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 from lib.heartbeat import ADDRESS, SECONDS, agent_folder
+from lib.tail import Tail
 
 CHUNK_BYTES = 2**16
+LOG_BYTES = 2**18  # of a log, sent at a time
 LINE_BYTES = 2**26  # of the launcher's words
 PROBE_SECONDS = 1.5  # for another host to take a connection
 
@@ -36,8 +39,9 @@ PROBE_SECONDS = 1.5  # for another host to take a connection
 class Ranks:
     """The ranks of this host, started once."""
 
-    def __init__(self, writer: asyncio.StreamWriter, address: str):
-        self.writer, self.address = writer, address
+    def __init__(self, writer: asyncio.StreamWriter, address: str, sends_logs: bool):
+        self.writer, self.address, self.sends_logs = writer, address, sends_logs
+        self.followed: set[int] = set()  # ranks whose logs are sent
         self.typed_all = asyncio.Event()
         self.processes: dict[int | None, asyncio.subprocess.Process] = {}  # None: mpirun
         self.pids: dict[int, int] = {}  # of every rank of this host, whoever started it
@@ -123,11 +127,30 @@ class Ranks:
                 while line := await reader.readline():
                     facts = json.loads(line)
                     self.pids[facts["rank"]] = facts["pid"]
+                    if self.sends_logs and "run" in facts and facts["rank"] not in self.followed:
+                        self.followed.add(facts["rank"])
+                        self._task(self._send_log(facts["rank"], facts["run"]))
                     self.say("beat", **facts)
         except (ValueError, KeyError, ConnectionError):
             pass  # a rank that died in the middle of a word: its exit tells more
         finally:
             writer.close()
+
+    async def _send_log(self, rank: int, run: str) -> None:
+        """Sends what a rank records as it is written, to its end: whoever looks at the run on the launching machine sees it."""
+        tail = Tail(Path(run) / "logs" / f"rank-{rank:03d}.jsonl")
+        is_over = False
+        while not is_over:
+            is_over = _state(self.pids[rank]) == "gone"
+            lines = b"more"
+            while lines:
+                before = tail.offset
+                begins, lines = tail.read(LOG_BYTES)
+                if lines:
+                    packed = base64.b64encode(zlib.compress(lines, 1)).decode()
+                    self.say("log", rank=rank, run=run, offset=0 if begins else before, packed=packed)
+                    await self.writer.drain()  # between two pieces, output and beats have their turn
+            await asyncio.sleep(0 if is_over else SECONDS)
 
     async def end(self, number: int, grace_seconds: float) -> None:
         """Signals every rank, and kills what is left after the grace. mpirun is told first: it ends its ranks itself."""
@@ -193,6 +216,7 @@ class Agent:
         silent_seconds: float,
         nice: int | None,
         awake: bool,
+        sends_logs: bool,
     ) -> None:
         """Starts processes, after writing the `files` that they read into a folder of their own."""
         self._stop_listening()
@@ -206,7 +230,7 @@ class Agent:
         self.silent_seconds = silent_seconds
         # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
         os.environ.update({ADDRESS: address, "PRTE_MCA_prte_tmpdir_base": address})
-        self.ranks = Ranks(self.writer, address)
+        self.ranks = Ranks(self.writer, address, sends_logs)
         await self.ranks.listen(files)
         for place, process in enumerate(processes):
             spare = self.spares.pop(place, None)

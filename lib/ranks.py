@@ -7,6 +7,7 @@ on this machine. What the ranks wait for comes in beside their output, and lib/w
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import itertools
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ from typing import Any
 from lib import hostfile, watch
 from lib.config import UserError
 from lib.hostfile import Host
+from lib.tail import Copy
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = (36, 33, 35, 32, 34, 31)
@@ -165,8 +168,8 @@ def as_command(launching: Launching) -> list[str]:
 class Link:
     """The connection to one host's agent; it lasts over many starts."""
 
-    def __init__(self, host: Host, process: asyncio.subprocess.Process, machine: str):
-        self.process = process
+    def __init__(self, host: Host, process: asyncio.subprocess.Process, machine: str, is_local: bool):
+        self.process, self.is_local = process, is_local
         self.name, self.machine = host.name, machine  # what we call it, and what it calls itself
         self.closed = False
         self.hear: Callable[[str, dict[str, Any]], None] = lambda kind, words: None
@@ -230,9 +233,21 @@ class Link:
 
 def agent_words(launching: Launching, host: Host) -> list[str]:
     """The command line that starts a host's agent: directly on this machine, else over ssh."""
-    if is_this_machine(host) and launching.directory == str(ROOT):
+    if is_local(launching, host):
         return [launching.python, "-m", "lib.agent"]
     return remote_words(launching, host, "lib.agent")
+
+
+def is_local(launching: Launching, host: Host) -> bool:
+    """Whether a host is this machine, and works in this very folder."""
+    return is_this_machine(host) and launching.directory == str(ROOT)
+
+
+def run_here(launching: Launching, run: str) -> Path:
+    """Where this machine keeps a run that the hosts have at `run`: at the same place in the project, or the same path."""
+    folder = Path(run)
+    inside = folder.is_relative_to(launching.directory)
+    return ROOT / folder.relative_to(launching.directory) if inside else folder
 
 
 def remote_words(launching: Launching, host: Host, module: str) -> list[str]:
@@ -288,7 +303,7 @@ async def connect(launching: Launching, host: Host) -> Link:
         told = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
         await process.wait()
         raise ConnectionError(f"{host.name}: {told[-1] if told else 'no answer'}")
-    return Link(host, process, json.loads(hello)["host"])
+    return Link(host, process, json.loads(hello)["host"], is_local(launching, host))
 
 
 # ---- One start of all ranks
@@ -373,6 +388,7 @@ class Attempt:
         self.named: set[int] = set()
         self.typed = threading.Event()
         self.takes_input = False
+        self.copies: dict[str, Copy | None] = {}  # of other hosts' logs; None where they cannot be written
         self.asked: list[asyncio.Future[Any]] = []
 
     async def go(self, interrupts: asyncio.Queue[int]) -> Outcome:
@@ -428,6 +444,7 @@ class Attempt:
                 silent_seconds=max(5.0, self.launching.silent_seconds),
                 nice=self.launching.nice,
                 awake=True,
+                sends_logs=not link.is_local,
             )
         self.takes_input = True
 
@@ -549,10 +566,24 @@ class Attempt:
             self._note_states(host, words["states"])
         elif kind == "beat":
             self._note_beat(host, words)
+        elif kind == "log":
+            self._copy_log(host, **words)
         elif kind == "typed":
             self.typed.set()
         elif kind == "ended":
             self.ended[host].set()
+
+    def _copy_log(self, host: str, rank: int, run: str, offset: int, packed: str) -> None:
+        """Puts what a rank of another host records where the dashboard of this machine looks for it."""
+        if host not in self.copies:
+            self.copies[host] = Copy(run_here(self.launching, run) / "logs", self.links[host].machine)
+        copy = self.copies[host]
+        if copy is not None:
+            try:
+                copy.write(rank, offset, zlib.decompress(base64.b64decode(packed)))
+            except OSError as error:
+                self.console.note(f"the logs of {host} are not copied to {copy.logs}: {error.strerror}")
+                self.copies[host] = None
 
     def _note_states(self, host: str, states: dict[str, str]) -> None:
         for rank, state in states.items():

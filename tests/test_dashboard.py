@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 
 from lib import charts, runtime
+from lib.history import Run, figures
 from lib.performance import read_records
 from tests import chromium, tiny
+from tests.cluster import Host
+from tests.test_launch import BACKENDS
+from tests.test_launch import words as words_of_launch
 from tests.tiny import ROOT
 
 needs_chromium = pytest.mark.skipif(chromium.unavailable() is not None, reason=str(chromium.unavailable()))
@@ -200,3 +204,41 @@ def test_colours_are_told_apart_by_everybody_on_light_and_dark() -> None:
             for other in seen[:i]:
                 difference = sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
                 assert difference > 20, (name, one, other)
+
+
+# ---- Records of other hosts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written(
+    three_hosts: list[Host], tmp_path: Path, backend: str
+) -> None:
+    launching, *others = three_hosts  # it trains nothing itself: all records come from elsewhere
+    run = launching.disk / "runs" / f"seen-{backend}"
+    words = tiny.settings(
+        tmp_path, rows=45, run__name=run.name, run__dir=run.parent, train__steps=60, plan__replan="false"
+    )
+    command = words_of_launch(others, backend=backend)
+    launch = launching.start([*command, "train.py", "--config", str(tiny.config_file(tmp_path)), *words])
+    here = Run(launching.outside / "runs" / run.name)
+
+    def seen(rank: int) -> int:
+        while here.read():
+            pass
+        found = [one for who, one in here.series.items() if who == (rank, others[rank].name)]
+        return int(found[0].recent[-1][0]) if found else 0
+
+    def written(rank: int) -> int:
+        log = others[rank].outside / "runs" / run.name / "logs" / f"rank-{rank:03d}.jsonl"
+        return len(tiny.steps_of(log.parents[1], rank)) if log.exists() else 0
+
+    for rank in (0, 1):
+        step = wait_for(lambda rank=rank: written(rank), 60)
+        wait_for(lambda rank=rank, step=step: seen(rank) >= step, 5)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 0
+    for rank, host in enumerate(others):
+        there = host.outside / "runs" / run.name / "logs" / f"rank-{rank:03d}.jsonl"
+        copy = launching.outside / "runs" / run.name / "logs" / host.name / there.name
+        assert copy.read_bytes() == there.read_bytes(), "to the last record"
+    assert seen(0) == 60 and figures(here, time.time()).state == "finished"
