@@ -185,6 +185,7 @@ def _under_load(
         "broken_off": len(failed) - len(refused) - len(closed),
         "refused": len(refused),
         "closed": len(closed),
+        "errors": sorted({one["error"] for one in failed if one not in refused and one not in closed}),
         "first_token_seconds_p50": firsts[len(firsts) // 2],
         "first_token_seconds_p95": firsts[len(firsts) * 95 // 100],
         "tokens_per_second": 40 * (len(done) - len(failed)) / seconds,

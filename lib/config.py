@@ -342,6 +342,8 @@ class Serve(_Section):
     """Longest time that a client may take to send its headers, and again its body."""
     write_seconds: PositiveFloat = 30.0
     """Longest time that a client may leave the answer unread."""
+    idle_seconds: PositiveFloat = 75.0
+    """Longest time that a connection may stay open between two requests; longer than clients keep theirs, or they may send into one that is just being closed."""
     queue_seconds: PositiveFloat = 60.0
     """Longest wait for a backend."""
     stall_seconds: PositiveFloat = 120.0

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lib.config import Serve
 from lib.gateway import Gateway, Log
 
-LAST_WORDS_SECONDS = 0.5  # for what was on its way when the listener closed
+LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
 
 
 def protocol(settings: Serve) -> type[H11Protocol]:
@@ -95,6 +95,7 @@ class Listener(uvicorn.Server):
         """Closes the listener first, and lets what was on its way arrive and be told that it came too late."""
         for server in self.servers:
             server.close()
-        if not self.force_exit:
-            await asyncio.sleep(LAST_WORDS_SECONDS)
+        deadline = self.loop.time() + LAST_WORDS_SECONDS
+        while self.server_state.connections and not self.force_exit and self.loop.time() < deadline:
+            await asyncio.sleep(0.05)
         await super().shutdown(sockets)

@@ -208,6 +208,7 @@ def _listener(gateway: Gateway, told: Serve) -> Listener:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        timeout_keep_alive=math.ceil(told.idle_seconds),
         # What still reads after a drain that waited for every answer will not be waited for any longer.
         timeout_graceful_shutdown=math.ceil(told.write_seconds),
         ssl_certfile=told.tls_certificate,

@@ -65,7 +65,7 @@ class Process:
 
     def __init__(self, process: asyncio.subprocess.Process):
         self.process = process
-        self.last_lines: collections.deque[str] = collections.deque(maxlen=8)
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=3)
         self.reading = asyncio.create_task(self._read())
         self.ended = asyncio.create_task(self._end())
 

@@ -135,8 +135,11 @@ async def _drive(options: argparse.Namespace) -> list[dict[str, Any]]:
     import httpx2
     import openai
 
-    http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None), timeout=300)
-    client = openai.AsyncOpenAI(base_url=f"{options.address}/v1", api_key=options.key, max_retries=0, http_client=http)
+    # No limits of its own: what is slow or lost is the gateway's.
+    http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
+    client = openai.AsyncOpenAI(
+        base_url=f"{options.address}/v1", api_key=options.key, max_retries=0, timeout=300, http_client=http
+    )
     numbers, found = iter(range(options.requests)), []
     ends = time.monotonic() + options.seconds
 

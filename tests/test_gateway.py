@@ -106,6 +106,21 @@ def test_the_queue_is_bounded_fair_and_forgets_who_leaves() -> None:
     asyncio.run(story())
 
 
+def test_a_slot_that_comes_as_its_taker_leaves_is_not_lost() -> None:
+    async def story() -> None:
+        pool = Pool(ups(1), max_queue=1)
+        held = await pool.take("a", 5)
+        late = asyncio.create_task(pool.take("b", 5))
+        await asyncio.sleep(0)
+        pool.give_back(held, "a", 0.1)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        assert held.in_flight == 0 and await pool.take("c", 0.1) is held
+
+    asyncio.run(story())
+
+
 def test_who_has_least_in_flight_comes_next() -> None:
     async def story() -> None:
         pool = Pool(ups(2), max_queue=9)
