@@ -7,7 +7,24 @@ First the same requests go in turn to `mlx_lm.server` as anybody starts it, to a
 and through the gateway; the median of the differences is what the gateway adds. Then another process opens all streams
 at once on a gateway with two backends; then the same while one backend is killed, and while the gateway is asked to end.
 
-FIGURES
+On two cores of a Linux machine, the quickstart's model, gateway, backends and clients all on them, medians in ms of 200:
+
+                    mlx_lm.server   backend   gateway   gateway over backend, over mlx_lm.server
+    whole answer             6.60      6.40      9.11   +2.71   +2.50
+    first token              5.88      5.71      7.63   +1.91   +1.74
+    16 tokens               31.22     29.90     33.14   +3.23   +1.91
+
+    300 streams at once,    answered   broken off   refused (503)   first token p50, p95   tokens/s
+    two backends of 32
+    600 requests                 600            0               0   3.9 s, 5.2 s               2473
+    one backend killed           600            0               0   3.7 s, 6.5 s               2364
+    drain                        473            0             127   3.3 s, 4.4 s               2597
+
+How many break off with a killed backend depends on the moment: none here, between two batches; 10 in another run, when
+other work kept both cores busy. In that run, too, nothing was lost without a kill, and none in the drain.
+
+    backends with 0.6 and 0.2 of a core: 657 and 214 tokens/s alone, 860 together, which is 0.99 of the sum; of 300
+    requests 229 and 71 went to them
 """
 
 from __future__ import annotations
@@ -160,7 +177,7 @@ def many(run: Path, streams: int) -> dict[str, Any]:
             result[name.replace(" ", "_")] = _under_load(table, name, gateway, streams, act)
             if name == "one backend killed":
                 gateway.wait(lambda: gateway.of("backend", state="up")[2:])
-        result["drain_exit_status"] = gateway.stop()
+        result["drain_exit_status"] = gateway.process.wait(60)
     Console().print(table)
     return result
 
