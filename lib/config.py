@@ -307,6 +307,12 @@ class Evaluate(_Section):
     """Held-out prompts whose greedy continuation is shown."""
     max_tokens: Positive = 128
     """Longest generation."""
+    completions: Positive = 4
+    """Completions that --score=samples and --make-pairs draw for each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Temperature that they are drawn at."""
+    judge: str | None = None
+    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line; by default an answer is right or wrong (evaluate.answer_pattern)."""
 
 
 class Serve(_Section):

@@ -2,8 +2,11 @@
 
     python -m lib.evaluate --run runs/NAME [key=value ...]
     python -m lib.evaluate --model M --reference R --data FILE --per-pair OUT.jsonl [key=value ...]
+    python -m lib.evaluate --run runs/NAME --data FILE --score rewards|logps|greedy|samples --out OUT.jsonl
+    python -m lib.evaluate --model M --data PROMPTS --make-pairs OUT.jsonl evaluate.completions=8
 
-The first evaluates a finished run's adapter on its own held-out data; the second any model against any reference.
+The first evaluates a finished run's adapter on its own held-out data; the second any model against any reference. The
+others go through files of any size, on as many ranks as there are, each at its own pace; after a crash they go on.
 """
 
 from __future__ import annotations
@@ -11,9 +14,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,9 @@ import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm import batch_generate  # noqa: E402
 
-from lib import command, config, loading, losses, scoring, sync  # noqa: E402
+from lib import bulk, command, config, loading, losses, scoring, sync  # noqa: E402
 from lib import model as models  # noqa: E402
+from lib.bulk import extract  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
 from lib.data import Dataset, encode_prompt, load_dataset  # noqa: E402
 from lib.records import read  # noqa: E402
@@ -193,14 +196,6 @@ def _is_right(question: Question, text: str, settings: Config) -> bool:
     return extract(settings.evaluate.answer_pattern, text) == question.answer
 
 
-def extract(pattern: str, text: str) -> str | None:
-    """The first group (the whole, where there is none) of the pattern's last match, or None."""
-    found = None
-    for found in re.finditer(pattern, text, re.MULTILINE):
-        pass
-    return None if found is None else found.group(min(1, found.re.groups)).strip()
-
-
 def show_samples(
     say: Report,
     model: nn.Module,
@@ -257,7 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
         world = sync.start(runtime.launch_environment())
         with world.agreeing("the configuration"):
             settings = _read_config(options)
-        evaluate(settings, options, dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds))
+        world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
+        (evaluate if options.score is None and options.make_pairs is None else in_bulk)(settings, options, world)
     except UserError as error:
         if runtime.launch_environment().rank == 0 or type(error) is UserError:
             print(f"error: {error}", file=sys.stderr)
@@ -323,6 +319,48 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     say.line(json.dumps({"rows": len(dataset), **values}))
 
 
+def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
+    """--score and --make-pairs: a line for every row of a file, by all ranks."""
+    say = Report(world)
+    kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
+    writes = kind in ("greedy", "samples", "pairs")
+    with world.agreeing("reading the data and the model"):
+        if settings.strategy == "sharded" and world.size > 1:
+            raise UserError(
+                f"--{'score' if options.score else 'make-pairs'}: every rank has the whole model; leave strategy=sharded out"
+            )
+        if kind == "rewards" and settings.train.loss == "sft":
+            raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
+        tokenizer = models.load_tokenizer_of(settings.model)
+        if writes and tokenizer is None:
+            raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")
+        source = options.data or settings.data.valid or settings.data.train
+        found = bulk.open_rows(str(source), settings.data, "prompt" if writes else settings.record_kind, say)
+        model = models.load(settings.model, settings.train.seed)
+        reference: Any = {} if kind == "rewards" else None
+        if options.run is not None or settings.model.adapter is not None:
+            models.make_trainable(model, settings.model, settings.train.seed)
+            reference = models.trainable(model) if kind == "rewards" else None
+        if options.run is not None:
+            models.load_trained(model, Path(options.run), "--run")
+        parts = [models.fingerprint(settings.model, settings.train.seed), models.digest(models.trainable(model))]
+        if kind == "rewards" and settings.model.reference != "initial":
+            reference = models.load_reference(settings.model, settings.train.seed)
+            parts.append(models.reference_fingerprint(settings.model, settings.train.seed))
+        model.eval()
+    key = bulk.key_of(kind, *parts, bulk.digest_of(found), config.learning_digest(settings))
+    world.require_equal("model, data or settings", key)
+    do: Callable[[range], list[str]]
+    if writes:
+        draws = None if kind == "greedy" else settings.evaluate.completions
+        do = bulk.Writer(model, tokenizer, found, settings, draws)
+        do = bulk.PairMaker(do) if kind == "pairs" else do
+    else:
+        do = bulk.Scorer(model, reference, found, settings, tokenizer, world.alone())
+    figures = bulk.pull(kind, key, found, out, settings, world, do)
+    say.line(json.dumps(figures))
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = config.Parser(
         prog="python -m lib.evaluate",
@@ -337,12 +375,25 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", metavar="FILE", help="records to evaluate on (default: the run's held-out ones)")
     parser.add_argument("--per-pair", metavar="OUT", help="write one JSON line a pair")
+    parser.add_argument(
+        "--score",
+        choices=bulk.KINDS,
+        nargs="?",
+        const="rewards",
+        help="a line for every row of --data: rewards and log-probabilities, log-probabilities alone, the greedy answer, or drawn ones",
+    )
+    parser.add_argument("--out", metavar="OUT", help="where --score writes")
+    parser.add_argument(
+        "--make-pairs", metavar="OUT", help="preference pairs of answers drawn to the prompts of --data"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
     if (options.run is None) == (options.model is None):
         raise UserError("give either --run RUN or --model PATH")
     if options.model is not None and options.data is None:
         raise UserError("--model needs --data FILE")
+    if options.score is not None and (options.out is None or options.make_pairs is not None):
+        raise UserError("--score needs --out OUT, and goes without --make-pairs")
     return options
 
 

@@ -157,9 +157,9 @@ def _mpi(
 
 
 def as_command(launching: Launching) -> list[str]:
-    """The user's command, a Python script after the interpreter."""
+    """The user's command, a Python script or module (-m NAME) after the interpreter."""
     words = list(launching.command)
-    return [launching.python, *words] if words[0].endswith(".py") else words
+    return [launching.python, *words] if words[0].endswith(".py") or words[0] == "-m" else words
 
 
 # ---- A host's agent, at the other end of ssh

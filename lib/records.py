@@ -22,7 +22,7 @@ from typing import IO, Any, Literal, cast
 
 from lib.config import Data, UserError
 
-Kind = Literal["preference", "sft"]
+Kind = Literal["preference", "sft", "prompt"]
 Message = dict[str, Any]
 
 # What other data sets call our columns: only used to suggest the setting in an error.
@@ -186,7 +186,7 @@ def _read_parquet(file: Path, settings: Data) -> Iterator[tuple[int, dict[str, A
         # Unbuffered ahead: a row group is as large as its writer liked it.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
             names = table.schema_arrow.names
-            known = {getattr(settings, name) for name in OTHER_NAMES} | set(_TOKEN_COLUMNS)
+            known = {getattr(settings, name) for name in OTHER_NAMES} | {*_TOKEN_COLUMNS, ANSWER}
             wanted = [name for name in names if name in known]
             for batch in table.iter_batches(batch_size=1024, columns=wanted):
                 for row in range(batch.num_rows):
@@ -203,15 +203,19 @@ def _read_parquet(file: Path, settings: Data) -> Iterator[tuple[int, dict[str, A
         raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
 
 
+# Column of what a program can check an answer by.
+ANSWER = "answer"
 _TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
 def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Tokens | Plain | Chat:
-    """The record's prompt and completions: (chosen, rejected) for preferences, one completion for SFT.
+    """The record's prompt and completions: (chosen, rejected) for preferences, one completion for SFT, none for a prompt.
 
     Raises Unusable. Columns that no setting names are ignored. Of several forms in one record the first wins:
     token ids; prompt and completion; messages; text; and for SFT on preference records prompt and chosen.
     """
+    if kind == "prompt":
+        return _parse_prompt(record, settings)
     if kind == "preference":
         if "chosen_ids" in record or "rejected_ids" in record:
             return _parse_tokens(record, ("chosen_ids", "rejected_ids"))
@@ -234,6 +238,17 @@ def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Tokens | Plain 
     if settings.chosen in record:
         return _parse_chosen(record, settings)
     raise Unusable(_missing(record, settings, "completion", "messages", "text"))
+
+
+def _parse_prompt(record: dict[str, Any], settings: Data) -> Tokens | Plain | Chat:
+    """The prompt alone; of a conversation, what comes before its last answer."""
+    if "prompt_ids" in record:
+        return _parse_tokens(record, ())
+    if settings.prompt not in record and isinstance(record.get(settings.messages), list):
+        messages = _check_messages(record[settings.messages], "messages")
+        messages = messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
+        return Chat(messages, (), settings.messages)
+    return _join(_get(record, settings, "prompt"), (), (), settings.prompt)
 
 
 def _parse_tokens(record: dict[str, Any], names: tuple[str, ...]) -> Tokens:

@@ -102,12 +102,12 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
     elif isinstance(record, Plain):
         prompt, rest = record.prompt or "", "\0".join(record.completions)
     else:
-        messages, (first, *others) = record.prompt, record.completions
+        messages = record.prompt
         only = messages[0]
         # A prompt is the same one whether it came as a string or as the user's only message.
         plain = len(messages) == 1 and only.get("role") == "user" and isinstance(only["content"], str)
         prompt = only["content"] if plain else json.dumps(messages, sort_keys=True, default=str)
-        rest = "\0".join(answer["content"] for answer in (first, *others))
+        rest = "\0".join(answer["content"] for answer in record.completions)
     if not prompt:  # plain text: all of it is what it is about
         key = _hash(rest.encode())
         return key, key
@@ -128,7 +128,8 @@ def sizes_of(record: Tokens | Plain | Chat) -> tuple[int, int, int]:
     else:
         pieces = [sum(len(str(message["content"])) for message in record.prompt)]
         pieces += [len(answer["content"]) for answer in record.completions]
-    return pieces[0], pieces[1], pieces[2] if len(pieces) > 2 else 0
+    prompt, first, second = [*pieces, 0, 0][:3]
+    return prompt, first, second
 
 
 def is_held_out(key: int, holdout: float) -> bool:
@@ -292,9 +293,12 @@ class Records:
 
     def place(self, number: int) -> str:
         """`file:line` of a record."""
+        return f"{self.indices[bisect.bisect_right(self.starts, number) - 1].file}:{self.line(number)}"
+
+    def line(self, number: int) -> int:
+        """A record's line in its file, from 1."""
         which = bisect.bisect_right(self.starts, number) - 1
-        index = self.indices[which]
-        return f"{index.file}:{index.entries[number - self.starts[which]]['line']}"
+        return int(self.indices[which].entries["line"][number - self.starts[which]])
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """One record.

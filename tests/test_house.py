@@ -25,11 +25,12 @@ FLOORS = [
         "spool",
         "tail",
         "history",
+        "chunks",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {"data", "streaming", "step", "batches", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger"}
     | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
-    {"evaluate", "report", "dashboard", "charts", "server", "gateway", "listener", "spare"},
+    {"evaluate", "bulk", "report", "dashboard", "charts", "server", "gateway", "listener", "spare"},
 ]
 
 

@@ -1,0 +1,330 @@
+"""Files scored and answered by ranks at their own pace: every row once, in order, the same whoever did it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lib import config, evaluate, scoring
+from lib import model as models
+from lib.chunks import Dispatcher, Journal, Local, Remote, Server, work
+from lib.config import UserError
+from lib.data import load_dataset
+from lib.sync import World
+from tests import tiny
+from tests.test_data import CORPUS, byte_level
+from tests.tiny import ROOT
+
+
+def journal(folder: Path, chunks: int = 4, key: str = "k") -> Journal:
+    return Journal(folder / "out.jsonl.partial", key, chunks)
+
+
+def lines(chunk: int) -> list[str]:
+    return [f"{chunk}.{row}" for row in range(2)]
+
+
+# ---- The queue
+
+
+def test_chunks_go_out_in_order_and_an_idle_rank_begins_what_another_has_not_finished(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    queue = Dispatcher(journal(tmp_path), lambda done, by_rank: seen.append((done, by_rank)))
+    assert [queue.next(0), queue.next(1), queue.next(0, 0, lines(0)), queue.next(0, 2, lines(2))] == [0, 1, 2, 3]
+    assert queue.next(0, 3, lines(3)) == 1  # rank 1 is slow, or stopped: nobody can know
+    assert queue.next(0, 1, lines(1)) is None
+    assert queue.next(1, 1, ["late"]) is None  # the first result counts
+    assert seen[-1] == (4, {0: 4})
+    queue.journal.finish(tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.jsonl"]
+
+
+def test_a_lost_ranks_chunk_is_done_first_of_all_and_waiting_ranks_get_it(tmp_path: Path) -> None:
+    queue = Dispatcher(journal(tmp_path, chunks=5))
+    assert [queue.next(rank) for rank in (0, 1, 2)] == [0, 1, 2]
+    queue.lose(1)
+    assert queue.next(0, 0, lines(0)) == 1
+    assert [queue.next(2, 2, lines(2)), queue.next(2, 3, lines(3))] == [3, 4]
+    assert [queue.next(2, 4, lines(4)), queue.held] == [1, {1: [0, 2]}]
+    waiting: list[int | None] = []
+    thread = threading.Thread(target=lambda: waiting.append(queue.next(3)))
+    thread.start()
+    time.sleep(0.05)
+    assert not waiting  # two work at all that is left
+    queue.lose(0)
+    thread.join(5)
+    assert waiting == [1]
+    queue.lose(2)
+    queue.lose(3)
+    assert queue.next(4) == 1 and queue.next(4, 1, lines(1)) is None
+
+
+def test_a_journal_goes_on_behind_the_last_whole_line_and_knows_what_it_is_of(tmp_path: Path) -> None:
+    kept = journal(tmp_path)
+    for chunk in (2, 0):
+        kept.put(chunk, lines(chunk))
+    with kept.path.open("ab") as file:
+        file.write(b'{"chunk": 1, "li')  # the disk was full, or the power gone
+    again = journal(tmp_path)
+    assert again.done.tolist() == [True, False, True, False]
+    queue = Local(Dispatcher(again))
+    work(queue, lines)
+    again.finish(tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
+    journal(tmp_path, key="one")
+    with pytest.raises(UserError, match="is of another model, data or settings; remove it"):
+        journal(tmp_path, key="other")
+
+
+def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(tmp_path: Path) -> None:
+    queue = Dispatcher(journal(tmp_path, chunks=30))
+    server = Server(queue, everywhere=False)
+    address = server.address
+    with socket.create_connection(("127.0.0.1", address["port"])) as stranger, stranger.makefile("rwb") as file:
+        file.write(json.dumps({"secret": "0" * 32, "rank": 1}).encode() + b"\n")
+        file.flush()
+        assert file.readline() == b""
+    killed = Remote(address, 2, 10.0)
+    first = killed.next(None, [])
+    assert first == 0 and killed.next(first, lines(first)) == 1
+    killed._file.close()  # a process that is killed: the system closes its connections
+    threads = [threading.Thread(target=work, args=(Remote(address, rank, 10.0), lines)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    server.close(5.0)
+    assert queue.journal.done.all() and sum(queue.by_rank.values()) == 30 and queue.by_rank[2] == 1
+    with pytest.raises(UserError, match="rank 1 reaches rank 0 at none of"):
+        Remote({**address, "hosts": ["127.0.0.1"]}, 1, 1.0)
+
+
+def test_one_ranks_error_ends_all(tmp_path: Path) -> None:
+    queue = Dispatcher(journal(tmp_path))
+    server = Server(queue, everywhere=False)
+    other = Remote(server.address, 1, 10.0)
+
+    def fail(chunk: int) -> list[str]:
+        raise UserError("data.jsonl:17: no")
+
+    with pytest.raises(UserError, match="data.jsonl:17"):
+        work(other, fail)
+    with pytest.raises(UserError, match="data.jsonl:17"):
+        work(Local(queue), lines)
+    server.close(1.0)
+
+
+# ---- Files
+
+
+def bulk(words: list[str], check: bool = True) -> tuple[int, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = evaluate.main(words)
+    assert not check or status == 0, err.getvalue()
+    return status, out.getvalue() if status == 0 else err.getvalue()
+
+
+def common(folder: Path, *more: str) -> list[str]:
+    words = ["--model", str(folder / "model"), "model.random_init=true", "evaluate.batch_size=4"]
+    return [*words, f"data.cache_dir={folder}/cache", "data.length_multiple=8", "data.max_length=64", *more]
+
+
+def scored(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+    tiny.settings(tmp_path, rows=30)
+    out, data = tmp_path / "out.jsonl", str(tmp_path / "train.jsonl")
+    words = [
+        *common(tmp_path),
+        "--data",
+        data,
+        "--score",
+        "rewards",
+        "--out",
+        str(out),
+        "--reference",
+        str(tmp_path / "other"),
+    ]
+    other = config.Model(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
+    models.load(other, 0).save_weights(str(tmp_path / "other" / "model.safetensors"))
+    _, said = bulk(words)
+    rows = scored(out)
+    assert [row["row"] for row in rows] == list(range(30)) and '"scored": 30' in said
+    settings = config.load(
+        None, [f"model.path={tmp_path}/model", "model.random_init=true", f"data.train={data}", "data.length_multiple=8"]
+    )
+    dataset = load_dataset(data, settings.data, "preference", None, eos_token_id=1)
+    for prefix, folder in (("policy", "model"), ("reference", "other")):
+        drawn = folder == "model"
+        path = settings.model.model_copy(update={"path": str(tmp_path / folder), "random_init": drawn})
+        logps = scoring.dataset_logps(models.load(path, 0), dataset, World(), [1], 4, settings.data)
+        for k, name in enumerate(("chosen", "rejected")):
+            np.testing.assert_allclose([row[f"{prefix}_{name}_logp"] for row in rows], logps[:, k], rtol=1e-5)
+            assert [row[f"{name}_tokens"] for row in rows] == dataset.scored_tokens[:, k].tolist()
+    margin = 0.1 * (rows[3]["policy_chosen_logp"] - rows[3]["reference_chosen_logp"])
+    assert rows[3]["reward_chosen"] == pytest.approx(margin, rel=1e-4)
+    whole = out.read_bytes()
+    status, said = bulk(words, check=False)
+    assert status == 2 and "is there already; remove it" in said
+    out.unlink()
+    kept: list[bytes] = []
+    finish = Journal.finish
+
+    def stop(self: Journal, path: Path) -> None:  # as if it had been killed after some chunks
+        kept.extend(self.path.read_bytes().splitlines(keepends=True))
+        raise UserError("killed")
+
+    Journal.finish = stop  # type: ignore[method-assign]
+    try:
+        bulk(words, check=False)
+    finally:
+        Journal.finish = finish  # type: ignore[method-assign]
+    (tmp_path / "out.jsonl.partial").write_bytes(b"".join(kept[:4]) + kept[4][:30])
+    _, said = bulk(words)
+    assert "3 of 8 chunks are there already" in said and '"scored": 18' in said and out.read_bytes() == whole
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that has a tokenizer, and questions."""
+    folder = tmp_path_factory.mktemp("writer")
+    tokenizer = byte_level(CORPUS)
+    tokenizer.save_pretrained(folder / "model")
+    tiny.model_folder(folder / "model", vocab_size=len(tokenizer))
+    questions = [{"prompt": f"What is {i} + {i}?", "answer": str(i % 3)} for i in range(20)]
+    tiny.write_jsonl(folder / "questions.jsonl", questions)
+    return folder
+
+
+def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tmp_path: Path) -> None:
+    words = [*common(writer), "--data", str(writer / "questions.jsonl"), "evaluate.max_tokens=6"]
+    bulk([*words, "--score", "greedy", "--out", str(tmp_path / "greedy.jsonl")])
+    greedy = scored(tmp_path / "greedy.jsonl")
+    assert [row["row"] for row in greedy] == list(range(20)) and all(len(row["completions"]) == 1 for row in greedy)
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        bulk(
+            [
+                *words,
+                "--score",
+                "samples",
+                "--out",
+                str(tmp_path / name),
+                "evaluate.completions=3",
+                f"train.seed={seed}",
+            ]
+        )
+    a, b = scored(tmp_path / "a"), scored(tmp_path / "b")
+    assert a == b and len(set(map(len, (row["completions"] for row in a)))) == 1 and len(a[0]["completions"]) == 3
+    assert [row["completions"] for row in scored(tmp_path / "c")] != [row["completions"] for row in a]
+
+
+def test_pairs_are_made_by_an_answer_or_by_a_judge(
+    writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = ["It is 0.", "It is 1.", "It is 2.", "It is 2."]
+    monkeypatch.setattr("lib.bulk.Writer.completions", lambda self, rows: [drawn] * len(rows))
+    words = [*common(writer), "--data", str(writer / "questions.jsonl")]
+    pattern = r"evaluate.answer_pattern=(\d+)\."
+    bulk([*words, pattern, "--make-pairs", str(tmp_path / "checked.jsonl")])
+    pairs = scored(tmp_path / "checked.jsonl")
+    assert [pair["chosen"] for pair in pairs] == [f"It is {i % 3}." for i in range(20)]
+    assert all(pair["rejected"] in drawn and pair["rejected"] != pair["chosen"] for pair in pairs)
+    dataset = load_dataset(
+        str(tmp_path / "checked.jsonl"), config.Data(train="-"), "preference", byte_level(CORPUS), eos_token_id=1
+    )
+    assert len(dataset) == 20
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "import json, sys\nfor line in sys.stdin:\n    q = json.loads(line)\n    assert q['record']['answer']\n"
+        "    print([1.0] * len(q['completions']) if '3 + 3' in q['prompt'] else list(range(len(q['completions']))))\n"
+    )
+    words += ["--make-pairs"]
+    bulk([*words, str(tmp_path / "judged.jsonl"), f"evaluate.judge={sys.executable} {judge}"])
+    judged = scored(tmp_path / "judged.jsonl")
+    assert {(pair["chosen"], pair["rejected"]) for pair in judged} == {("It is 2.", "It is 0.")}
+    assert len(judged) == 19  # of 3 + 3 all are alike
+    for command, why in (
+        (f"{sys.executable} -c 'import sys; sys.exit(\"no GPU\")'", "ended with status 1: no GPU"),
+        ("echo [1]", "wrote 1 lines for 4 questions"),
+        ("nothing-of-this-name", "cannot be started"),
+    ):
+        status, said = bulk([*words, str(tmp_path / "x"), f"evaluate.judge={command}"], check=False)
+        assert status == 2 and why in said and said.count("\n") == 1
+        (tmp_path / "x.partial").unlink()
+    tiny.write_jsonl(tmp_path / "bare.jsonl", [{"prompt": "What?"}])
+    status, said = bulk(
+        [*common(writer), "--data", str(tmp_path / "bare.jsonl"), "--make-pairs", str(tmp_path / "y")], check=False
+    )
+    assert status == 2 and "bare.jsonl:1: no 'answer' to check completions by" in said
+
+
+# ---- Ranks
+
+
+def ring(folder: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[str]]:
+    """Processes that a launcher could have started: MLX's ring on this machine."""
+    ports = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(ranks):
+            ports.append(stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
+    (folder / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    environment = {**os.environ, "MLX_HOSTFILE": str(folder / "hosts.json")}
+    command = [sys.executable, "-m", "lib.evaluate", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    return [
+        subprocess.Popen(command, env={**environment, "MLX_RANK": str(rank)}, **pipes)  # type: ignore[call-overload]
+        for rank in range(ranks)
+    ]
+
+
+def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(tmp_path: Path) -> None:
+    tiny.settings(tmp_path, rows=1600)
+    tiny.model_folder(tmp_path / "model", hidden_size=64, num_hidden_layers=4, intermediate_size=256)
+    words = [*common(tmp_path, "data.skip_invalid=true"), "--data", str(tmp_path / "train.jsonl")]
+    words += ["--score", "logps", "--out"]
+    bulk([*words, str(tmp_path / "alone.jsonl")])
+    processes = ring(tmp_path, 2, [*words, str(tmp_path / "both.jsonl")])
+    partial, deadline = tmp_path / "both.jsonl.partial", time.monotonic() + 60
+    while time.monotonic() < deadline and not (partial.exists() and partial.read_bytes().count(b"\n") > 40):
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGKILL)
+    said, _ = processes[0].communicate(timeout=60)
+    processes[1].communicate()
+    assert processes[0].returncode == 0, said
+    figures = json.loads(said.splitlines()[-1])
+    assert (tmp_path / "both.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    assert set(figures["by_rank"]) == {"0", "1"} and sum(figures["by_rank"].values()) == 1600
+
+
+def test_a_run_is_scored_against_what_it_started_from(tmp_path: Path) -> None:
+    words = tiny.settings(tmp_path, rows=16)
+    tiny.train(tmp_path, [*words, "train.steps=4", "run.name=run"])
+    run = [
+        "--run",
+        str(tmp_path / "runs" / "run"),
+        "--data",
+        str(tmp_path / "valid.jsonl"),
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    bulk([*run, "--score", "--out", str(tmp_path / "out.jsonl")])
+    bulk([*run, "--per-pair", str(tmp_path / "pairs.jsonl")])
+    for one, other in zip(scored(tmp_path / "out.jsonl"), scored(tmp_path / "pairs.jsonl"), strict=True):
+        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert any(abs(row["reward_chosen"]) > 1e-4 for row in scored(tmp_path / "out.jsonl"))
