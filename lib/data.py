@@ -710,3 +710,11 @@ def prefetch(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
             yield item  # type: ignore[misc]
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from lib.inspection import main
+
+    sys.exit(main())

@@ -28,7 +28,19 @@ FLOORS = [
         "chunks",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
-    {"data", "streaming", "step", "batches", "schedule", "scoring", "loading", "checkpoint", "exchange", "ledger"}
+    {
+        "data",
+        "inspection",
+        "streaming",
+        "step",
+        "batches",
+        "schedule",
+        "scoring",
+        "loading",
+        "checkpoint",
+        "exchange",
+        "ledger",
+    }
     | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
     {"evaluate", "bulk", "report", "dashboard", "charts", "server", "gateway", "listener", "spare"},
 ]

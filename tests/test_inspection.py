@@ -1,0 +1,60 @@
+"""python -m lib.data --inspect: what it counts, on a file whose every fault was put there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.inspection import main
+from tests import tiny
+from tests.test_data import CORPUS, byte_level
+from tests.tiny import ROOT
+
+
+def pair(i: int, chosen: str = "The answer is 42.", rejected: str = "Blue.") -> dict[str, str]:
+    return {"prompt": f"What is {i} + 30?", "chosen": f"{chosen} {i}", "rejected": f"{rejected} {i}"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    rows = [pair(i) for i in range(40)]
+    rows += [pair(3), pair(4)]  # twice there
+    rows.append({**pair(5), "chosen": pair(5)["rejected"], "rejected": pair(5)["chosen"]})  # the other way round
+    rows.append(pair(50, chosen="word " * 30))  # cut
+    rows.append(pair(51) | {"prompt": "word " * 300})  # too long a prompt: only tokens show it
+    rows.append(pair(52) | {"rejected": ""})
+    return tiny.write_jsonl(tmp_path / "pairs.jsonl", rows)
+
+
+def test_everything_is_counted_once(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = byte_level(CORPUS)
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer))
+    words = [str(file), f"data.cache_dir={tmp_path}/cache", "data.holdout=0.2", "--picture", str(tmp_path / "a.png")]
+    words += ["--model", str(tmp_path / "model"), "data.max_length=64"]
+    assert main(["--inspect", *words]) == 0
+    said = capsys.readouterr().out
+    table = dict(re.findall(r"^([a-z ]+?)  +(.+?) *$", said, re.MULTILINE))
+    assert table["usable"] == "44 pairs from prompt + chosen + rejected" and table["unusable"] == "2"
+    assert table["duplicates"].startswith("2 ") and table["distinct prompts"] == "41"
+    assert table["cut"].startswith("1 have more than data.max_length=64")
+    assert 2 < int(table["held out"].split()[0]) < 18
+    assert f"{file}:46: empty completion: 'rejected' is blank" in said and f"{file}:45: the prompt alone has" in said
+    assert "chosen is longer: 97.7% of pairs" in said and "length alone tells them apart" in said
+    assert "contradictions: 1 pairs are there the other way round" in said
+    assert "chosen: What is 0 + 30?⟦The answer is 42. 0</s>⟧" in said
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_it_needs_no_model_and_faults_are_one_line(file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lib.data", "--inspect"]
+    done = subprocess.run(
+        [*command, str(file), f"data.cache_dir={tmp_path}/cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "lengths in token ids or characters" in done.stdout
+    done = subprocess.run([*command, str(file) + "x"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "did you mean" in done.stderr
