@@ -51,13 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
             print(f"error: {error}", file=sys.stderr)
-        return 2
+        return runtime.leave(2, launch, alone=type(error) is UserError)
     except OSError as error:  # a full or read-only disk: what was saved before is whole
         print(
             f"error: {error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume",
             file=sys.stderr,
         )
-        return 2
+        return runtime.leave(2, launch, alone=True)
     except (Stopped, KeyboardInterrupt) as error:
         print(f"stopped: {str(error) or 'interrupted'}; go on from the last checkpoint with --resume", file=sys.stderr)
         return 1

@@ -1,11 +1,13 @@
 """Many random runs on real ranks (tests/fuzzing.py): no rank is left waiting, and no row lost or trained twice.
 
-    python benchmarks/fuzz.py --cases 60 --worlds 2 3 4      so many runs in each world
+    python benchmarks/fuzz.py --cases 60 --worlds 2 3 4      so many runs in each world, and as many thirds with a full disk
     python benchmarks/fuzz.py --quick                        about a minute
 
 A case draws how the ranks work together, what they train, on how many ragged rows, in which shares, when they evaluate and
 save, and how it ends. Cases of one world share their processes; a rank that waits for more than 60 s ends the world with what
-it waited for. The last line is one JSON object. 24 cases of two ranks took three and a half minutes on two busy cores; all ended well.
+it waited for. The runs with a full disk have processes of their own: one rank may write so many kilobytes and no more, wherever
+that is, and all have to end. The last line is one JSON object. 24 cases of two ranks took three and a half minutes on two busy
+cores; all ended well.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def main() -> None:
     if LAUNCH.size > 1:
         play_all(range(options.seed, options.seed + options.cases))
         return
-    began, ended = time.perf_counter(), Counter[str]()
+    began, ended, full = time.perf_counter(), Counter[str](), 0
     for ranks in options.worlds:
         words = [str(Path(__file__)), "--cases", str(options.cases), "--seed", str(options.seed)]
         done = subprocess.run([str(runtime.mpirun_path()), "-n", str(ranks), sys.executable, *words])
@@ -52,14 +54,17 @@ def main() -> None:
             sys.exit(
                 f"{ranks} ranks: status {done.returncode}; the last line above names the case that did not end well"
             )
-        from tests.fuzzing import make_case
+        from tests.fuzzing import full_disk, make_case
 
         cases = [make_case(seed, ranks) for seed in range(options.seed, options.seed + options.cases)]
         ended.update(f"{case.strategy}, {case.end}" for case in cases)
+        for seed in range(options.seed, options.seed + options.cases // 3):
+            print(f"{ranks} ranks, a full disk, seed {seed}: {full_disk(seed, ranks)}", flush=True)
+            full += 1
     for name, count in sorted(ended.items()):
         print(f"{count:5d}  {name}")
     seconds = time.perf_counter() - began
-    print(json.dumps({"cases": sum(ended.values()), "worlds": options.worlds, "seconds": seconds}))
+    print(json.dumps({"cases": sum(ended.values()), "full_disks": full, "worlds": options.worlds, "seconds": seconds}))
 
 
 def play_all(seeds: range) -> None:

@@ -170,6 +170,18 @@ def launch_environment() -> Launch:
     return Launch()
 
 
+def leave(status: int, launch: Launch | None, alone: bool) -> int:
+    """The exit status; but of several ranks, one that ends `alone`, of which the others do not know, ends here and now.
+
+    At an ordinary end MPI would wait for the others, who wait for this one; the launcher ends them once it is gone.
+    """
+    if alone and launch is not None and launch.size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
 def _number(name: str, least: int, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdecimal() or int(text) < least:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,29 @@ import mlx.core as mx
 import pytest
 
 import train as script
-from lib import config, step
+from lib import config, runtime, step
 from lib.config import Stopped, UserError
 from lib.sync import World
 from tests import tiny
 
 ENDS = ("finishes", "finishes", "stopped and resumed", "never finite", "broken rows on one rank", "full disk")
 HEADS = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
+
+FULL_DISK_SECONDS = 90  # of a whole run with a full disk
+# train.py on a disk that is full as soon as a file has so many bytes. Only from when the run's folder is open: before, Open MPI
+# would find no room for the memory that its ranks share.
+FULL_DISK = """
+import resource, sys
+size = int(sys.argv.pop(1))
+import train
+from lib import checkpoint
+def open_run(*args, opened=checkpoint.open_run):
+    lock = opened(*args)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    return lock
+checkpoint.open_run = open_run
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
 @dataclass(frozen=True)
@@ -166,3 +185,30 @@ def _is_whole(case: Case, run: Path) -> None:
     ranks = len(list((run / "logs").glob("rank-*.jsonl"))) if case.strategy == "sharded" else 1
     for epoch in range(case.steps // in_epoch):
         assert epochs[epoch] == sorted(list(range(case.rows)) * ranks), (str(case), epoch)
+
+
+def full_disk(seed: int, ranks: int) -> str:
+    """A run one of whose ranks may write a few kilobytes; how it ended, which it has to.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not.
+    """
+    rng = random.Random(seed)
+    strategy, unlucky, kilobytes = (
+        rng.choice(["synchronous", "independent", "sharded"]),
+        rng.randrange(ranks),
+        rng.randint(1, 40),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        words: list[Any] = tiny.settings(Path(folder), rows=60)
+        tiny.model_folder(Path(folder) / "model", num_attention_heads=8, num_key_value_heads=4)
+        words += [f"strategy={strategy}", "train.steps=40", "checkpoint.every=9", "run.name=run"]
+        words += ["--config", str(tiny.config_file(Path(folder)))]
+        command = [str(runtime.mpirun_path())]
+        for rank in range(ranks):
+            limit = ["-c", FULL_DISK, str(1024 * kilobytes)] if rank == unlucky else [str(tiny.ROOT / "train.py")]
+            command += [":"] * (rank > 0) + ["-n", "1", sys.executable, *limit, *map(str, words)]
+        done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=FULL_DISK_SECONDS)
+        errors = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "stopped: "))]
+        assert done.returncode == 0 or errors, done.stderr
+        return f"{strategy}, {kilobytes} kB on rank {unlucky}: status {done.returncode} {errors[:1]}"
