@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lib.sync import World
-from tests.fuzzing import full_disk, make_case, play
+from tests.fuzzing import make_case, play
 from tests.test_world import folder, world  # noqa: F401
 
 
@@ -13,9 +13,3 @@ from tests.test_world import folder, world  # noqa: F401
 @pytest.mark.parametrize("seed", range(6))
 def test_no_rank_is_left_waiting(world: World, folder: Path, seed: int) -> None:  # noqa: F811
     play(make_case(seed, world.size), world, folder)
-
-
-def test_a_rank_that_fails_by_itself_ends_all() -> None:
-    """Its log finds no room: the others, who wait for it in a collective, are ended by the launcher."""
-    told = full_disk(0, 2)
-    assert "status 2" in told and "File too large" in told, told
