@@ -78,7 +78,13 @@ def serve(settings: Config, run: Path | None) -> None:
     _check(settings, run)
     ring = None if told.keys is None else keys.read(Path(told.keys))
     listening = bind(told.host, told.port)
-    if ring is None and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+    is_public = not ipaddress.ip_address(listening.getsockname()[0]).is_loopback
+    if is_public and told.tls_certificate is None and ring is not None:
+        print(
+            "warning: without serve.tls_certificate keys and texts travel readable by everybody on the way",
+            file=sys.stderr,
+        )
+    if is_public and ring is None:
         listening.close()
         raise UserError(
             f"serve.host={told.host} can be reached from other machines, and there are no keys: "
@@ -171,7 +177,7 @@ async def _serve(
     host, port = listening.getsockname()[:2]
     address = f"{'https' if told.tls_certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     log("start", address=address, port=port, model=name, backends=list(named), keys=len(ring.digests) if ring else 0)
-    who = f"{len(ring.digests)} keys" if ring else "no keys: for this machine alone"
+    who = f"keys: {len(ring.digests)}" if ring else "no keys: for this machine alone"
     print(f"{name} at {address}/v1 ({', '.join(named)}; {who})", file=sys.stderr)
     serving = asyncio.create_task(listener.serve([listening]))
     keeping = [asyncio.create_task(keeper.run()) for keeper in keepers]
