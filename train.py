@@ -213,8 +213,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     def evaluate_and_save(is_due: bool, save_anyway: bool) -> None:
         """Once in a while: held-out metrics, and a checkpoint where one is due or the model is the best so far."""
         nonlocal latest
-        for path in writer.written() if world.rank == 0 else ():
-            tracker.record("checkpoint", step=progress.steps_of(world.rank), path=str(path))
+        writer.record(tracker)
         if is_due:
             latest = evaluate_now()
         # Rank 0's word: ranks that are never merged have losses of their own.
@@ -307,6 +306,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             models.save_trained(model, config.model, folder, *weights)
             summary = report.summarise(config, plan, progress, latest, each, time.perf_counter() - launched)
             (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    writer.record(tracker)
     tracker.record("end", step=progress.steps_of(world.rank))
     tracker.close()
     if world.rank == 0:

@@ -153,31 +153,31 @@ class Writer:
         self.keeps_disk, self.max_lost_seconds = keeps_disk, max_lost_seconds
         self.unsaved_seconds = 0.0
         self._thread: threading.Thread | None = None
-        self._written: list[Path] = []
+        self._written: list[tuple[int, Path]] = []
 
     def is_due(self, elapsed_seconds: float) -> bool:
         """Counts a step, and tells whether it and one more would exceed what a fault may undo."""
         self.unsaved_seconds += elapsed_seconds
         return self.max_lost_seconds is not None and self.unsaved_seconds + 2 * elapsed_seconds > self.max_lost_seconds
 
-    def write(self, path: Path, work: Callable[[], None]) -> None:
-        """Does the work now.
+    def write(self, step: int, path: Path, work: Callable[[], None]) -> None:
+        """Does the work now. step: as the log counts.
 
         Raises:
             OSError: what it raises.
         """
         self._finish()
         work()
-        self._written.append(path)
+        self._written.append((step, path))
 
-    def write_beside(self, path: Path, work: Callable[[], None]) -> None:
+    def write_beside(self, step: int, path: Path, work: Callable[[], None]) -> None:
         """Does the work beside training, once the checkpoint before is done."""
         self._finish()
 
         def run() -> None:
             try:
                 work()
-                self._written.append(path)
+                self._written.append((step, path))
             except OSError as error:
                 told = f"warning: {error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
                 print(told, file=sys.stderr, flush=True)
@@ -185,10 +185,12 @@ class Writer:
         self._thread = threading.Thread(target=run, name="checkpoint")
         self._thread.start()
 
-    def written(self) -> list[Path]:
-        """The checkpoints that became whole since the last call."""
-        done, self._written = self._written, []
-        return done
+    def record(self, tracker: PerformanceTracker) -> None:
+        """Records the checkpoints that became whole since the last call; of all disks rank 0 tells."""
+        while self._written:
+            step, path = self._written.pop(0)
+            if tracker.rank == 0:
+                tracker.record("checkpoint", step=step, path=str(path))
 
     def _finish(self) -> None:
         if self._thread is not None:
@@ -238,7 +240,7 @@ def save(
             prune(folder, keep, best_step)
             heartbeat.tell(checkpoint=step)
 
-        (writer.write if wait else writer.write_beside)(final, work)
+        (writer.write if wait else writer.write_beside)(progress.steps_of(world.rank), final, work)
 
 
 def _write_whole(final: Path, arrays: Mapping[str, tuple[Described, models.Arrays]], texts: Mapping[str, str]) -> None:

@@ -166,6 +166,9 @@ def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
     best = min(evaluations, key=lambda r: r["loss"])["step"]
     kept = {int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()}
     assert kept == {10, 12, best}
+    told = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "checkpoint"]
+    assert [r["step"] for r in told] == sorted({*range(2, 13, 2), best} | {r["step"] for r in told})
+    assert all(r["path"].endswith(f"step-{r['step']:08d}") for r in told) and told[-1]["step"] == 12
 
 
 def test_what_is_saved_loads_in_mlx_lm(tmp_path: Path) -> None:
