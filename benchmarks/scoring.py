@@ -3,7 +3,8 @@
     python benchmarks/scoring.py [--quick] [--skew 3] [--rows N]
 
 As root on Linux with cgroup v1. Each rank has a core of its own; rank 1 gets a part of its core's time, in periods of
-10 ms. Each scores a part of the rows alone, then both together score all by pulling chunks.
+10 ms. Rank 0 scores all rows alone and rank 1 a quarter of them, then both together score all by pulling chunks. Measured on two
+cores, 1,600 rows: alone 122.3 and 39.4 rows/s, together 159.9, 98.9 % of the sum; output the same bytes as rank 0's alone.
 """
 
 from __future__ import annotations
@@ -103,13 +104,13 @@ def main() -> int:
         "solo_rows_per_second": solo,
         "rows_per_second": both["rows_per_second"],
         "efficiency": both["rows_per_second"] / sum(solo),
-        "by_rank": both["by_rank"],
+        "chunks_by_rank": both["chunks_by_rank"],
         "output_is_one_ranks": same,
     }
     print(
         f"alone {solo[0]:.1f} and {solo[1]:.1f} rows/s, together {both['rows_per_second']:.1f}: {result['efficiency']:.1%} of the sum"
     )
-    print(f"rows by rank {both['by_rank']}; output identical to one rank's: {same}")
+    print(f"chunks by rank {both['chunks_by_rank']}; output identical to one rank's: {same}")
     print(json.dumps(result))
     return 0
 

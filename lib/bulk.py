@@ -86,8 +86,8 @@ def pull(
             if not say.console.is_terminal and time.perf_counter() - last > SAY_SECONDS:
                 last = time.perf_counter()
                 rate = (done - before) * size / (last - began)
-                shares = ", ".join(f"rank {rank} {count * size:,}" for rank, count in sorted(by_rank.items()))
-                say.line(f"{min(done * size, total):,}/{total:,} rows, {rate:.1f} rows/s ({shares})")
+                shares = ", ".join(f"rank {rank} {count:,}" for rank, count in sorted(by_rank.items()))
+                say.line(f"{min(done * size, total):,}/{total:,} rows, {rate:.1f} rows/s (chunks: {shares})")
 
         dispatcher.told = told
         work(Local(dispatcher), lines_of)
@@ -98,9 +98,15 @@ def pull(
     seconds = time.perf_counter() - began
     if server is not None:
         server.close(world.timeout_seconds)
-    by_rank = {str(rank): min(count * size, total) for rank, count in sorted(dispatcher.by_rank.items())}
+    by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
     rows = total - min(before * size, total)
-    figures = {"rows": total, "scored": rows, "seconds": seconds, "rows_per_second": rows / seconds, "by_rank": by_rank}
+    figures = {
+        "rows": total,
+        "scored": rows,
+        "seconds": seconds,
+        "rows_per_second": rows / seconds,
+        "chunks_by_rank": by_rank,
+    }
     say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
     return figures
 

@@ -172,12 +172,18 @@ def index(file: Path, settings: Data, kind: Kind, tell: Callable[[str], None] = 
     names = [getattr(settings, name) for name in records.OTHER_NAMES]
     key = hashlib.sha256(repr((str(file.resolve()), kind, names, VERSION)).encode()).hexdigest()[:24]
     folder = Path(settings.cache_dir) / f"index-{key}"
-    with locked(folder.with_suffix(".lock"), lambda: tell(f"another process indexes {file}: waiting for it")):
+    now = file.stat()
+    is_long = now.st_size > STREAMED_BYTES
+
+    def waiting() -> None:
+        if is_long:
+            tell(f"another process indexes {file}: waiting for it")
+
+    with locked(folder.with_suffix(".lock"), waiting):
         meta = _read_meta(folder)
-        now = file.stat()
         if meta is None or [meta["size"], meta["modified_ns"]] != [now.st_size, now.st_mtime_ns]:
             again = "" if meta is None else ", which has changed since it was indexed"
-            if meta is not None or now.st_size > STREAMED_BYTES:
+            if meta is not None or is_long:
                 tell(f"indexing {file}{again} ({now.st_size / 1e6:,.0f} MB)")
             meta = _build(file, now, folder, settings, kind)
     return Index(

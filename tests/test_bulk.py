@@ -310,7 +310,7 @@ def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
     assert processes[0].returncode == 0, said
     figures = json.loads(said.splitlines()[-1])
     assert (tmp_path / "both.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
-    assert set(figures["by_rank"]) == {"0", "1"} and sum(figures["by_rank"].values()) == 1600
+    assert set(figures["chunks_by_rank"]) == {"0", "1"} and sum(figures["chunks_by_rank"].values()) == 400
 
 
 def test_a_run_is_scored_against_what_it_started_from(tmp_path: Path) -> None:
