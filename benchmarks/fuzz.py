@@ -6,8 +6,8 @@
 A case draws how the ranks work together, what they train, on how many ragged rows, in which shares, when they evaluate and
 save, and how it ends. Cases of one world share their processes; a rank that waits for more than 60 s ends the world with what
 it waited for. The runs with a full disk have processes of their own: one rank may write so many kilobytes and no more, wherever
-that is, and all have to end. The last line is one JSON object. 24 cases of two ranks took three and a half minutes on two busy
-cores; all ended well.
+that is, and all have to end. The last line is one JSON object. 24 cases of two ranks (three and a half minutes on two busy cores)
+and 9 of four ended well.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from lib import checkpoint, exchange, scoring
+from lib import checkpoint, exchange, runtime, scoring
 from lib.performance import PerformanceTracker, read_records
 from tests import float64, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
@@ -493,8 +493,6 @@ def test_ranks_with_different_data_stop_together(tmp_path: Path) -> None:
         f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && set -- "$@" data.train={tmp_path}/other.jsonl\nexec {sys.executable} {ROOT}/train.py "$@"\n'
     )
     script.chmod(0o755)
-    from lib import runtime
-
     result = subprocess.run(
         [runtime.mpirun_path(), "-n", "2", str(script), "--config", str(tiny.config_file(tmp_path)), *words],
         cwd=ROOT,
@@ -504,6 +502,26 @@ def test_ranks_with_different_data_stop_together(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert "rank 1 has another tokenised training data than rank 0" in result.stderr
+
+
+def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
+    """An ordinary end would wait in MPI for the other rank, which waits for this one until sync.timeout_seconds."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        f"sys.path[0] = {str(ROOT)!r}\n"
+        "from lib import runtime\n"
+        "runtime.prepare()\n"
+        "from lib import step\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "    step.learning_rate = lambda *_: 1 / 0\n"
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+    )
+    words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path))]
+    command = [str(runtime.mpirun_path()), "-n", "2", sys.executable, str(script), *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "ZeroDivisionError" in result.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
