@@ -255,7 +255,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     if progress.step == 0:
         progress.before = evaluate_now()
         if not questions:
-            evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "before")
+            evaluate.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "before")
     latest = evaluate_now() if progress.step >= steps else progress.before
     with say.training(progress.step, steps) as show:
         if apart is None:
@@ -294,9 +294,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves --------------------------------------------
 
     if questions:
-        evaluate.show_changes(say, questions, answers[0], answers[-1], config)
+        evaluate.show_changes(say, tracker, questions, answers[0], answers[-1], config)
     else:
-        evaluate.show_samples(say, model, tokenizer, valid or data, config, world, "after")
+        evaluate.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "after")
     each = (
         world.gather_long_text(json.dumps(latest), "every rank's metrics") if apart and apart.method == "none" else []
     )
@@ -311,7 +311,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     tracker.record("end", step=progress.steps_of(world.rank))
     tracker.close()
     if world.rank == 0:
-        report.plot_curves(tracker.log_path, folder / "curves.png")
+        report.leave_pages(tracker.log_path, folder)
         report.show_end(say, folder, summary)
     if lock is not None:
         lock.close()

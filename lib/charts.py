@@ -53,7 +53,7 @@ def learning(runs: Sequence[Run], name: str) -> Figure:
                 traces.append(_line(curve.steps, curve.values, label, style))
             else:
                 traces += [smooth] if several else [raw, smooth]
-        points = [(e["step"], e[name]) for e in run.events if _is_held_out(e, name)]
+        points = [(e["step"], e[name]) for e in run.events if is_held_out(e, name)]
         if points:
             steps, values = zip(*points, strict=True)
             colour = COLOURS[number % len(COLOURS)] if several else COLOURS[1]
@@ -194,13 +194,13 @@ def running_mean(values: np.ndarray) -> np.ndarray:
     return np.divide(sums[ends] - sums[begins], number, out=np.full(len(values), np.nan), where=number > 0)
 
 
-def _is_held_out(event: dict[str, Any], name: str) -> bool:
+def is_held_out(event: dict[str, Any], name: str) -> bool:
     return event["kind"] == "evaluation" and event.get("rank") == 0 and event.get(name) is not None
 
 
 def is_told_once(event: dict[str, Any]) -> bool:
     """All ranks record what they do together; rank 0's word is enough."""
-    return event.get("rank") == 0 or event["kind"] == "warning"
+    return event["kind"] != "samples" and (event.get("rank") == 0 or event["kind"] == "warning")
 
 
 def _label(who: Who) -> str:

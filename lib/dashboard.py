@@ -2,6 +2,7 @@
 
     python -m lib.dashboard                          the newest run of runs/, at http://127.0.0.1:8050
     python -m lib.dashboard runs/A runs/B            these, compared
+    python -m lib.dashboard --export runs/A          writes runs/A/report.html and its model card, and serves nothing
 
 It reads the logs that ranks write (./launch brings those of other hosts along), so it may be started and ended at any
 time, on the launching machine. All that the page needs comes from this process. It has no password: it listens on the
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lib import charts, config
+from lib import charts, config, pages
 from lib.config import UserError
 from lib.history import Figures, RankFigures, Run, figures, runs_in
 
@@ -467,6 +468,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
     try:
         options = _parse(arguments)
+        if options.export:
+            for path in pages.write(Path(options.export)):
+                print(path)
+            return 0
         watcher = Watcher(Path(options.runs), [Path(run) for run in options.run])
         app = make_app(watcher)
         _serve(app, options.host, options.port)
@@ -487,6 +492,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("run", nargs="*", metavar="RUN", help="folders of runs (default: the newest of --runs)")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="folder that holds runs (default: runs)")
+    parser.add_argument("--export", metavar="RUN", help="write its report.html (and README.md), serve nothing")
     parser.add_argument("--port", type=int, default=8050, help="default: 8050; 0 takes a free one")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: the loopback)")
     options = parser.parse_args(arguments)

@@ -34,6 +34,7 @@ from lib import model as models  # noqa: E402
 from lib.bulk import extract  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
 from lib.data import Dataset, encode_prompt, load_dataset  # noqa: E402
+from lib.performance import PerformanceTracker  # noqa: E402
 from lib.records import read  # noqa: E402
 from lib.report import Report, describe  # noqa: E402
 from lib.schedule import sharded_plan  # noqa: E402
@@ -198,6 +199,7 @@ def _is_right(question: Question, text: str, settings: Config) -> bool:
 
 def show_samples(
     say: Report,
+    tracker: PerformanceTracker,
     model: nn.Module,
     tokenizer: Any,
     dataset: Dataset | StreamedDataset,
@@ -205,7 +207,7 @@ def show_samples(
     world: World,
     when: str,
 ) -> None:
-    """Prints the greedy continuations of the first few prompts, which are the same before and after."""
+    """Prints and records the greedy continuations of the first few prompts, which are the same before and after."""
     examples = dataset.examples(range(min(settings.evaluate.samples, len(dataset))))
     if tokenizer is None or not examples or any(len(example.prompt_ids) == 0 for example in examples):
         return
@@ -213,12 +215,22 @@ def show_samples(
         model, tokenizer, [example.prompt_ids.tolist() for example in examples], settings.evaluate.max_tokens, world
     )
     say.line(f"greedy answers {when} training", "bold")
-    for example, text in zip(examples, texts, strict=True):
-        say.line(f"  {_one_line(tokenizer.decode(example.prompt_ids.tolist()))} -> {_one_line(text)}")
+    prompts = [tokenizer.decode(example.prompt_ids.tolist()) for example in examples]
+    for prompt, text in zip(prompts, texts, strict=True):
+        say.line(f"  {_one_line(prompt)} -> {_one_line(text)}")
+    shown = [{"prompt": prompt, when: text} for prompt, text in zip(prompts, texts, strict=True)]
+    tracker.record("samples", samples=shown)
 
 
-def show_changes(say: Report, questions: list[Question], before: list[str], after: list[str], settings: Config) -> None:
-    """Prints a few questions whose answer training changed, right for wrong and wrong for right in their proportion."""
+def show_changes(
+    say: Report,
+    tracker: PerformanceTracker,
+    questions: list[Question],
+    before: list[str],
+    after: list[str],
+    settings: Config,
+) -> None:
+    """Prints and records a few questions whose answer training changed, right for wrong and wrong for right in their proportion."""
     judged = [
         (q, b, a, _is_right(q, b, settings), _is_right(q, a, settings))
         for q, b, a in zip(questions, before, after, strict=True)
@@ -231,10 +243,14 @@ def show_changes(say: Report, questions: list[Question], before: list[str], afte
         f"of {len(questions)} held-out questions {mended} are right now that were wrong, {len(changed) - mended} wrong that were right; for example",
         "bold",
     )
-    for question, was, now, _, _ in changed[: settings.evaluate.samples]:
+    shown = changed[: settings.evaluate.samples]
+    for question, was, now, _, _ in shown:
         say.line(
             f"  {_one_line(question.prompt)}  ({question.answer})\n    before  {_one_line(was)}\n    after   {_one_line(now)}"
         )
+    tracker.record(
+        "samples", samples=[{"prompt": q.prompt, "before": was, "after": now} for q, was, now, _, _ in shown]
+    )
 
 
 def _one_line(text: str, limit: int = 160) -> str:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lib import checkpoint, machine
+from lib import checkpoint, machine, pages
 from lib.config import Config
 from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
@@ -323,9 +323,15 @@ def show_end(say: Report, folder: Path, summary: dict[str, Any]) -> None:
             say.line(
                 f"cost of {host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, together {host['cost']:.2f}"
             )
-    say.line(f"adapter, summary and curves: {folder}")
+    say.line(f"adapter, summary, report.html and curves: {folder}")
     say.line(f"try it: python -m mlx_lm generate --model {summary['model']} --adapter-path {folder} --prompt ...")
     say.line(json.dumps(summary))
+
+
+def leave_pages(log: Path, folder: Path) -> None:
+    """Writes what people read of a finished run into its folder: curves.png, report.html and the model card."""
+    plot_curves(log, folder / "curves.png")
+    pages.write(folder)
 
 
 def plot_curves(log: Path, picture: Path) -> None:

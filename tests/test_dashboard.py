@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lib import charts, runtime
+from lib import charts, pages, runtime
 from lib.history import Run, figures
-from lib.performance import read_records
+from lib.performance import PerformanceTracker, read_records
 from tests import chromium, tiny
 from tests.cluster import Host
 from tests.test_launch import BACKENDS
@@ -242,3 +242,38 @@ def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written
         copy = launching.outside / "runs" / run.name / "logs" / host.name / there.name
         assert copy.read_bytes() == there.read_bytes(), "to the last record"
     assert seen(0) == 60 and figures(here, time.time()).state == "finished"
+
+
+# ---- Pages of a finished run -----------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    words = [*tiny.settings(tmp_path), "train.steps=6", "evaluate.every=3", "run.name=page", "cost.watts=100"]
+    tiny.train(tmp_path, words)
+    run = tmp_path / "runs" / "page"
+    page = (run / "report.html").read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import""", page), "nothing is fetched"
+    evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
+    for evaluation in (evaluations[0], evaluations[-1]):
+        assert f"<td>{evaluation['loss']:.4f}</td>" in page
+    card = ModelCard.load(run / "README.md")
+    assert card.data.library_name == "mlx" and card.data.base_model is None, "a local path is no name on the hub"
+    assert f"| loss | {evaluations[0]['loss']:.4f} | {evaluations[-1]['loss']:.4f} |" in card.text
+    (run / "report.html").unlink()
+    command = [sys.executable, "-m", "lib.dashboard", "--export", str(run)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and (run / "report.html").exists(), done.stderr
+    (tmp_path / "empty").mkdir()
+    assert subprocess.run([*command[:-1], str(tmp_path / "empty")], cwd=ROOT, capture_output=True).returncode == 2
+
+
+def test_what_a_model_says_is_text_on_the_page(tmp_path: Path) -> None:
+    tracker = PerformanceTracker(tmp_path / "logs" / "rank-000.jsonl", 0, "a")
+    tracker.record("start")
+    tracker.record("samples", samples=[{"prompt": "<script>alert(1)</script>", "before": "</pre><img src=x>"}])
+    tracker.close()
+    pages.write(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page

@@ -1,0 +1,247 @@
+"""What a finished run leaves for people: report.html, one file that needs no other, and the model card of its adapter.
+
+Both are made from the run's records and `summary.json`, so they can be made again, or of a run that is not over:
+`python -m lib.dashboard --export RUN`.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib import charts
+from lib.config import UserError
+from lib.history import Figures, Run, figures
+
+CARD = "README.md"
+REPORT = "report.html"
+STYLE = """:root { color-scheme: light dark; --line: #8884; --soft: #667 } @media (prefers-color-scheme: dark) { :root { --soft: #9aa5b4 } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem } h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+svg { width: 100%; height: auto } .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+td, th { text-align: left; padding: .25rem 1rem .25rem 0; vertical-align: top } tr + tr { border-top: 1px solid var(--line) } th { font-weight: 500; color: var(--soft) }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line); padding-left: .8rem; margin: .4rem 0 } small, .soft { color: var(--soft) }"""
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ name }}
+
+{{ method }} of [{{ base }}], preference-trained with {{ loss }} by Tandem on {{ hosts }}.
+
+| held out | before | after |
+|---|---|---|
+{% for row in held_out %}| {{ row[0] }} | {{ row[1] }} | {{ row[2] }} |
+{% endfor %}
+![loss, reward accuracy, reward margin over the steps](curves.png)
+
+    python -m mlx_lm generate --model {{ base }} --adapter-path . --prompt ...
+
+## How it was made
+
+{% for row in facts %}- {{ row[0] }}: {{ row[1] }}
+{% endfor %}{% if samples %}
+## Samples
+
+{% for text in samples %}{{ text }}
+
+{% endfor %}{% endif %}
+Curves, plan, environment and costs are in `report.html`; every step is in `logs/`.
+"""
+HELD_OUT = (
+    ("loss", "loss", "{:.4f}"),
+    ("reward_accuracy", "reward accuracy", "{:.1%}"),
+    ("reward_margin", "reward margin", "{:.4f}"),
+    ("kl", "KL to the reference", "{:.4f}"),
+    ("exact_match", "exact match", "{:.1%}"),
+)
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes a run's report and, where it has an adapter, its model card; returns what it wrote.
+
+    Raises:
+        UserError: the folder has no records.
+        OSError: the disk is full or not writable.
+    """
+    run = Run(folder)
+    while run.read():
+        pass
+    if not run.events and not run.series:
+        raise UserError(f"{folder} has no records; a run's folder has them in logs/")
+    now = figures(run, time.time())
+    summary = _json(folder / "summary.json")
+    report = folder / REPORT
+    report.write_text(report_html(run, now, summary), encoding="utf-8")
+    written = [report]
+    if (folder / "adapters.safetensors").exists():
+        card = folder / CARD
+        card.write_text(model_card(run, now, summary), encoding="utf-8")
+        written.append(card)
+    return written
+
+
+def report_html(run: Run, now: Figures, summary: dict[str, Any]) -> str:
+    """One page: figures, curves, plan, samples, environment, costs. Nothing in it is fetched from anywhere."""
+    start = _start(run)
+    table = _table(["held out", "before", "after"], held_out(run))
+    parts = [f"<h1>{html.escape(run.name)}</h1>", f"<p class=soft>{html.escape(now.reason or '')}</p>"]
+    parts += [_table(None, facts(run, now, summary)), table, "<h2>Curves</h2>", curves_svg(run)]
+    parts += ["<h2>Ranks</h2>", _table(*ranks(now))]
+    if shown := samples(run):
+        parts += ["<h2>Samples before and after</h2>", *(f"<pre>{html.escape(text)}</pre>" for text in shown)]
+    events = [event for event in run.events if charts.is_told_once(event)]
+    told = [(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e["time"])), charts.describe(e)) for e in events[-200:]]
+    parts += ["<h2>What happened when</h2>", _table(None, told)]
+    environment = {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
+    parts += ["<h2>Environment</h2>", _table(None, [(k, str(v)) for k, v in environment.items() if v])]
+    parts += ["<h2>Settings</h2>", f"<pre>{html.escape(json.dumps(start.get('config', {}), indent=1))}</pre>"]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(run.name)}</title>'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
+
+
+def model_card(run: Run, now: Figures, summary: dict[str, Any]) -> str:
+    """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    config = _start(run).get("config", {})
+    model, train = config.get("model", {}), config.get("train", {})
+    base = str(summary.get("model") or model.get("path"))
+    is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
+    preference = train.get("loss") != "sft"
+    data = ModelCardData(
+        base_model=base if is_hub_name else None,  # the hub refuses a path
+        library_name="mlx",
+        pipeline_tag="text-generation",
+        tags=["mlx", "tandem", *(["dpo"] if train.get("loss") == "sigmoid" else []), *(["preference"] * preference)],
+    )
+    card = ModelCard.from_template(
+        data,
+        template_str=TEMPLATE,
+        name=run.name,
+        method={"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(model.get("method"), "All weights"),
+        base=base,
+        loss="SFT" if not preference else f"the {train.get('loss')} loss (beta {train.get('beta')})",
+        hosts=", ".join(dict.fromkeys(rank.host for rank in now.ranks)),
+        held_out=held_out(run),
+        facts=facts(run, now, summary),
+        samples=["    " + text.replace("\n", "\n    ") for text in samples(run)],
+    )
+    return str(card)
+
+
+# ---- What both tell --------------------------------------------------------------------------------------------------
+
+
+def held_out(run: Run) -> list[tuple[str, str, str]]:
+    """Metric, before, after: of rank 0's first and last evaluation."""
+    found = [event for event in run.events if event["kind"] == "evaluation" and event.get("rank") == 0]
+    rows = []
+    for name, title, text in HELD_OUT:
+        values = [event[name] for event in found if event.get(name) is not None]
+        if values:
+            rows.append((title, text.format(values[0]), text.format(values[-1])))
+    return rows
+
+
+def facts(run: Run, now: Figures, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """How the run went, name and value."""
+    config = _start(run).get("config", {})
+    train = config.get("train", {})
+    shares = " + ".join(str(rank.share) for rank in now.ranks if rank.share is not None)
+    speed = summary.get("pairs_per_second", now.pairs_per_second)
+    efficiency = summary.get("efficiency", now.efficiency)
+    rows = [
+        ("state", now.state),
+        ("data", str(config.get("data", {}).get("train"))),
+        ("steps", f"{now.step:,}" + (f" of {now.steps:,}" if now.steps else "")),
+        ("strategy and shares", f"{now.strategy}, {shares}"),
+        ("learning rate, seed", f"{train.get('learning_rate')}, {train.get('seed')}"),
+        ("speed", f"{speed:.3g} pairs/s"),
+        ("efficiency (η)", "not calibrated" if efficiency is None else f"{efficiency:.1%}"),
+        ("time", f"{now.elapsed_seconds:,.0f} s"),
+        ("restarts, warnings", f"{now.restarts}, {now.warnings}"),
+    ]
+    cost = summary.get("cost") or now.cost
+    if cost:
+        rows.append(("cost", f"{cost['cost']:.3g} ({cost['energy_kwh']:.3g} kWh)"))
+    return rows
+
+
+def ranks(now: Figures) -> tuple[list[str], list[list[str]]]:
+    """The columns and rows of the table of ranks: means over their last steps."""
+    columns = ["rank", "host", "pairs a step", "pairs/s", "plan", "compute s", "sync s", "wait s", "peak memory GB"]
+    rows = []
+    for rank in now.ranks:
+        planned = "–" if rank.planned_pairs_per_second is None else f"{rank.planned_pairs_per_second:.3g}"
+        times = [f"{rank.compute_seconds:.3g}", f"{rank.sync_seconds:.3g}", f"{rank.wait_seconds:.3g}"]
+        own = [str(rank.rank), rank.host, str(rank.share), f"{rank.pairs_per_second:.3g}", planned]
+        rows.append([*own, *times, f"{rank.peak_memory_bytes / 1e9:.3g}"])
+    return columns, rows
+
+
+def samples(run: Run) -> list[str]:
+    """Prompts with the answers before and after, as rank 0 recorded them."""
+    found = [event for event in run.events if event["kind"] == "samples" and event.get("rank") == 0]
+    texts: dict[str, list[str]] = {}
+    for event in found:
+        for one in event["samples"]:
+            answers = [f"{when}: {one[when]}" for when in ("before", "after") if when in one]
+            texts.setdefault(one["prompt"], []).extend(answers)
+    return ["\n".join([prompt, *dict.fromkeys(answers)]) for prompt, answers in texts.items()]
+
+
+def curves_svg(run: Run) -> str:
+    """Six panels of training, held-out values as points; text takes the page's colour."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "tandem"}):
+        figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+        for axis, (name, title, _) in zip(axes.flat, charts.LEARNING, strict=True):
+            for index, who in enumerate(charts.learners(run)):
+                curve, colour = run.curve(who, name), charts.COLOURS[index % len(charts.COLOURS)]
+                if np.isnan(curve.values).all():
+                    continue
+                axis.plot(curve.steps, curve.values, color=colour, alpha=0.35, linewidth=0.8)
+                axis.plot(curve.steps, charts.running_mean(curve.values), color=colour, linewidth=1.5)
+            points = [(e["step"], e[name]) for e in run.events if charts.is_held_out(e, name)]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o", color=charts.COLOURS[1], markersize=4)
+            axis.set_title(title, fontsize=10)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+        picture = io.StringIO()
+        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+    text = picture.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
+
+
+def _start(run: Run) -> dict[str, Any]:
+    starts = [event for event in run.events if event["kind"] == "start" and event.get("rank") == 0]
+    return starts[-1] if starts else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head or ())
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table>{f"<tr>{titles}</tr>" if head else ""}{body}</table></div>'
