@@ -16,10 +16,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch preflight calibrate serve dashboard bench lint clean
+.PHONY: help setup train test launch preflight calibrate serve dashboard bench lint coverage docs mutation clean
 
 help:
-	@echo "make setup | train | test | launch | preflight | calibrate | serve | dashboard | bench | lint | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | launch | preflight | calibrate | serve | dashboard | bench | lint | coverage | docs | mutation | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$$found -m venv --clear .venv || { echo "error: $$found cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
 	@$(BIN)/python -c 'import tomllib; \
 	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
-	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["serve"], *extras["dev"], sep="\n")' > .venv/requirements.txt
+	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["serve"], *extras["dev"], *extras["docs"], sep="\n")' > .venv/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
 	@$(BIN)/python -m lib.runtime
 	@touch $@
@@ -73,6 +73,22 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Of lib/ and train.py, by the tests of one process and of two ranks; build/coverage/index.html shows the lines.
+coverage: setup
+	@rm -f .coverage .coverage.*
+	$(BIN)/python -m pytest --cov --cov-report= $(ARGS)
+	$(BIN)/mpirun -n 2 $(MPI_PYTEST) --cov --cov-append --cov-report= $(ARGS)
+	$(BIN)/python -m coverage html --quiet --directory build/coverage
+	$(BIN)/python -m coverage report
+
+# The reference of every module from its docstrings, build/docs/index.html; then every link of the documents and of it.
+docs: setup
+	$(BIN)/python -m pdoc --docformat google --output-directory build/docs train lib
+	$(BIN)/python -m pytest -q tests/test_docs.py -k link
+
+mutation: setup
+	$(BIN)/python benchmarks/mutation.py $(ARGS)
+
 clean:
-	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build .coverage* .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -202,7 +202,7 @@ class Train(_Section):
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
     """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were chosen for."""
     learning_rate_batch_size: Positive | None = None
-    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do."""
+    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a word on the command line does: the file's."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
     ] = "adamw"
@@ -478,6 +478,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
     """
     tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
+    chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
     for word in overrides:
         key, separator, text = word.partition("=")
         if not separator:
@@ -489,9 +490,12 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         section = tree
         *parents, leaf = key.split(".")
         for parent in parents:
-            section = section.setdefault(parent, {})
+            section[parent] = section.get(parent) or {}  # a section that the file leaves empty is null
+            section = section[parent]
         section[leaf] = _parse_value(key, text)
         origins[key] = word
+    if chosen_for is not None:
+        tree["train"]["learning_rate_batch_size"] = chosen_for
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -512,6 +516,18 @@ def as_sharded(config: Config) -> Config:
         return Config.model_validate({**config.model_dump(), "strategy": "sharded"})
     except ValidationError as error:
         raise UserError("; ".join(_explain(fault, {}, None) for fault in error.errors())) from None
+
+
+def _batch_of_learning_rate(tree: dict[str, Any], overrides: Sequence[str]) -> int | None:
+    """The file's global batch, where words change it and leave the learning rate that was chosen for it."""
+    changed = {word.partition("=")[0] for word in overrides}
+    train = tree.get("train") or {}
+    if "train.global_batch_size" not in changed or changed & {"train.learning_rate", "train.learning_rate_batch_size"}:
+        return None
+    if not isinstance(train, dict) or train.get("learning_rate_batch_size") is not None:
+        return None
+    batch = train.get("global_batch_size", Train().global_batch_size)
+    return batch if isinstance(batch, int) and batch > 0 else None
 
 
 def resume(path: Path, overrides: list[str]) -> Config:

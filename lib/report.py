@@ -131,6 +131,13 @@ def show_new_plan(
     say.line(f"step {step}: from step {first} on shares {shares}: {plan.reason}", "bold")
 
 
+def show_remarks(say: Report, tracker: PerformanceTracker, step: int, remarks: list[str]) -> None:
+    """Takes what the schedule has to say after a step; recorded and printed."""
+    while remarks:
+        tracker.record("warning", step=step, text=remarks[0])
+        say.warning(remarks.pop(0))
+
+
 def describe_merge(step: int, merged: dict[str, Any]) -> str:
     """One line of a merge record."""
     shown = [f"{' + '.join(map(str, merged['pairs']))} pairs", f"{merged['bytes_sent']:,} bytes sent"]

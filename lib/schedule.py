@@ -18,6 +18,7 @@ import numpy as np
 
 from lib import calibration, machine
 from lib import model as models
+from lib.advice import advised
 from lib.calibration import Curve, HostCalibration
 from lib.config import Config, UserError
 from lib.config import Plan as PlanSettings
@@ -37,13 +38,19 @@ from lib.sync import World
 
 
 def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarray) -> ClusterPlan:
-    """The plan that a run starts with: each rank reads its own host's calibration, and all exchange them.
+    """The plan that a run starts with, and what is likely to be a mistake in it (lib/advice.py).
+
+    Each rank reads its own host's calibration, and all exchange them.
 
     lengths: int [n], of the training data's rows, as Dataset.lengths.
 
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
+    return advised(config, _first_plan(config, world, hosts, lengths))
+
+
+def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarray) -> ClusterPlan:
     if config.strategy == "sharded" and world.size == 1:
         sizes = config.plan.micro_batch_sizes
         alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
@@ -122,6 +129,8 @@ class Schedule:
         self.plans: list[tuple[int, ClusterPlan]] = [(1, first)]  # (first step, plan), steps counted from 1
         self.settings, self.lead, self.steps = settings, lead, steps
         self.is_open = settings.replan and settings.shares is None and len(first.workers) > 1
+        self.remarks: list[str] = []  # what the times say of shares that stand whatever they say; the caller takes them
+        self._is_watched = len(first.workers) > 1
         self._speeds: deque[np.ndarray] = deque(maxlen=settings.replan_steps)  # tokens/s by rank, of late
         self._costs: deque[float] = deque(maxlen=settings.replan_steps)  # tokens a pair
         self._excess: deque[float] = deque(maxlen=settings.replan_steps)  # slowest over balanced, less one
@@ -138,7 +147,7 @@ class Schedule:
         work spread evenly over the speeds, and another plan is that much shorter at the speeds' medians, that
         is taken.
         """
-        if not self.is_open:
+        if not self._is_watched:
             return None
         first, plan = self.plans[-1]
         shares = np.array(plan.shares, dtype=np.float64)
@@ -158,8 +167,14 @@ class Schedule:
             return None
         other = self._plan_again(plan, step)
         self._forget()
-        if other is not None:
-            self.plans.append((step + self.lead, other))
+        if other is None:
+            return None
+        if not self.is_open:
+            fixed = "plan.shares" if self.settings.shares is not None else "plan.replan=false"
+            self.remarks.append(f"{fixed} keeps shares {plan.shares}, where {other.shares} would do: {other.reason}")
+            self._is_watched = False  # once is enough
+            return None
+        self.plans.append((step + self.lead, other))
         return other
 
     def _plan_again(self, plan: ClusterPlan, step: int) -> ClusterPlan | None:

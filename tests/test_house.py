@@ -34,6 +34,7 @@ FLOORS = [
         "streaming",
         "step",
         "batches",
+        "advice",
         "schedule",
         "scoring",
         "loading",
