@@ -266,9 +266,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                     progress.count(step, position, pairs, result)
                     changed = schedule.observe(step, tokens, result.compute_seconds)
                     progress.schedule = schedule.state(step)
-                    if changed is not None:
-                        report.show_new_plan(say, tracker, step, step + schedule.lead, schedule.at(step), changed)
-                    report.show_remarks(say, tracker, step, schedule.remarks)
+                    report.show_schedule(say, tracker, step, schedule, changed)
                     is_last = step == steps
                     is_due = writer.is_due(result.elapsed_seconds) or step % checkpoint_every == 0
                     evaluation_due = is_last or bool(config.evaluate.every and step % config.evaluate.every == 0)

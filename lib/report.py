@@ -26,6 +26,7 @@ from lib.config import Config
 from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
 from lib.plan import ClusterPlan
+from lib.schedule import Schedule
 from lib.streaming import StreamedDataset
 from lib.sync import World
 
@@ -131,11 +132,15 @@ def show_new_plan(
     say.line(f"step {step}: from step {first} on shares {shares}: {plan.reason}", "bold")
 
 
-def show_remarks(say: Report, tracker: PerformanceTracker, step: int, remarks: list[str]) -> None:
-    """Takes what the schedule has to say after a step; recorded and printed."""
-    while remarks:
-        tracker.record("warning", step=step, text=remarks[0])
-        say.warning(remarks.pop(0))
+def show_schedule(
+    say: Report, tracker: PerformanceTracker, step: int, schedule: Schedule, new: ClusterPlan | None
+) -> None:
+    """A plan that was made after `step`, if there is one, and what the schedule has to say; recorded and printed."""
+    if new is not None:
+        show_new_plan(say, tracker, step, step + schedule.lead, schedule.at(step), new)
+    while schedule.remarks:
+        tracker.record("warning", step=step, text=schedule.remarks[0])
+        say.warning(schedule.remarks.pop(0))
 
 
 def describe_merge(step: int, merged: dict[str, Any]) -> str:
