@@ -17,6 +17,7 @@ import pytest
 
 import train as script
 from lib import config, runtime, sources, spool, sync
+from lib.batches import MicroBatches
 from lib.config import Data, UserError
 from lib.data import load_dataset
 from lib.order import epoch_order
@@ -133,6 +134,16 @@ def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
     changed[37]["chosen"] = changed[37]["chosen"].replace("answer", "Answer")
     others.append(open_streamed(tmp_path, write(tmp_path / "d.jsonl", changed)).digest)
     assert len({same, *others}) == 6
+
+
+def test_estimated_lengths_give_few_shapes_that_hold_nearly_all_batches(tmp_path: Path) -> None:
+    data = open_streamed(tmp_path, write(tmp_path / "a.jsonl", [record(i) for i in range(3000)]))
+    words = ["model.path=-", "data.train=-", "train.global_batch_size=32", "train.max_traces=6"]
+    make = MicroBatches(data, None, config.load(None, words), 16, shared_prompts=True, is_compiled=True)
+    order = epoch_order(data.lengths, 0, 0, 32, 32)
+    batches = [batch for start in range(0, 2976, 32) for batch, _ in make.of(np.split(order[start : start + 32], 4), 8)]
+    assert len({batch.shapes for batch in batches}) <= 7
+    assert sum(batch.computed_tokens for batch in batches) < 1.3 * sum(batch.real_tokens for batch in batches)
 
 
 # ---- Which rows
