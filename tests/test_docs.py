@@ -1,7 +1,8 @@
 """What the documents say can be done can be done: every command, every link, every setting.
 
-Commands stand in fenced blocks, one a line: ```sh is run here (trainings on a tiny model, two steps), ```sh on hosts and
-```sh on a Mac want machines that no test has: their words are read by the program that would get them, and nothing starts.
+Commands stand in fenced blocks, one a line: ```sh is run here (trainings on a tiny model, two steps); ```sh on hosts, on ranks,
+on a Mac, and with yours (your model, your run) want what no test has: their words are read by the program that would get
+them, and nothing starts.
 Indented lines that begin with one of our programs are read in the same way.
 """
 
@@ -30,7 +31,7 @@ QUICKSTART = command.QUICKSTART
 
 class Command(NamedTuple):
     place: str  # document:line
-    needs: str  # "", "on hosts", "on a Mac", or "indented"
+    needs: str  # what stands behind ```sh, or "indented"
     words: list[str]
 
 
@@ -53,7 +54,7 @@ COMMANDS = [one for path in DOCUMENTS for one in commands(path)]
 
 def test_the_documents_have_commands_and_say_what_those_need() -> None:
     assert len(COMMANDS) > 20
-    assert {one.needs for one in COMMANDS} <= {"", "indented", "on hosts", "on a Mac"}
+    assert {one.needs for one in COMMANDS} <= {"", "indented", "on hosts", "on ranks", "on a Mac", "with yours"}
 
 
 @pytest.mark.parametrize("one", COMMANDS, ids=lambda one: f"{one.place} {' '.join(one.words)[:60]}")
