@@ -19,6 +19,7 @@ import socketserver
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
     server.APIHandler.disable_nagle_algorithm = True  # a token goes out when it is there, not 40 ms later
     # Its listener keeps five connections in waiting; of a burst of more, the rest would try again a second later.
     socketserver.TCPServer.request_queue_size = 128
-    server.main()
+    try:
+        server.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # the thread that generates would keep the process, e.g. where the port was taken
 
 
 def fused(model: str, adapter: Path) -> Path:

@@ -204,10 +204,12 @@ class Keeper:
         headers = {SECRET_HEADER: self.backend.secret}
         while True:
             try:
+                # First whether it listens, in time: loading the model may take any.
+                await self.client.get(f"{self.backend.url}/health", headers=headers, timeout=HEALTH_SECONDS)
                 answer = await self.client.post(
                     f"{self.backend.url}/v1/completions", json=PROBE, headers=headers, timeout=None
                 )
-            except httpx2.TransportError:  # not listening yet; over ssh, a tunnel to where nobody listens
+            except httpx2.TransportError:
                 await asyncio.sleep(0.1 if self.recipe is not None else 1.0)
                 continue
             if answer.status_code != 200:

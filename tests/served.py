@@ -76,8 +76,8 @@ class Served:
         """The records of a kind, with these values."""
         return [record for record in list(self.records) if record["kind"] == kind and fields.items() <= record.items()]
 
-    def until_up(self, backends: int) -> Served:
-        self.wait(lambda: len(self.of("backend", state="up")) >= backends)
+    def until_up(self, backends: int, seconds: float = 60.0) -> Served:
+        self.wait(lambda: len(self.of("backend", state="up")) >= backends, seconds)
         return self
 
     def wait(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
