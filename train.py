@@ -14,7 +14,6 @@ import dataclasses
 import json
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,9 +316,4 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except Exception:  # ours to mend; the other ranks must not wait for one that will never come
-        traceback.print_exc()
-        status = runtime.leave(1, runtime.launch_environment(), alone=True)
-    sys.exit(status)
+    sys.exit(runtime.status_of(main))

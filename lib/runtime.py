@@ -15,6 +15,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -180,6 +182,15 @@ def leave(status: int, launch: Launch | None, alone: bool) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def status_of(main: Callable[[], int]) -> int:
+    """What main returns; a fault of ours, with its traceback, is 1, and ends this rank though the others know nothing of it."""
+    try:
+        return main()
+    except Exception:  # ours to mend; the other ranks must not wait for one that will never come
+        traceback.print_exc()
+        return leave(1, launch_environment(), alone=True)
 
 
 def _number(name: str, least: int, default: int | None = None) -> int:
