@@ -76,8 +76,9 @@ lint: setup
 # Of lib/ and train.py, by the tests of one process and of two ranks; build/coverage/index.html shows the lines.
 coverage: setup
 	@rm -f .coverage .coverage.*
-	$(BIN)/python -m pytest --cov --cov-report= $(ARGS)
-	$(BIN)/mpirun -n 2 $(MPI_PYTEST) --cov --cov-append --cov-report= $(ARGS)
+	$(BIN)/python -m coverage run -m pytest $(ARGS)
+	$(BIN)/mpirun -n 2 $(BIN)/python -m coverage run -m pytest -x -p no:cacheprovider $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet --directory build/coverage
 	$(BIN)/python -m coverage report
 
