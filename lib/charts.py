@@ -48,7 +48,12 @@ def learning(runs: Sequence[Run], name: str) -> Figure:
             if curve.width > 1 and not several:
                 traces += _band(curve, colour)
             raw = _line(curve.steps, curve.values, label, {**style, "width": 1}, opacity=0.45)
-            smooth = _line(curve.steps, running_mean(curve.values), f"{label}, running mean", style)
+            smooth = _line(
+                curve.steps,
+                running_mean(curve.values),
+                "running mean" if label == "training" else f"{label}, running mean",
+                style,
+            )
             if name == "learning_rate" or len(curve.steps) < 20:
                 traces.append(_line(curve.steps, curve.values, label, style))
             else:

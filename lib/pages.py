@@ -102,7 +102,9 @@ def report_html(run: Run, now: Figures, summary: dict[str, Any]) -> str:
     parts += ["<h2>What happened when</h2>", _table(None, told)]
     environment = {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
     parts += ["<h2>Environment</h2>", _table(None, [(k, str(v)) for k, v in environment.items() if v])]
-    parts += ["<h2>Settings</h2>", f"<pre>{html.escape(json.dumps(start.get('config', {}), indent=1))}</pre>"]
+    parts += [
+        f"<details><summary>Settings</summary><pre>{html.escape(json.dumps(start.get('config', {}), indent=1))}</pre></details>"
+    ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{html.escape(run.name)}</title>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
 
