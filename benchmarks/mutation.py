@@ -6,8 +6,11 @@
 
 A mutant that no test notices survives: either a test is missing, or the change means nothing (an equal bound, a
 message's text). Comparisons, arithmetic, constants, conditions, `and`/`or`, signs and returned values are changed, in a
-copy of the repository. Small on purpose: the packages that do this bring six or more others, or fork a process that
-has MLX and MPI in it.
+copy of the repository. Small on purpose: mutmut brings six other packages (a terminal interface among them), cosmic-ray more.
+
+November 2026, seed 0: losses 66 of 70 noticed (the others change a branch that is not taken, or add zero), hostfile 29 of
+30 (None for False), merge 19 of 25: three were `strict=` of zip, which are left out since, two change nothing, and one,
+left factors that cancel, has a test now. The other modules were not run yet.
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ def mutants(source: str) -> list[tuple[int, str, str]]:
     for parent in ast.walk(tree):
         if isinstance(parent, ast.JoinedStr | ast.Raise | ast.AnnAssign | ast.arg):
             continue  # a message's text, a type
+        if isinstance(parent, ast.keyword) and parent.arg == "strict":
+            continue  # of zip: a check of our own
         for field, value in list(ast.iter_fields(parent)):
             children = value if isinstance(value, list) else [value]
             for place, child in enumerate(children):

@@ -113,6 +113,14 @@ def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
     )
 
 
+def test_svd_of_adapters_whose_left_factors_cancel() -> None:
+    """A B and (-A)(-B) are one update, and the mean of their left factors is nothing to be like."""
+    one = adapter(np.random.default_rng(0), [(6, 5)], 2)
+    other = {name: -array if "lora" in name else array for name, array in one.items()}
+    merged = merge.svd([one, other], np.array([0.5, 0.5]))
+    np.testing.assert_allclose(dense(merged, "layers.0"), dense(one, "layers.0"), rtol=1e-5, atol=1e-6)
+
+
 def test_untrained_adapters_merge_to_nothing() -> None:
     """LoRA starts with B = 0: no product, no division by it."""
     one = adapter(np.random.default_rng(3), [(8, 6)], 2)
