@@ -293,12 +293,12 @@ def main() -> None:
         table_rows: list[dict[str, Any]] = []
         began, first_moment = time.monotonic(), time.time()
         for number, kind in enumerate(kinds, 1):
-            wait_for(lambda: steady(hosts, launch))
+            # All train, and no start is under way: a fault of a host that is alone is another one.
+            wait_for(lambda: all(rank_process(host) for host in hosts))
             reached = newest_step(hosts)
             wait_for(lambda reached=reached: newest_step(hosts) >= reached + 2)
             turn = began + (number - 1 + rng.uniform(0, 0.5)) * every
             time.sleep(max(0.0, turn - time.monotonic()))
-            wait_for(lambda: steady(hosts, launch))
             found = one_fault(kind, hosts, launch, rng, run)
             table_rows.append(found)
             noticed = "not noticed" if found["noticed_seconds"] is None else f"noticed {found['noticed_seconds']:.1f} s"
@@ -381,12 +381,6 @@ def main() -> None:
     print(json.dumps(result))
     wrong = ("hangs", "undetected", "lost_examples", "repeated_examples", "corrupt_checkpoints_used")
     sys.exit(1 if any(result[name] for name in wrong) else 0)
-
-
-def steady(hosts: list[Host], launch: Launch) -> bool:
-    """All train, and no start is under way: a fault of a host that is alone, or about to be ended, is another one."""
-    quiet = launch.first("launch: ", time.monotonic() - 2) is None
-    return quiet and all(rank_process(host) for host in hosts)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
