@@ -439,7 +439,7 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
     here, there = three_hosts[:2]
     (run / "hosts").write_text(f"{here.name}:1\n{there.name}:1\n")
     with served("--run", run, f"serve.hostfile={run}/hosts", on=here) as one:
-        one.until_up(2, 150)  # a login shell may take its time: pyenv waits a minute for a lock that was left behind
+        one.until_up(2, 60)
         done = outcomes(load(one.address, "--streams=8", "--requests=24", "--max-tokens=20", on=here))
         assert [entry["error"] for entry in done] == [None] * 24
         assert {record["backend"] for record in one.of("request")} == {here.name, there.name}
