@@ -42,7 +42,10 @@ def commands(path: Path) -> list[Command]:
         if fence:
             needs = None if needs is not None or fence[1] != "sh" else fence[2]
         elif needs is not None or line.startswith(tuple(f"    {program}" for program in OURS)):
-            words = shlex.split(line, comments=True)
+            said = (
+                line if needs is not None else line.strip().split("    ")[0]
+            )  # beside an indented one stands what it does
+            words = shlex.split(said, comments=True)
             if words:
                 words = words[: words.index("|")] if "|" in words else words
                 found.append(Command(f"{path.name}:{number}", "indented" if needs is None else needs, words))
