@@ -68,7 +68,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     import numpy as np
 
-    from lib import checkpoint, evaluate, heartbeat, loading, report, scoring, sync
+    from lib import checkpoint, evaluate, heartbeat, loading, report, scoring, sinks, sync
     from lib import model as models
     from lib.batches import MicroBatches
     from lib.data import prefetch, tokens_to_deal
@@ -87,6 +87,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Data: every rank reads it, and all make sure that they read the same ----------------------------------------
 
     with world.agreeing("reading the data"):
+        feed = sinks.Feed(config.run.sinks if world.rank == 0 else (), folder)
         tokenizer = models.load_tokenizer_of(config.model)
         words = models.vocabulary(config.model)
         data = open_training(config.data, config.record_kind, tokenizer, tell=say.line, **words)
@@ -161,7 +162,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Training ----------------------------------------------------------------------------------------------------
 
-    tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank])
+    tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank], feed)
     tracker.record(
         "start",
         **report.provenance(),

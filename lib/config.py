@@ -29,6 +29,7 @@ RESUMABLE: tuple[str, ...] = (
     "evaluate.",
     "serve.",
     "run.log_every",
+    "run.sinks",
     "strategy",
     "train.steps",
     "train.epochs",
@@ -82,6 +83,8 @@ class Run(_Section):
     """The run's folder inside run.dir; by default the configuration's name and the time."""
     log_every: Positive = 10
     """Steps between two plain progress lines, where the output is not a terminal."""
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
 
 class Model(_Section):

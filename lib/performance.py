@@ -15,6 +15,7 @@ from typing import Any
 
 from lib.config import Cost
 from lib.network import connections
+from lib.sinks import Feed
 
 NETWORK_SECONDS = 10.0  # between records of the network
 
@@ -26,8 +27,8 @@ class PerformanceTracker:
     `checkpoint`, `network`, `plan`, `warning` and `end`.
     """
 
-    def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost"):
-        self.log_path, self.rank, self.host = Path(log_path), rank, host
+    def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", feed: Feed | None = None):
+        self.log_path, self.rank, self.host, self.feed = Path(log_path), rank, host, feed
         self.examples = 0
         self.seconds = 0.0
         self._file: FileIO | None = None
@@ -42,6 +43,8 @@ class PerformanceTracker:
             OSError: the disk is full at the first record, or not writable.
         """
         entry = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host, **fields}
+        if self.feed is not None:
+            self.feed.take(entry)
         if self._file is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.log_path.open("ab", buffering=0)
@@ -114,6 +117,8 @@ class PerformanceTracker:
             self.flush()
             self._file.close()
             self._file = None
+        if self.feed is not None:
+            self.feed.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

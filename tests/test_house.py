@@ -26,6 +26,7 @@ FLOORS = [
         "tail",
         "history",
         "chunks",
+        "sinks",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {
