@@ -106,7 +106,7 @@ def _tensorboard(folder: Path, config: dict[str, Any], resumed: bool) -> Iterato
 
 @contextmanager
 def _trackio(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Write]:
-    """A run of the project `tandem`, on this machine unless trackio's own variables name another place."""
+    """A run of the project `tandem`, on this machine unless trackio's own variables say else; steps that a crash undid stay."""
     import trackio
 
     run = trackio.init("tandem", folder.name, config=config, resume="allow" if resumed else "never")
