@@ -109,7 +109,7 @@ class Model(_Section):
     blocks: Positive | None = None
     """Train only the last n blocks; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights; by default as stored."""
+    """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full the weights."""
     gradient_checkpointing: bool | None = None
     """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration shows that one pair does not fit without."""
     shard_vocabulary: bool = False

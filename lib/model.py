@@ -135,7 +135,7 @@ def load_reference(settings: config.Model, seed: int, lazy: bool = False) -> nn.
     if settings.reference != "initial":
         return load(reference_settings(settings), seed, lazy)
     model = load(settings, seed, lazy)
-    if settings.adapter is not None:
+    if settings.adapter is not None or settings.method == "full":  # whose weights training keeps in another type
         make_trainable(model, settings, seed)
     return model
 
@@ -157,7 +157,8 @@ def fingerprint(settings: config.Model, seed: int) -> str:
     """A digest of everything that the model's outputs depend on before training: files, seed, dtype and adapter."""
     folder = resolve(settings.path, settings.revision)
     window = "" if settings.attention_window is None else f" window {settings.attention_window}"
-    digest = hashlib.sha256(f"{settings.dtype} {seed if settings.random_init else ''}{window}".encode())
+    widened = " full" * (settings.method == "full")
+    digest = hashlib.sha256(f"{settings.dtype}{widened} {seed if settings.random_init else ''}{window}".encode())
     files = [folder / "config.json"] + ([] if settings.random_init else sorted(folder.glob("model*.safetensors")))
     if settings.adapter:
         files += [Path(settings.adapter) / ADAPTER_CONFIG, Path(settings.adapter) / WEIGHTS]
@@ -170,7 +171,7 @@ def fingerprint(settings: config.Model, seed: int) -> str:
 def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
     """Freezes the model and gives it adapters drawn from `seed`, or unfreezes its blocks for full training.
 
-    Adapters are float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16.
+    What is trained is float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16.
 
     Raises:
         UserError: no layer matches, or the adapter to start from does not fit.
@@ -186,6 +187,7 @@ def make_trainable(model: nn.Module, settings: config.Model, seed: int) -> None:
                 f"model.method=full cannot train {settings.path}: its weights are quantised; use model.method=lora"
             )
         for part in [model] if settings.blocks is None else model.layers[-blocks:]:
+            part.set_dtype(mx.float32)
             part.unfreeze()
     else:
         mx.random.seed(seed)

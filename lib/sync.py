@@ -256,12 +256,12 @@ class World:
                 yield name, own[name]
                 continue
             array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
-            # Bit for bit: sums of integers, to which all but one rank add nothing.
-            words = mx.view(array, mx.int32 if array.itemsize == 4 else mx.uint16).astype(mx.int32)
+            # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
+            words = mx.view(array, mx.int32)
             around = [(0, 0)] * array.ndim
             around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
             total = self.all_sum(mx.pad(words, around), "the parts of an array")
-            yield name, mx.view(total if array.itemsize == 4 else total.astype(mx.uint16), dtype)
+            yield name, mx.view(total, dtype)
 
     # ---- Inside a graph: nothing is evaluated, and the graphs of all ranks have the same collectives in the same order
 

@@ -120,6 +120,17 @@ def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_pat
     assert difference(runs / "compiled", runs / "resumed") == 0.0
 
 
+def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "model.method=full", "model.dtype=bfloat16", "train.schedule=constant"]
+    for name, steps in (("whole", 4), ("halves", 2)):
+        tiny.train(tmp_path, [*words, f"run.name={name}", f"train.steps={steps}"])
+    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "halves"), "train.steps=4"])
+    whole, halves = tmp_path / "runs" / "whole", tmp_path / "runs" / "halves"
+    assert {array.dtype for array in tiny.weights(whole).values()} == {np.dtype(np.float32)}
+    assert difference(whole, halves) == 0.0
+    assert tiny.steps_of(whole)[0]["reward_margin"] == 0.0  # the reference was asked in the type that is trained
+
+
 def test_resume_on_another_world_trains_every_example_exactly_once(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path, rows=43), "train.epochs=2", "checkpoint.every=2"]
     tiny.train(tmp_path, [*words, "run.name=whole"])
