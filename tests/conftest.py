@@ -12,6 +12,8 @@ import pytest
 from lib import runtime
 from tests.cluster import Host, Unavailable, cluster
 
+# Tests have more ranks than cores: one that waits in MPI leaves its core to others instead of asking again at once.
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 LAUNCH = runtime.launch_environment()
 runtime.prepare()
 
@@ -33,11 +35,31 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return (report.outcome, "", "") if LAUNCH.rank > 0 and report.outcome != "failed" else None
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Ranks of a world read only the files that have something for them: the others take seconds to import."""
+    if LAUNCH.size > 1 and collection_path.name.startswith("test_") and "mark.mpi" not in collection_path.read_text():
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if LAUNCH.size > 1:
         alone = [item for item in items if item.get_closest_marker("mpi") is None]
         config.hook.pytest_deselected(items=alone)
         items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
+
+
+@pytest.fixture
+def pictures() -> None:
+    """For tests that look at the pictures that a run leaves."""
+
+
+@pytest.fixture(autouse=True)
+def no_other_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing a tiny run's curves takes four times as long as training it: runs in this process leave their pages without."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("lib.pages.curves_svg", lambda run: "")
+        monkeypatch.setattr("lib.report.plot_curves", lambda log, picture: None)
 
 
 @pytest.fixture(scope="session")

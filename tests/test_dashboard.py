@@ -247,6 +247,7 @@ def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written
 # ---- Pages of a finished run -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
@@ -255,6 +256,7 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     run = tmp_path / "runs" / "page"
     page = (run / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import""", page), "nothing is fetched"
+    assert page.count("<svg") == 1 and (run / "curves.png").stat().st_size > 10_000
     evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
     for evaluation in (evaluations[0], evaluations[-1]):
         assert f"<td>{evaluation['loss']:.4f}</td>" in page
@@ -269,6 +271,19 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     assert subprocess.run([*command[:-1], str(tmp_path / "empty")], cwd=ROOT, capture_output=True).returncode == 2
 
 
+@pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize(
+    "words", ["train.loss=sft data.valid=null train.steps=1", "strategy=independent train.steps=2"]
+)
+def test_whatever_a_run_has_no_figures_of_its_pages_are_drawn(tmp_path: Path, words: str) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), *words.split(), "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    assert (
+        "<svg" in (run / "report.html").read_text() and (run / "curves.png").exists() and (run / "README.md").exists()
+    )
+
+
+@pytest.mark.usefixtures("pictures")
 def test_what_a_model_says_is_text_on_the_page(tmp_path: Path) -> None:
     tracker = PerformanceTracker(tmp_path / "logs" / "rank-000.jsonl", 0, "a")
     tracker.record("start")
