@@ -92,8 +92,14 @@ class Journal:
         Raises:
             OSError: the disk is full.
         """
-        place = self._file.tell()
-        self._file.write(json.dumps({"chunk": chunk, "lines": lines}).encode() + b"\n")
+        place = self._file.seek(0, os.SEEK_END)
+        rest = json.dumps({"chunk": chunk, "lines": lines}).encode() + b"\n"
+        try:
+            while rest:  # a disk that is nearly full takes part of it, without a word
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(place)  # else another chunk's line would go on where this one broke off
+            raise
         self.places[chunk] = place
 
     def finish(self, out: Path) -> None:

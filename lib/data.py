@@ -306,7 +306,7 @@ def _finish(
     prompt, cut, is_cut = truncate(prompt, completions, max_length, bos_token_id)
     if len(cut) > 1 and cut[0] == cut[1]:
         raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
-    if not prompt and max(map(len, cut)) < 2:
+    if not prompt and min(map(len, cut)) < 2:  # a mean over no tokens would make the whole step NaN
         raise Unusable("one token and no prompt: nothing comes before it to predict it from")
     return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
 

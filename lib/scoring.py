@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -154,10 +155,11 @@ def cached_logps(folder: Path, key: str, dataset: Dataset, world: World) -> np.n
     shape, found = (len(dataset), dataset.completions_per_example), None
     if world.rank == 0:
         try:
-            stored = np.load(folder / f"{key}.npy", allow_pickle=False)
-            found = (
-                stored if stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all() else None
-            )
+            with (folder / f"{key}.npy").open("rb") as file:
+                stored = np.load(file, allow_pickle=False)
+                is_whole = file.read() == _checksum(stored)
+            fits = stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all()
+            found = stored if is_whole and fits else None
         except (OSError, ValueError, EOFError):
             found = None
     hit = world.broadcast({"hit": mx.array(int(found is not None))})["hit"].item()
@@ -178,5 +180,14 @@ def keep_logps(folder: Path, key: str, logps: np.ndarray) -> None:
         dir=folder
     ) as own:  # ranks of one disk, and runs that start together, make the same
         unfinished = Path(own, "logps.npy")
-        np.save(unfinished, logps)
+        with unfinished.open("wb") as file:
+            np.save(file, logps)
+            file.write(_checksum(logps))
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(folder / f"{key}.npy")
+
+
+def _checksum(logps: np.ndarray) -> bytes:
+    """Stands behind the array in its file, where np.load does not look."""
+    return hashlib.sha256(logps.tobytes()).digest()

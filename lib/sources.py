@@ -62,7 +62,9 @@ def files_of(source: str, settings: Data, tell: Callable[[str], None] = lambda t
         UserError: there is none.
     """
     if source.startswith(spool.PREFIX):
-        return spool.fetch(source, settings, tell)
+        lock = spool.folder_of(source, settings).with_suffix(".lock")
+        with locked(lock, lambda: tell(f"another process fetches {source}: waiting for it")):
+            return spool.fetch(source, settings, tell)
     path = Path(source)
     if path.is_dir():
         found = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]

@@ -22,13 +22,18 @@ SHARD_BYTES = 64 * 2**20
 STATE = "stream.json"
 
 
+def folder_of(source: str, settings: Data) -> Path:
+    """Where the shards of a hub's data set lie."""
+    return Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}"
+
+
 def fetch(source: str, settings: Data, tell: Callable[[str], None]) -> list[Path]:
-    """The shards of a hub's data set on this disk, fetched where they are not there yet.
+    """The shards of a hub's data set on this disk, fetched where they are not there yet; by one process of a host at a time.
 
     Raises:
         UserError: no such data set, no `datasets` package, or more than data.spool_limit_gb.
     """
-    folder = Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}"
+    folder = folder_of(source, settings)
     if not _state(folder)["done"]:
         name, options = parse(source)
         rows = int(options.pop("rows")) if "rows" in options else None

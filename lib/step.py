@@ -113,11 +113,11 @@ def objective(
 
 
 def means_of(sums: dict[str, float], train: Train) -> dict[str, float | None]:
-    """The loss and the metrics from their sums; None for what the loss does not have."""
-    means: dict[str, float | None] = {"loss": sums["loss"] / max(sums["count"], 1.0)}
+    """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
+    means: dict[str, float | None] = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
     for name in REWARDS:
         has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train.loss))
-        means[name] = sums[name] / max(sums["pairs"], 1.0) if has else None
+        means[name] = sums[name] / sums["pairs"] if has and sums["pairs"] else None
     return means
 
 
@@ -199,7 +199,7 @@ def make_step(
         return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
 
     def mean_of(gradients: Any, count: mx.array) -> tuple[Any, dict[str, mx.array]]:
-        mean = tree_map(lambda g: g / count, gradients)
+        mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
         return mean, {name: mx.square(g).sum() for name, g in tree_flatten(mean)}
 
     def updated(parameters: Any, gradients: Any, norm: mx.array) -> Any:
@@ -265,7 +265,7 @@ def make_step(
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(totals["loss"]) and math.isfinite(norm.item()))
         rate = learning_rate(train, index, steps)
-        if not skipped:
+        if not skipped and totals["count"]:  # of a streamed batch every row may turn out to be left out
             feedback.update(left_out)
             optimizer.learning_rate = rate
             optimizer_state[0] = optimizer.state  # another object after a resume

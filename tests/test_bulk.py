@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -88,6 +89,22 @@ def test_a_journal_goes_on_behind_the_last_whole_line_and_knows_what_it_is_of(tm
     journal(tmp_path, key="one")
     with pytest.raises(UserError, match="is of another model, data or settings; remove it"):
         journal(tmp_path, key="other")
+
+
+def test_a_journal_has_whole_lines_only_whatever_the_disk_took(tmp_path: Path) -> None:
+    kept = journal(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kept.path.stat().st_size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            kept.put(1, lines(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    kept.put(2, lines(2))
+    assert kept.done.tolist() == journal(tmp_path).done.tolist() == [False, False, True, False]
+    work(Local(Dispatcher(kept)), lines)
+    kept.finish(tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
 
 
 def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(tmp_path: Path) -> None:

@@ -424,6 +424,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "preference", ["'chosen' is equal to 'rejected'"]),
     (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "preference", ["the same tokens"]),
     (PAIR | {"rejected": " \n"}, "preference", ["empty completion: 'rejected' is blank"]),
+    ({"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6, 7]}, "preference", ["one token and no prompt"]),
     ({"prompt": "a", "completion": ""}, "sft", ["empty completion: 'completion' is blank"]),
     ({"text": " "}, "sft", ["empty completion: 'text' is blank"]),
     ({"text": ["a"]}, "sft", ["column 'text' is a list, not a string"]),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import gc
 import gzip
 import itertools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +351,22 @@ def test_a_stream_stops_at_the_limit_and_at_the_rows_asked_for(tmp_path: Path, m
         open_streamed(tmp_path, "hf://x/y?sliter=7")
 
 
+def test_ranks_of_one_host_fetch_a_stream_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    class Slow(Stream):
+        def __iter__(self) -> Any:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # until the other one writes, too, if it is let
+            return super().__iter__()
+
+    monkeypatch.setattr(spool, "_open", lambda *_: Slow(60))
+    told = list[str]()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(sources.files_of, "hf://x/y", settings_of(tmp_path, "-"), told.append) for _ in range(2)]
+    assert ranks[0].result() == ranks[1].result() and sum("fetching" in text for text in told) == 1
+
+
 # ---- Runs
 
 
@@ -385,6 +404,13 @@ def test_a_streamed_run_goes_on_exactly_without_the_rows_that_are_unusable(tmp_p
         epochs = rows_of_epochs(tmp_path / "runs" / name)
         assert epochs[0] == epochs[1] == usable
     assert difference(tmp_path / "runs" / "whole", tmp_path / "runs" / "halves") == 0
+
+
+def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path: Path) -> None:
+    words = streamed_words(tmp_path, rows=40, data__longest=14, data__valid="null", train__global_batch_size=1)
+    result = tiny.train(tmp_path, [*words, "train.steps=30", "run.name=run"])
+    pairs = [record["loss"] is not None for record in steps_of(tmp_path / "runs" / "run")]
+    assert 0 < sum(pairs) < 24 and "not finite" not in result.stdout
 
 
 @pytest.fixture(scope="module")

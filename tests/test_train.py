@@ -18,7 +18,9 @@ import pytest
 from mlx.utils import tree_map
 
 from lib import checkpoint, exchange, runtime, scoring
+from lib.data import in_memory
 from lib.performance import PerformanceTracker, read_records
+from lib.sync import World
 from tests import float64, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
 
@@ -252,6 +254,18 @@ def test_runs_that_keep_the_same_reference_do_not_disturb_each_other(tmp_path: P
     assert all(future.exception() is None for future in kept)
     assert {file.name for file in tmp_path.iterdir()} == {"key.npy"}
     assert any((np.load(tmp_path / "key.npy") == logps).all() for logps in passes)
+
+
+def test_a_kept_reference_with_a_changed_bit_is_not_taken(tmp_path: Path) -> None:
+    dataset, logps = in_memory("-", "sft", "-", [np.array([2, 3])] * 4, 0, [], 0), np.full((2, 1), -1.5, np.float32)
+    scoring.keep_logps(tmp_path, "key", logps)
+    assert (scoring.cached_logps(tmp_path, "key", dataset, World()) == logps).all()
+    whole = (tmp_path / "key.npy").read_bytes()
+    changed = logps.copy()
+    changed.view(np.uint32)[1] ^= 1
+    for torn in (whole.replace(logps.tobytes(), changed.tobytes()), whole[:-1], whole[:-40]):
+        (tmp_path / "key.npy").write_bytes(torn)
+        assert scoring.cached_logps(tmp_path, "key", dataset, World()) is None
 
 
 @pytest.mark.parametrize("loss", ["sft", "simpo"])
