@@ -13,7 +13,8 @@ from lib.calibration import Link, Transfer, time_now
 from lib.sync import World
 
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # 1 kB to 64 MB
-QUICK_SIZES = [size for size in SIZES if size <= 2**22]
+QUICK_BYTES = 2**22  # where quick measuring ends, unless messages are fast: only larger ones then tell the bandwidth
+FAST_SECONDS = 0.02
 
 
 def measure_links(world: World, hosts: Sequence[str], backend: str, quick: bool) -> list[Link]:
@@ -26,8 +27,11 @@ def measure_links(world: World, hosts: Sequence[str], backend: str, quick: bool)
 
 def all_sum(world: World, hosts: Sequence[str], backend: str, quick: bool) -> Link:
     """All ranks' `World.all_sum` of each size."""
-    transfers = []
-    for size in QUICK_SIZES if quick else SIZES:
+    transfers: list[Transfer] = []
+    once = 0.0
+    for size in SIZES:
+        if quick and size > QUICK_BYTES and once > FAST_SECONDS:
+            break
         array = mx.ones((size // 4,))
         mx.eval(array)
 
@@ -52,7 +56,9 @@ def ping_pong(world: World, hosts: Sequence[str], quick: bool) -> list[Link]:
         if peer is None:
             continue
         transfers = []
-        for size in QUICK_SIZES if quick else SIZES:
+        for size in SIZES:
+            if quick and size > QUICK_BYTES:
+                break
             buffer = np.zeros(size, np.uint8)
 
             def there_and_back(buffer: np.ndarray = buffer, peer: int = peer) -> None:

@@ -505,7 +505,8 @@ def trl(options: argparse.Namespace) -> dict[str, Any]:
         model=model,
         ref_model=load(),  # otherwise it would take the model with its adapter for the reference
         args=settings,
-        train_dataset=datasets.Dataset.from_list(records(options.inputs / "pairs.jsonl")),
+        # From the file: a table in memory would be hashed by its content, which fails on some versions of Python.
+        train_dataset=datasets.Dataset.from_json(str(options.inputs / "pairs.jsonl"), cache_dir="cache"),
         processing_class=tokenizer,
         callbacks=[Times()],
     )

@@ -266,7 +266,7 @@ def test_ranks_of_one_host_have_a_file_each_and_their_links(
 ) -> None:
     from lib import sync
 
-    monkeypatch.setattr(links, "QUICK_SIZES", [2**10, 2**16])
+    monkeypatch.setattr(links, "SIZES", [2**10, 2**16])
     world = sync.start(runtime.launch_environment())
     folder = Path(world.broadcast_text(str(tmp_path)))
     mine = folder / f"rank-{world.rank}"
