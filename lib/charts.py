@@ -6,16 +6,21 @@ dark ground; lines of one chart differ in dashes as well. Text and grid take the
 
 from __future__ import annotations
 
+import html
+import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from lib.history import INDEX, Curve, Figures, Run, Who
+from lib import history
+from lib.history import SENSORS, Curve, Figures, Run, Who
 
 Figure = dict[str, Any]
 
 COLOURS = ("#2490fc", "#d55e00", "#7a8a5c", "#9024fc", "#c0609c")
+HELD_OUT_COLOUR = COLOURS[3]  # where ranks have lines of their own
 DASHES = ("solid", "dash", "dot", "dashdot")
 LIGHT, DARK = "#ffffff", "#14181f"
 
@@ -28,48 +33,62 @@ LEARNING = (
     ("learning_rate", "Learning rate", "{:.3g}"),
     ("grad_norm", "Gradient norm", "{:.3g}"),
 )
+AXES = {"reward_margin": "nats", "kl": "nats"}
+# What ranks and hosts measure once in a while: title, factor, unit.
+MEASURED = {
+    "bytes_per_second": ("Bandwidth during syncs", 1e-6, "MB/s"),
+    "round_trip_seconds": ("TCP round trip", 1e3, "ms"),
+    "retransmits": ("TCP retransmits", 1.0, "since the start"),
+    "temperature_celsius": ("Temperature", 1.0, "°C"),
+    "power_watts": ("Power", 1.0, "W"),
+    "speed_limit": ("CPU speed left by heat", 100.0, "%"),
+}
 PARTS = (("compute_seconds", "compute"), ("sync_seconds", "sync"), ("wait_seconds", "wait"))
-LANES = ("start", "plan", "merge", "evaluation", "checkpoint", "warning", "end")
+LANES = {"start": "triangle-right", "restart": "triangle-right-open", "plan": "diamond", "merge": "star"}
+LANES |= {"evaluation": "circle", "checkpoint": "square", "warning": "x", "end": "triangle-left"}
+LANE_POINTS = 500  # of more events of a kind some are left out, at even distances
 
 
 def learning(runs: Sequence[Run], name: str) -> Figure:
-    """One quantity of training over the steps; held-out values as points. Ranks that train apart have a line each."""
+    """One quantity of training over the steps; held-out values as points. Ranks that train apart have a line each.
+
+    Of several runs the smooth lines alone, in the styles of `style`, with no key: the page's table of runs is that.
+    """
     traces: list[dict[str, Any]] = []
     several = len(runs) > 1
     for number, run in enumerate(runs):
-        for index, who in enumerate(learners(run)):
-            colour = COLOURS[(number if several else index) % len(COLOURS)]
-            style = {"color": colour, "width": 1.6}
-            style["dash"] = DASHES[(index if several else index // len(COLOURS)) % len(DASHES)]
-            label = run.name if several else _label(who) if len(learners(run)) > 1 else "training"
+        each = learners(run)
+        for index, who in enumerate(each):
+            line = style(number if several else index)
+            label = run.name[:40] if several else _label(who) if len(each) > 1 else "training"
             curve = run.curve(who, name)
             if np.isnan(curve.values).all():
                 continue
             if curve.width > 1 and not several:
-                traces += _band(curve, colour)
-            raw = _line(curve.steps, curve.values, label, {**style, "width": 1}, opacity=0.45)
-            smooth = _line(
-                curve.steps,
-                running_mean(curve.values),
-                "running mean" if label == "training" else f"{label}, running mean",
-                style,
-            )
+                traces += _band(curve, line["color"])
             if name == "learning_rate" or len(curve.steps) < 20:
-                traces.append(_line(curve.steps, curve.values, label, style))
-            else:
-                traces += [smooth] if several else [raw, smooth]
+                traces.append(_line(curve.steps, curve.values, label, line))
+                continue
+            smooth = "running mean" if label == "training" else label
+            if not several:
+                raw = _line(curve.steps, curve.values, label, {**line, "width": 1}, opacity=0.45)
+                traces.append({**raw, "showlegend": len(each) == 1})
+            traces.append(_line(curve.steps, running_mean(curve.values), smooth, line))
         points = [(e["step"], e[name]) for e in run.events if is_held_out(e, name)]
         if points:
             steps, values = zip(*points, strict=True)
-            colour = COLOURS[number % len(COLOURS)] if several else COLOURS[1]
+            colour = style(number)["color"] if several else HELD_OUT_COLOUR if len(each) > 1 else COLOURS[1]
             traces.append(
                 {
-                    **_line(steps, values, f"{run.name}, held out" if several else "held out", {"color": colour}),
+                    **_line(steps, values, f"{run.name[:40]}, held out" if several else "held out", {"color": colour}),
                     "mode": "markers",
                     "marker": {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}},
                 }
             )
-    return _figure(traces, "step", {"tickformat": ".0%"} if name == "reward_accuracy" else {})
+    axis: dict[str, Any] = {"tickformat": ".0%"} if name == "reward_accuracy" else {"exponentformat": "e"}
+    figure = _figure(traces, "step", axis, AXES.get(name))
+    figure["layout"]["showlegend"] &= not several
+    return figure
 
 
 def learners(run: Run) -> list[Who]:
@@ -91,12 +110,12 @@ def speed(run: Run, now: Figures) -> Figure:
     traces = []
     planned = {(rank.rank, rank.host): rank.planned_pairs_per_second for rank in now.ranks}
     for index, who in enumerate(run.series):
-        curve, style = run.curve(who, "pairs", over="step_seconds"), _style(index)
-        traces.append(_line(curve.steps, curve.values, _label(who), style))
+        curve, line = run.curve(who, "pairs", over="step_seconds"), style(index)
+        traces.append(_line(curve.steps, curve.values, _label(who), line))
         if (goal := planned.get(who)) is not None and len(curve.steps):
             ends = [curve.steps[0], curve.steps[-1]]
-            traces.append(_line(ends, [goal, goal], f"{_label(who)}, plan", {**style, "dash": "dot", "width": 1}))
-    return _figure(traces, "step", {"rangemode": "tozero"})
+            traces.append(_line(ends, [goal, goal], f"{_label(who)}, plan", {**line, "dash": "dot", "width": 1}))
+    return _figure(traces, "step", {"rangemode": "tozero"}, "pairs/s")
 
 
 def seconds(now: Figures) -> Figure:
@@ -113,45 +132,62 @@ def seconds(now: Figures) -> Figure:
     return figure
 
 
-def network(run: Run, now: Figures) -> Figure:
-    """Seconds of every step's sync by rank, and the plan's."""
+def network(run: Run) -> Figure:
+    """Milliseconds of every step's sync by rank."""
     traces = []
     for index, who in enumerate(run.series):
         curve = run.curve(who, "sync_seconds")
-        traces.append(_line(curve.steps, 1000 * curve.values, _label(who), _style(index)))
-    return _figure(traces, "step", {"rangemode": "tozero", "ticksuffix": " ms"})
+        traces.append(_line(curve.steps, 1000 * curve.values, _label(who), style(index)))
+    return _figure(traces, "step", {"rangemode": "tozero"}, "ms")
 
 
-def sensors(run: Run, name: str) -> Figure | None:
-    """A host's temperature or power over the time; None where no host tells it."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for event in run.events:
-        if event["kind"] == "sensors" and event.get(name) is not None:
-            found.setdefault(event["host"], []).append((event["time"], event[name]))
-    if not found:
-        return None
+def measured(run: Run, name: str) -> Figure | None:
+    """One of MEASURED over the time, a rank a line, or a host where ranks ask their host; None where nobody tells it."""
+    _, factor, unit = MEASURED[name]
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for who in run.measured:
+        times, values = run.measure(who, name)
+        if len(values):
+            found.setdefault(who[1] if name in SENSORS else _label(who), (times, values))
     traces = []
-    for index, (host, points) in enumerate(found.items()):
-        times, values = zip(*points, strict=True)
-        traces.append(_line([_clock(time) for time in times], values, host, _style(index)))
-    return _figure(traces, None, {"ticksuffix": " °C" if name == "temperature_celsius" else " W"})
+    for index, (label, (times, values)) in enumerate(found.items()):
+        line = _line([_clock(time) for time in times], factor * values, label, style(index))
+        traces.append({**line, "mode": "lines+markers" if len(values) < 40 else "lines"})
+    axis = {} if name == "temperature_celsius" else {"rangemode": "tozero"}
+    return _figure(traces, None, axis, unit) if traces else None
+
+
+def batch_curves(run: Run) -> Figure | None:
+    """Pairs a second by the size of a micro-batch, as every host was measured; the plan's sizes are filled points."""
+    traces = []
+    for index, (host, taken, curve) in enumerate(history.batch_curves(run)):
+        sizes = [point.batch_size for point in curve.points]
+        rates = [point.pairs_per_second for point in curve.points]
+        symbols = ["circle" if size in taken else "circle-open" for size in sizes]
+        line = _line(sizes, rates, host, style(index))
+        traces.append({**line, "mode": "lines+markers", "marker": {"symbol": symbols, "size": 8}})
+    if not traces:
+        return None
+    figure = _figure(traces, "pairs a micro-batch", {"rangemode": "tozero"}, "pairs/s")
+    figure["layout"]["xaxis"] |= {"type": "log", "dtick": math.log10(2), "tickformat": "~r"}
+    return figure
 
 
 def timeline(run: Run) -> Figure:
     """What happened when, a lane a kind."""
     traces = []
-    symbols = ("triangle-right", "diamond", "star", "circle", "square", "x", "triangle-left")
-    for index, (kind, symbol) in enumerate(zip(LANES, symbols, strict=True)):
-        events = [event for event in run.events if event["kind"] == kind and is_told_once(event)]
+    for index, (lane, symbol) in enumerate(LANES.items()):
+        events = [event for event in run.events if _lane(event) == lane and is_told_once(event)]
         if not events:
             continue
-        marker = {"symbol": symbol, "size": 9, "color": COLOURS[1] if kind == "warning" else COLOURS[index % 2 * 2]}
+        shown = events[:: -(-len(events) // LANE_POINTS)]
+        colour = COLOURS[1] if lane in ("warning", "restart") else COLOURS[index % 2 * 2]
         traces.append(
             {
-                **_line([_clock(e["time"]) for e in events], [kind] * len(events), kind, {}),
+                **_line([_clock(e["time"]) for e in shown], [lane] * len(shown), lane, {}),
                 "mode": "markers",
-                "marker": marker,
-                "text": [describe(event) for event in events],
+                "marker": {"symbol": symbol, "size": 9, "color": colour},
+                "text": [_wrapped(describe(event)) for event in shown],
                 "hovertemplate": "%{x|%H:%M:%S} %{text}<extra></extra>",
             }
         )
@@ -161,22 +197,36 @@ def timeline(run: Run) -> Figure:
     return figure
 
 
+def _lane(event: dict[str, Any]) -> str:
+    return "restart" if event["kind"] == "start" and event.get("resumed_from_step") is not None else event["kind"]
+
+
+def _wrapped(text: str) -> str:
+    """For a box beside the pointer; what a run says is text there, too."""
+    return "<br>".join(html.escape(line) for line in textwrap.wrap(text[:600], 70))
+
+
 def describe(event: dict[str, Any]) -> str:
     """One line of an event."""
     kind, step = event["kind"], event.get("step")
     at = f"step {step}: " if step is not None else ""
     if kind == "start":
         resumed = event.get("resumed_from_step")
-        return "started" if resumed is None else f"started again after step {resumed}"
+        hosts = dict.fromkeys(rank["host"] for rank in (event.get("plan") or {}).get("ranks") or [])
+        where = f" on {', '.join(hosts)}" if hosts else ""
+        return f"started{where}" if resumed is None else f"started again after step {resumed}{where}"
     if kind == "plan":
-        shares = " + ".join(map(str, event.get("shares", [])))
+        shares = " + ".join(map(str, event.get("shares") or []))
         return f"{at}from step {event.get('first_step')} on shares {shares}: {event.get('reason')}"
     if kind == "merge":
-        pairs = " + ".join(map(str, event.get("pairs", [])))
-        return f"{at}merged by {event.get('method')}, {pairs} pairs, {event.get('bytes_sent', 0):,} bytes sent"
+        pairs = " + ".join(map(str, event.get("pairs") or []))
+        error = f", error {event['error']:.1e}" if event.get("error") is not None else ""
+        return (
+            f"{at}merged by {event.get('method')}, {pairs} pairs, {event.get('bytes_sent') or 0:,.0f} bytes sent{error}"
+        )
     if kind == "evaluation":
-        shown = [f"{event[name]:.4g} {name.replace('_', ' ')}" for name in _HELD_OUT if event.get(name) is not None]
-        return f"{at}held out {', '.join(shown)}"
+        shown = [f"{title} {text.format(event[name])}" for name, title, text in HELD_OUT if event.get(name) is not None]
+        return f"{at}held out: {', '.join(shown)}"
     if kind == "checkpoint":
         return f"{at}checkpoint"
     if kind == "warning":
@@ -184,7 +234,13 @@ def describe(event: dict[str, Any]) -> str:
     return f"{at}ended" if kind == "end" else f"{at}{kind}"
 
 
-_HELD_OUT = ("loss", "reward_accuracy", "reward_margin", "kl", "exact_match")
+HELD_OUT = (
+    ("loss", "loss", "{:.4f}"),
+    ("reward_accuracy", "reward accuracy", "{:.1%}"),
+    ("reward_margin", "reward margin", "{:.4f}"),
+    ("kl", "KL to the reference", "{:.4f}"),
+    ("exact_match", "exact match", "{:.1%}"),
+)
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
@@ -209,10 +265,11 @@ def is_told_once(event: dict[str, Any]) -> bool:
 
 
 def _label(who: Who) -> str:
-    return f"{who[0]} {who[1]}"
+    return f"rank {who[0]}, {who[1]}"
 
 
-def _style(index: int) -> dict[str, Any]:
+def style(index: int) -> dict[str, Any]:
+    """The line of a rank, a host or a run: a colour, and a dash where there are more of them than colours."""
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
     return {"color": COLOURS[index % len(COLOURS)], "dash": dash, "width": 1.6}
 
@@ -242,7 +299,7 @@ def _band(curve: Curve, colour: str) -> list[dict[str, Any]]:
 def _plain(values: Any) -> list[Any]:
     """JSON has no NaN."""
     if isinstance(values, np.ndarray):
-        return [None if value != value else value for value in values.tolist()]
+        return [value if math.isfinite(value) else None for value in values.tolist()]
     return list(values)
 
 
@@ -258,8 +315,12 @@ def _offset_seconds(time: float) -> float:
     return offset.total_seconds() if offset else 0.0
 
 
-def _figure(traces: list[dict[str, Any]], x_title: str | None, y_axis: dict[str, Any]) -> Figure:
-    title = {"title": {"text": x_title, "standoff": 6}} if x_title else {}
+def _figure(
+    traces: list[dict[str, Any]], x_title: str | None, y_axis: dict[str, Any], y_title: str | None = None
+) -> Figure:
+    # Without a title it is the time of day.
+    title = {"title": {"text": x_title, "standoff": 6}} if x_title else {"tickangle": 0, "nticks": 5}
+    unit = {"title": {"text": y_title, "standoff": 4}} if y_title else {}
     return {
         "data": traces,
         "layout": {
@@ -269,20 +330,14 @@ def _figure(traces: list[dict[str, Any]], x_title: str | None, y_axis: dict[str,
             "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
             "font": {"size": 12, "family": "system-ui, sans-serif"},
             "xaxis": {"automargin": True, "zeroline": False, **title},
-            "yaxis": {"automargin": True, "zeroline": False, **y_axis},
+            "yaxis": {"automargin": True, "zeroline": False, **y_axis, **unit},
             "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
             "showlegend": len(traces) > 1,
             "hovermode": "x unified",
+            "hoverlabel": {"namelength": 40},
             "dragmode": "zoom",
         },
     }
 
 
 EMPTY = _figure([], None, {})
-
-
-def newest(run: Run, name: str) -> float | None:
-    """The column's value in the newest step record."""
-    rows = [one.recent[-1] for who, one in run.series.items() if who in learners(run)]
-    row = max(rows, key=lambda row: row[INDEX["time"]], default=None)
-    return None if row is None or np.isnan(row[INDEX[name]]) else float(row[INDEX[name]])

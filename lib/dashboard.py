@@ -148,31 +148,37 @@ def _layout(dash: Any, watcher: Watcher) -> Any:
             ),
             html.Main(
                 [
-                    html.Div(id="figures", className="grid top"),
+                    html.Div(id="figures", className="grid top", tabIndex="-1"),
                     html.Section(id="comparison"),
                     html.Div([_panel(dash, name, title) for name, title, _ in charts.LEARNING], className="grid three"),
-                    html.Section(id="machines", className="panel", style={"marginTop": ".8rem"}),
+                    html.Section(id="machines", className="panel"),
                     html.Div(
                         [
                             _panel(dash, "seconds", "Where a step's time goes"),
                             _panel(dash, "speed", "Pairs a second by rank"),
                             _panel(dash, "network", "Sync of every step"),
+                            _panel(dash, "batch_curves", "Batch curves, as calibrated"),
                         ],
-                        className="grid three",
+                        className="grid fit",
                     ),
                     html.Div(
-                        [
-                            _panel(dash, "temperature_celsius", "Temperature"),
-                            _panel(dash, "power_watts", "Power"),
-                        ],
-                        id="sensors",
-                        className="hidden",
+                        [_panel(dash, name, title) for name, (title, _, _) in charts.MEASURED.items()],
+                        className="grid fit low",
                     ),
+                    html.Section(id="warnings", className="hidden"),
                     html.Div(
                         [
                             _panel(dash, "timeline", "What happened when"),
                             html.Section(
-                                [html.H2("Latest events"), html.Ol(id="events", className="events", tabIndex="0")],
+                                [
+                                    html.H2("Latest events", id="events-title"),
+                                    html.Ol(
+                                        id="events",
+                                        className="events",
+                                        tabIndex="0",
+                                        **{"aria-labelledby": "events-title"},
+                                    ),
+                                ],
                                 className="panel",
                             ),
                         ],
@@ -190,12 +196,12 @@ def _panel(dash: Any, name: str, title: str) -> Any:
     graph = html.Div(
         dash.dcc.Graph(id=f"graph-{name}", config=GRAPH, responsive=True, style={"height": "100%"}), className="chart"
     )
-    head = html.Div([html.H2(title), html.Output("", id=f"value-{name}")], className="head")
+    head = html.Div([html.H2(title), html.Span("", id=f"value-{name}")], className="head")
     return html.Section([head, graph], className="panel", id=f"panel-{name}")
 
 
 GRAPHS = [name for name, *_ in charts.LEARNING] + ["seconds", "speed", "network", "timeline"]
-SENSORS = ("temperature_celsius", "power_watts")
+OPTIONAL = ["batch_curves", *charts.MEASURED]  # their panels are there if there is something to draw
 
 
 def _callbacks(dash: Any, app: Any, watcher: Watcher) -> None:
@@ -215,10 +221,12 @@ def _callbacks(dash: Any, app: Any, watcher: Watcher) -> None:
             "machines": out("machines", "children"),
             "comparison": out("comparison", "children"),
             "events": out("events", "children"),
-            "sensors": out("sensors", "className"),
+            "warnings": out("warnings", "children"),
+            "warned": out("warnings", "className"),
             "seen": out("seen", "data"),
-            "graphs": {name: out(f"graph-{name}", "figure") for name in (*GRAPHS, *SENSORS)},
-            "values": {name: out(f"value-{name}", "children") for name in GRAPHS},
+            "graphs": {name: out(f"graph-{name}", "figure") for name in (*GRAPHS, *OPTIONAL)},
+            "values": {name: out(f"value-{name}", "children") for name in (*GRAPHS, *OPTIONAL)},
+            "panels": {name: out(f"panel-{name}", "className") for name in OPTIONAL},
         },
         {
             "tick": dash.Input("tick", "n_intervals"),
@@ -240,13 +248,15 @@ def _update(dash: Any, watcher: Watcher, chosen: list[str], seen: Any) -> dict[s
             "chosen": ", ".join(run.name for run in runs) or "choose a run",
             "state": _state(html, runs[0], now[0]) if runs else "",
             "figures": _headline(html, now[0]) if runs else [html.P(_nothing(watcher), className="note")],
-            "machines": _machines(html, now[0]) if runs else "",
+            "machines": _machines(html, runs[0], now[0]) if runs else "",
             "seen": versions,
             "comparison": same,
             "events": same,
-            "sensors": same,
-            "graphs": dict.fromkeys((*GRAPHS, *SENSORS), same),
-            "values": dict.fromkeys(GRAPHS, same),
+            "warnings": same,
+            "warned": same,
+            "graphs": dict.fromkeys((*GRAPHS, *OPTIONAL), same),
+            "values": dict.fromkeys((*GRAPHS, *OPTIONAL), same),
+            "panels": dict.fromkeys(OPTIONAL, same),
         }
         if versions == seen:
             return update
@@ -257,11 +267,13 @@ def _update(dash: Any, watcher: Watcher, chosen: list[str], seen: Any) -> dict[s
         update["events"] = _events(html, run)
         graphs: dict[str, Any] = {name: charts.learning(runs, name) for name, *_ in charts.LEARNING}
         graphs |= {"seconds": charts.seconds(one), "speed": charts.speed(run, one)}
-        graphs |= {"network": charts.network(run, one), "timeline": charts.timeline(run)}
-        sensed = {name: charts.sensors(run, name) for name in SENSORS}
-        graphs |= {name: figure or charts.EMPTY for name, figure in sensed.items()}
-        update["sensors"] = "grid two" if any(sensed.values()) else "hidden"
-        update["graphs"] = graphs
+        graphs |= {"network": charts.network(run), "timeline": charts.timeline(run)}
+        optional = {"batch_curves": charts.batch_curves(run)}
+        optional |= {name: charts.measured(run, name) for name in charts.MEASURED}
+        update["graphs"] = graphs | {name: figure or charts.EMPTY for name, figure in optional.items()}
+        update["panels"] = {name: "panel" if figure else "hidden" for name, figure in optional.items()}
+        update["warnings"] = _warnings(html, one)
+        update["warned"] = "panel" if one.warnings else "hidden"
         update["values"] = _values(run, one)
     return update
 
@@ -277,9 +289,15 @@ def _values(run: Run, now: Figures) -> dict[str, str]:
     shown["speed"] = f"{now.pairs_per_second:.3g} pairs/s together"
     if now.busy is not None:
         shown["seconds"] = f"{now.busy:.0%} compute"
-    sent = [rank.bytes_per_second for rank in now.ranks if rank.bytes_per_second]
-    shown["network"] = f"slowest {min(sent) / 1e6:.3g} MB/s" if sent else ""
-    return {name: shown.get(name, "") for name in GRAPHS}
+    if syncs := [rank.sync_seconds for rank in now.ranks]:
+        shown["network"] = f"{1e3 * max(syncs):.3g} ms"
+    for name, (_, factor, unit) in charts.MEASURED.items():
+        found = [value for rank in now.ranks if (value := getattr(rank, name)) is not None]
+        found = [value for value in found if value or name != "bytes_per_second"]  # who is alone sends nothing
+        worst = min if name in ("bytes_per_second", "speed_limit") else max
+        if found:
+            shown[name] = f"{factor * worst(found):.3g} {unit}" if name != "retransmits" else f"{max(found):.0f}"
+    return {name: shown.get(name, "") for name in (*GRAPHS, *OPTIONAL)}
 
 
 def _state(html: Any, run: Run, now: Figures) -> Any:
@@ -293,18 +311,17 @@ def _state(html: Any, run: Run, now: Figures) -> Any:
 
 def _headline(html: Any, now: Figures) -> list[Any]:
     if now.efficiency is not None:
-        note = "η: speed, of what all hosts do alone, added up"
-    elif now.ranks:
-        note = "η is known once the hosts are measured: make calibrate"
+        alone = f"{now.solo_pairs_per_second:.3g} pairs/s"
+        note = f"of what the hosts do alone, added up: {now.pairs_per_second:.3g} of {alone}"
     else:
-        note = "η"
+        note = "the share of what all hosts would do alone; known once they are measured: make calibrate"
     large = html.Section(
         [
-            html.H2("Efficiency"),
-            html.Strong("–" if now.efficiency is None else f"{now.efficiency:.0%}", id="efficiency"),
+            html.H2("Efficiency, η"),
+            html.Strong("not known" if now.efficiency is None else f"{now.efficiency:.0%}", id="efficiency"),
             html.Small(note),
         ],
-        className="panel eta",
+        className="panel eta" if now.efficiency is not None else "panel eta none",
     )
     return [
         large,
@@ -317,7 +334,7 @@ def _headline(html: Any, now: Figures) -> list[Any]:
 def _cards(html: Any, now: Figures) -> list[Any]:
     planned = f"plan: {now.planned_pairs_per_second:.3g}" if now.planned_pairs_per_second else ""
     held = now.held_out
-    after = f"held out {held['loss']:.4f} (step {held['step']})" if held.get("loss") is not None else ""
+    after = f"held out {held['loss']:.4f}" if held.get("loss") is not None else ""
     judged = f"held out {held['reward_accuracy']:.1%}" if held.get("reward_accuracy") is not None else ""
     steps = [html.Progress(value=str(now.step), max=str(now.steps))] if now.steps else []
     cards = [
@@ -329,16 +346,31 @@ def _cards(html: Any, now: Figures) -> list[Any]:
             html,
             "Time left" if now.state != "finished" else "Time",
             duration(now.elapsed_seconds) if now.state == "finished" else _written_duration(now.left_seconds),
-            f"{duration(now.elapsed_seconds)} so far" if now.state != "finished" else "",
+            _so_far(now),
             name="left",
         ),
     ]
     if now.cost is not None and now.cost_at_end is not None:
         at_end = f"{money(now.cost_at_end['cost'])} at the end, {now.cost_at_end['energy_kwh']:.3g} kWh"
-        cards.append(_card(html, "Cost so far", money(now.cost["cost"]), at_end, name="cost"))
-    troubles = f"{now.warnings} warning{'s' * (now.warnings != 1)}, {now.restarts} restart{'s' * (now.restarts != 1)}"
-    cards.append(_card(html, "Hosts", str(len({rank.host for rank in now.ranks})), troubles, name="hosts"))
+        if now.state == "finished":
+            at_end = f"{now.cost['energy_kwh']:.3g} kWh"
+        title = "Cost" if now.state == "finished" else "Cost so far"
+        cards.append(_card(html, title, money(now.cost["cost"]), at_end, name="cost"))
+    hosts = {rank.host for rank in now.ranks} | {host for _, host in now.missing}
+    troubles = f"{_counted(len(now.warnings), 'warning')}, {_counted(now.restarts, 'restart')}"
+    cards.append(_card(html, "Hosts", str(len(hosts)), troubles, name="hosts"))
     return cards
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _so_far(now: Figures) -> str:
+    if now.state == "finished":
+        return ""
+    end = time.strftime(", ends at %H:%M", time.localtime(time.time() + now.left_seconds)) if now.left_seconds else ""
+    return f"{duration(now.elapsed_seconds)} so far{end}"
 
 
 def _card(html: Any, title: str, value: str, note: str, more: Sequence[Any] = (), name: str = "") -> Any:
@@ -353,7 +385,7 @@ def _plan(html: Any, now: Figures) -> Any:
     return html.Section([*text, html.P(now.reason or "none yet", className="note")], className="panel")
 
 
-def _machines(html: Any, now: Figures) -> list[Any]:
+def _machines(html: Any, run: Run, now: Figures) -> list[Any]:
     columns: list[tuple[str, Any]] = [
         ("rank", lambda rank: str(rank.rank)),
         ("host", lambda rank: rank.host),
@@ -371,10 +403,36 @@ def _machines(html: Any, now: Figures) -> list[Any]:
         columns.append(("temperature", lambda rank: _written("{:.0f} °C", rank.temperature_celsius)))
     if any(rank.power_watts is not None for rank in now.ranks):
         columns.append(("power", lambda rank: _written("{:.0f} W", rank.power_watts)))
+    if any(rank.speed_limit is not None for rank in now.ranks):
+        columns.append(("CPU speed", lambda rank: _written("{:.0%} of full", rank.speed_limit)))
     head = html.Thead(html.Tr([html.Th(title, scope="col") for title, _ in columns]))
     rows = [html.Tr([_cell(html, title, write(rank)) for title, write in columns]) for rank in now.ranks]
     table = html.Table([head, html.Tbody(rows)], className="wide", id="ranks")
-    return [html.H2("Ranks and hosts"), html.Div(table, className="scroll")]
+    return [html.H2("Ranks and hosts"), html.Div(table, className="scroll"), *_missing(html, run, now)]
+
+
+def _missing(html: Any, run: Run, now: Figures) -> list[Any]:
+    """Whose records are elsewhere, and what brings them: a page that leaves ranks out has to say so."""
+    if not now.missing:
+        return []
+    names = ", ".join(f"rank {rank} ({host})" for rank, host in now.missing)
+    host, logs = now.missing[0][1], run.folder.resolve() / "logs"
+    text = f"Not shown: {names}. The records are on those hosts, and come with the next checkpoint; now, by "
+    return [html.P([text, html.Code(f"rsync -a {host}:{logs}/ {logs / host}/")], className="note missing")]
+
+
+def _warnings(html: Any, now: Figures) -> list[Any]:
+    items = [
+        html.Li(
+            [
+                html.Time(time.strftime("%H:%M:%S", time.localtime(at))),
+                html.Span((f"step {step}: " if step is not None else "") + text),
+            ]
+        )
+        for at, step, text in reversed(now.warnings[-SHOWN_EVENTS:])
+    ]
+    title = html.H2(f"Warnings ({len(now.warnings)})", id="warnings-title")
+    return [title, html.Ol(items, className="events", tabIndex="0", **{"aria-labelledby": "warnings-title"})]
 
 
 def _cell(html: Any, title: str, content: Any) -> Any:
@@ -422,17 +480,28 @@ def _events(html: Any, run: Run) -> list[Any]:
 def _comparison(html: Any, runs: Sequence[Run], now: Sequence[Figures]) -> Any:
     titles = ("run", "state", "strategy", "step", "loss", "accuracy", "held-out loss", "pairs/s", "η", "time", "cost")
     rows = []
-    for run, one in zip(runs, now, strict=True):
+    for number, (run, one) in enumerate(zip(runs, now, strict=True)):
         cost = one.cost["cost"] if one.cost else None
-        values = [run.name, one.state, one.strategy or "–", f"{one.step:,}"]
+        values: list[Any] = [[_key(html, number), run.name], one.state, one.strategy or "–", f"{one.step:,}"]
         values += [_written("{:.4f}", one.latest["loss"]), _written("{:.1%}", one.latest["reward_accuracy"])]
         values += [_written("{:.4f}", one.held_out.get("loss")), f"{one.pairs_per_second:.3g}"]
-        values += [_written("{:.0%}", one.efficiency), duration(one.elapsed_seconds), _written("{:.2f}", cost)]
+        values += [
+            _written("{:.0%}", one.efficiency),
+            duration(one.elapsed_seconds),
+            "–" if cost is None else money(cost),
+        ]
         rows.append(html.Tr([_cell(html, title, value) for title, value in zip(titles, values, strict=True)]))
     head = html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))
     note = html.P("The curves below are of all of them; machines and events of the first.", className="note")
     table = html.Div(html.Table([head, html.Tbody(rows)], className="wide"), className="scroll")
     return html.Div([html.H2("Runs compared"), table, note], className="panel", style={"marginTop": ".8rem"})
+
+
+def _key(html: Any, number: int) -> Any:
+    """How the lines of a run look."""
+    line = charts.style(number)
+    border = {"solid": "solid", "dash": "dashed"}.get(line["dash"], "dotted")
+    return html.I(className="key", style={"borderTop": f"3px {border} {line['color']}"})
 
 
 def _written(text: str, value: float | None) -> str:

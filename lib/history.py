@@ -12,6 +12,7 @@ first look takes records at even distances, so that there is something to see at
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import deque
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
+from lib.calibration import Curve as BatchCurve
 from lib.config import Config, Cost
 from lib.performance import hosts_cost
 from lib.tail import Tail
@@ -30,6 +33,9 @@ COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "re
 COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 COLUMNS += ("peak_memory_bytes", "bytes_sent", "skipped")
 INDEX = {name: index for index, name in enumerate(COLUMNS)}
+# Of the records of the network and of sensors, which come every few seconds as long as a run goes on.
+MEASURES: tuple[str, ...] = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits")
+MEASURES += ("temperature_celsius", "power_watts", "speed_limit")
 CAPACITY = 1024  # buckets, at least, once there are so many records
 RECENT = 20  # records behind the figures of the moment
 GLANCE_BYTES = 2**24  # of a longer log the first look takes samples
@@ -37,23 +43,28 @@ GLANCE_RECORDS = 1500
 LINE_BYTES = 2**13  # most step records are shorter
 STEP = b'{"kind": "step", '
 SILENT_SECONDS = 60.0
+LATEST_TIME = 1e11  # whoever says to be of the year 5138 is none of ours
+
+SENSORS = {"temperature_celsius", "power_watts", "speed_limit"}
 
 Who = tuple[int, str]  # rank and host
+Warned = tuple[float, int | None, str]  # time, step and text
 
 
 class Series:
     """Step records of one rank as buckets: for every column its sum, count, least and greatest value; never a mean of means."""
 
-    def __init__(self, capacity: int = CAPACITY):
+    def __init__(self, capacity: int = CAPACITY, columns: Sequence[str] = COLUMNS):
         self.capacity, self.width = capacity, 1  # records in a bucket
-        empty = np.empty((0, len(COLUMNS)))
+        self.index = {name: index for index, name in enumerate(columns)}
+        empty = np.empty((0, len(columns)))
         self.sums, self.counts, self.least, self.greatest = empty, empty, empty, empty
         self.rest = empty  # the records of the last bucket, which is not full
-        self.totals, self.count = np.zeros(len(COLUMNS)), 0
+        self.totals, self.count = np.zeros(len(columns)), 0
         self.recent: deque[np.ndarray] = deque(maxlen=RECENT)
 
     def append(self, rows: np.ndarray) -> None:
-        """rows: float64 [N, len(COLUMNS)], NaN for what a record does not have."""
+        """rows: float64 [N, columns], NaN for what a record does not have."""
         self.recent.extend(rows[-RECENT:])
         self.totals, self.count = self.totals + np.nansum(rows, axis=0), self.count + len(rows)
         self.rest = np.concatenate([self.rest, rows])
@@ -69,7 +80,7 @@ class Series:
                 self.width *= 2
 
     def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Means, least and greatest values, each [buckets, len(COLUMNS)], the unfinished bucket included."""
+        """Means, least and greatest values, each [buckets, columns], the unfinished bucket included."""
         last = _bucketed(self.rest[None]) if len(self.rest) else [part[:0] for part in self._buckets()]
         sums, counts, least, greatest = (np.concatenate(both) for both in zip(self._buckets(), last, strict=True))
         return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0), least, greatest
@@ -92,8 +103,9 @@ class Log:
 
     def __init__(self, path: Path):
         self.tail = Tail(path)
-        self.series: dict[Who, Series] = {}
-        self.events: list[dict[str, Any]] = []  # all records but steps
+        self.series: dict[Who, Series] = {}  # steps
+        self.measured: dict[Who, Series] = {}  # the network, sensors
+        self.events: list[dict[str, Any]] = []  # all others
         self.length = 0  # when it was opened
         self.glance: Log | None = None  # what the first look at a long log gave
 
@@ -101,12 +113,13 @@ class Log:
         """Takes in the next piece; False where there is nothing new."""
         if self.tail.offset == 0 and self.glance is None:
             self.length = _size(self.tail.path)
-            if self.length > GLANCE_BYTES:
-                self.glance = _glance(self.tail.path, self.length)
+            if self.length > GLANCE_BYTES and (glance := _glance(self.tail.path, self.length)):
+                self.glance = glance
                 return True
         begins, lines = self.tail.read()
         if begins:
-            self.series, self.events = {}, []
+            self.series, self.measured, self.events = {}, {}, []
+            self.length = _size(self.tail.path)  # it may have been cut back
         if not lines:
             return False
         self._take(lines.splitlines())
@@ -119,24 +132,45 @@ class Log:
         return self.glance or self
 
     def _take(self, lines: list[bytes]) -> None:
-        rows: dict[Who, list[list[Any]]] = {}
+        steps: dict[Who, list[list[Any]]] = {}
+        measured: dict[Who, list[list[Any]]] = {}
         for record in _parse(lines):
             kind, step, time = record.get("kind"), record.get("step"), record.get("time")
-            if kind is None or not isinstance(time, int | float):
+            rank, host = record.get("rank", 0), record.get("host", "")
+            if not (isinstance(time, int | float) and 0 <= time < LATEST_TIME):
                 continue  # somebody else's record
-            if kind == "step" and isinstance(step, int):
-                who = (record.get("rank", 0), record.get("host", ""))
-                rows.setdefault(who, []).append([record.get(name) for name in COLUMNS])
-            elif kind != "step":
+            if not (isinstance(rank, int) and isinstance(host, str)):
+                continue
+            if kind == "step" and isinstance(step, int) and 0 <= step < 2**53:
+                steps.setdefault((rank, host), []).append([record.get(name) for name in COLUMNS])
+            elif kind in ("network", "sensors"):
+                measured.setdefault((rank, host), []).append(_measures(record))
+            elif kind != "step" and _is_event(record):
                 self.events.append(record)
-        for who, table in rows.items():
+        for who, table in steps.items():
             self.series.setdefault(who, Series()).append(_numbers(table))
+        for who, table in measured.items():
+            self.measured.setdefault(who, Series(columns=MEASURES)).append(_numbers(table))
 
 
-def _glance(path: Path, length: int) -> Log:
-    """A log as samples at even distances, with its beginning and its end whole."""
+def _measures(record: dict[str, Any]) -> list[Any]:
+    """A row of MEASURES. Of a rank's connections the slowest round trip, and what all together sent again."""
+    links = record.get("connections")
+    links = [link for link in links if isinstance(link, dict)] if isinstance(links, list) else []
+    links = [link for link in links if not str(link.get("peer")).startswith(("127.", "::1"))]  # mpirun's own, for one
+    trips, again = ([_number(link.get(name)) for link in links] for name in ("round_trip_seconds", "retransmits"))
+    found = {**record, "round_trip_seconds": max(trips, default=None), "retransmits": sum(again) if again else None}
+    return [found.get(name) for name in MEASURES]
+
+
+def _glance(path: Path, length: int) -> Log | None:
+    """A log as samples at even distances, with its beginning and its end whole; None where it is gone by now."""
     seen = Log(path)
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError:
+        return None
+    with file:
         seen._take(file.read(LINE_BYTES * 8).splitlines()[:-1])
         begun = file.tell()
         places = np.linspace(begun, length - LINE_BYTES * 16, GLANCE_RECORDS, dtype=np.int64)
@@ -154,7 +188,7 @@ def _glance(path: Path, length: int) -> Log:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
@@ -175,12 +209,81 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
 def _numbers(table: list[list[Any]]) -> np.ndarray:
     try:
         return np.array(table, dtype=np.float64)
-    except (TypeError, ValueError):  # somebody else's records
+    except (TypeError, ValueError, OverflowError):  # somebody else's records
         return np.array([[_number(value) for value in row] for row in table], dtype=np.float64)
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
+
+
+class _Record(BaseModel):
+    """What the pages rely on: where there is anything else in its place, a record is somebody else's."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Rank(_Record):
+    host: str
+
+
+class _Plan(_Record):
+    strategy: str | None = None
+    reason: str | None = None
+    shares: list[int] | None = None
+    ranks: list[_Rank] | None = None
+    global_batch_size: PositiveInt | None = None
+    predicted_step_seconds: float | None = None
+    predicted_pairs_per_second: float | None = None
+    solo_sum_pairs_per_second: float | None = None
+    warnings: list[str] | None = None
+    curves: list[Any] | None = None
+
+
+class _Settings(_Record):
+    model: dict[str, Any] | None = None
+    train: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    cost: dict[str, Any] | None = None
+
+
+class _Sample(_Record):
+    prompt: str
+    before: str | None = None
+    after: str | None = None
+
+
+class _Event(_Plan):
+    kind: str
+    rank: int = 0
+    host: str = ""
+    step: int | None = None
+    steps: PositiveInt | list[int] | None = None  # of the run; in a merge, of each rank
+    first_step: int | None = None
+    resumed_from_step: int | None = None
+    resumes: list[list[int]] | None = None
+    plan: _Plan | None = None
+    config: _Settings | None = None
+    versions: dict[str, Any] | None = None
+    memory_limit_bytes: float | None = None
+    pairs: list[int] | None = None
+    bytes_sent: float | None = None
+    error: float | None = None
+    text: str | None = None
+    samples: list[_Sample] | None = None
+    loss: float | None = None
+    kl: float | None = None
+    reward_accuracy: float | None = None
+    reward_margin: float | None = None
+    exact_match: float | None = None
+
+
+def _is_event(record: dict[str, Any]) -> bool:
+    try:
+        _Event.model_validate(record)
+    except ValidationError:
+        return False
+    return True
 
 
 # ---- A run: all its logs
@@ -204,6 +307,7 @@ class Run:
         self.folder = Path(folder)
         self.logs: dict[Path, Log] = {}
         self.version = 0  # changes with what there is to see
+        self._events: tuple[int, list[dict[str, Any]]] | None = None  # of which version
 
     @property
     def name(self) -> str:
@@ -212,9 +316,10 @@ class Run:
     def read(self) -> bool:
         """Takes in a piece of every log; False where there was nothing new in any."""
         logs = self.folder / "logs"
-        for path in (*logs.glob("rank-*.jsonl"), *logs.glob("*/rank-*.jsonl")):
-            if path not in self.logs and path.parent.name != "discarded":
-                self.logs[path] = Log(path)
+        with contextlib.suppress(OSError):  # the folder is removed at this moment
+            for path in (*logs.glob("rank-*.jsonl"), *logs.glob("*/rank-*.jsonl")):
+                if path not in self.logs and path.parent.name != "discarded":
+                    self.logs[path] = Log(path)
         new = [log.read() for log in self.logs.values()]
         self.version += any(new)
         return any(new)
@@ -226,19 +331,22 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """All records but steps, by time; of two copies of one file each record once."""
-        found = {(e["time"], e["kind"], e.get("rank"), e.get("host")): e for log in self._shown() for e in log.events}
-        return sorted(found.values(), key=lambda event: event["time"])
+        """All records that are no measurements, by time; of two copies of one file each record once."""
+        if self._events is None or self._events[0] != self.version:
+            every = [event for log in self._shown() for event in log.events]
+            found = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
+            self._events = self.version, sorted(found.values(), key=lambda event: event["time"])
+        return self._events[1]
 
     @property
     def series(self) -> dict[Who, Series]:
         """Step records by rank and host, in the order of ranks; of two copies of one file the longer."""
-        found: dict[Who, Series] = {}
-        for log in self._shown():
-            for who, one in log.series.items():
-                if who not in found or one.count > found[who].count:
-                    found[who] = one
-        return dict(sorted(found.items()))
+        return _longest([log.series for log in self._shown()])
+
+    @property
+    def measured(self) -> dict[Who, Series]:
+        """Records of the network and of sensors, as `series`."""
+        return _longest([log.measured for log in self._shown()])
 
     def curve(self, who: Who, name: str, over: str | None = None) -> Curve:
         """A column over the steps; divided by another one, as the mean of the one over the mean of the other.
@@ -258,8 +366,22 @@ class Run:
         ratio = np.divide(values, below, out=np.full(len(values), np.nan), where=below > 0)
         return Curve(steps, ratio, ratio, ratio, series.width)
 
+    def measure(self, who: Who, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """When, in Unix seconds, and how much: one of MEASURES as a rank told it, without what it did not tell."""
+        series = self.measured[who]
+        means, _, greatest = series.table()
+        # What was sent again is counted since a process began, so its mean would say nothing.
+        values = (greatest if name == "retransmits" else means)[:, series.index[name]]
+        known = np.isfinite(values)
+        return means[known, series.index["time"]], values[known]
+
     def _shown(self) -> list[Log]:
         return [log.shown() for _, log in sorted(self.logs.items())]
+
+
+def _longest(found: Sequence[dict[Who, Series]]) -> dict[Who, Series]:
+    every = [(who, one) for each in found for who, one in each.items()]
+    return dict(sorted(sorted(every, key=lambda pair: pair[1].count), key=lambda pair: pair[0]))
 
 
 def _resumes(events: Sequence[dict[str, Any]], rank: int) -> list[tuple[float, float]]:
@@ -292,8 +414,11 @@ class RankFigures:
     peak_memory_bytes: float
     memory_limit_bytes: float | None
     bytes_per_second: float | None  # sent while it syncs
-    temperature_celsius: float | None = None
+    round_trip_seconds: float | None = None  # of its slowest connection
+    retransmits: float | None = None  # segments that its connections sent again
+    temperature_celsius: float | None = None  # its host's
     power_watts: float | None = None
+    speed_limit: float | None = None  # part of its full speed that a warm machine allows itself
 
 
 @dataclass(frozen=True)
@@ -316,8 +441,10 @@ class Figures:
     cost: dict[str, Any] | None  # so far
     cost_at_end: dict[str, Any] | None
     restarts: int
-    warnings: int
+    warnings: list[Warned]
+    solo_pairs_per_second: float | None = None  # all hosts alone, added up, as they were measured
     ranks: list[RankFigures] = field(default_factory=list)
+    missing: list[Who] = field(default_factory=list)  # ranks of the plan whose records are not here, while others' are
 
 
 def figures(run: Run, now: float) -> Figures:
@@ -327,22 +454,25 @@ def figures(run: Run, now: float) -> Figures:
     start = starts[-1] if starts else {}
     plans = [start.get("plan"), *(event for event in events if event["kind"] == "plan")]
     plan: dict[str, Any] = next((plan for plan in reversed(plans) if plan), {})
-    hosts = [rank["host"] for rank in plan.get("ranks", [])]
+    hosts = [rank["host"] for rank in plan.get("ranks") or []]
     # Who is in the run now: as the plan has them, wherever a rank was before.
     present = {who: one for who, one in series.items() if not hosts or who in list(enumerate(hosts))} or series
-    ranks = [_rank_figures(who, one, plan, events, now) for who, one in present.items()]
-    step = max((rank.step for rank in ranks), default=0)
+    measured = {who: _measured_now(one) for who, one in run.measured.items()}
+    ranks = [_rank_figures(who, one, plan, events, measured, now) for who, one in present.items()]
+    apart = plan.get("strategy") == "independent"  # then each rank counts steps of its own, but all count pairs
+    pairs = sum(one.totals[INDEX["pairs"]] for one in present.values())
+    done = pairs / (plan.get("global_batch_size") or 1) if apart else max((rank.step for rank in ranks), default=0)
     first, last = _span(events, series)
     ended = bool(starts) and any(event["kind"] == "end" and event["time"] > start["time"] for event in events)
     pace = max((_seconds_a_record(one) for one in present.values()), default=0.0)
     silent = now - last > max(SILENT_SECONDS, 20 * pace)
     speed = sum(rank.pairs_per_second for rank in ranks)
     solo, steps = plan.get("solo_sum_pairs_per_second"), start.get("steps")
+    steps = steps if isinstance(steps, int) else None
+    step = math.ceil(done) if not steps else min(math.ceil(done), steps)
     left = None
     if steps and pace and not ended:
-        apart = plan.get("strategy") == "independent"  # then each rank counts steps of its own, but all count pairs
-        done = sum(one.totals[INDEX["pairs"]] for one in present.values()) / plan.get("global_batch_size", 1)
-        left = max(0.0, steps - (done if apart else step)) * pace / (max(len(present), 1) if apart else 1)
+        left = max(0.0, steps - done) * pace / (max(len(present), 1) if apart else 1)
     elapsed = (last if ended or silent else max(now, last)) - first if last else 0.0
     costs = _cost(hosts or [who[1] for who in series], start)
     seconds = np.array([[rank.compute_seconds, rank.sync_seconds, rank.wait_seconds] for rank in ranks])
@@ -366,13 +496,31 @@ def figures(run: Run, now: float) -> Figures:
         cost=costs(elapsed),
         cost_at_end=costs(elapsed + (left or 0.0)),
         restarts=max(0, sum(event.get("rank") == 0 for event in starts) - 1),
-        warnings=sum(event["kind"] == "warning" for event in events),
+        warnings=_warnings(events),
+        solo_pairs_per_second=solo if plan.get("calibrated") else None,
         ranks=ranks,
+        missing=[who for who in enumerate(hosts) if series and who not in series],
     )
 
 
+def _warnings(events: Sequence[dict[str, Any]]) -> list[Warned]:
+    """What was warned of, each once, whatever the number of ranks that say so; plans warn as well."""
+    found: dict[tuple[int | None, str], Warned] = {}
+    for event in events:
+        texts = [event.get("text")] if event["kind"] == "warning" else (event.get("plan") or {}).get("warnings") or []
+        for text in texts:
+            if text and (None, text) not in found:
+                found.setdefault((event.get("step"), text), (event["time"], event.get("step"), text))
+    return list(found.values())
+
+
 def _rank_figures(
-    who: Who, series: Series, plan: dict[str, Any], events: Sequence[dict[str, Any]], now: float
+    who: Who,
+    series: Series,
+    plan: dict[str, Any],
+    events: Sequence[dict[str, Any]],
+    measured: dict[Who, dict[str, float]],
+    now: float,
 ) -> RankFigures:
     rank, host = who
     rows = np.array(series.recent)
@@ -381,7 +529,9 @@ def _rank_figures(
     share = shares[rank] if rank < len(shares) else None
     own = [event for event in events if event.get("rank") == rank and event.get("host") == host]
     limit = next((e["memory_limit_bytes"] for e in reversed(own) if e.get("memory_limit_bytes")), None)
-    sensed: dict[str, Any] = next((e for e in reversed(events) if e["kind"] == "sensors" and e["host"] == host), {})
+    own_measures = measured.get(who, {})
+    # One rank of a host, the first, may speak for its others.
+    of_host = next((one for (_, name), one in measured.items() if name == host and SENSORS & one.keys()), {})
     return RankFigures(
         rank=rank,
         host=host,
@@ -396,9 +546,18 @@ def _rank_figures(
         peak_memory_bytes=_or_none(np.fmax.reduce(rows[:, INDEX["peak_memory_bytes"]])) or 0.0,
         memory_limit_bytes=limit,
         bytes_per_second=mean["bytes_sent"] / mean["sync_seconds"] if mean["sync_seconds"] else None,
-        temperature_celsius=sensed.get("temperature_celsius"),
-        power_watts=sensed.get("power_watts"),
+        round_trip_seconds=own_measures.get("round_trip_seconds"),
+        retransmits=own_measures.get("retransmits"),
+        **{name: of_host.get(name) for name in SENSORS},
     )
+
+
+def _measured_now(series: Series) -> dict[str, float]:
+    """The newest known value of every measure."""
+    newest: dict[str, float] = {}
+    for row in series.recent:
+        newest |= {name: float(row[i]) for name, i in series.index.items() if math.isfinite(row[i])}
+    return newest
 
 
 def _seconds_a_record(series: Series) -> float:
@@ -415,7 +574,10 @@ def _span(events: Sequence[dict[str, Any]], series: dict[Who, Series]) -> tuple[
 
 
 def _cost(hosts: Sequence[str], start: dict[str, Any]) -> Any:
-    settings = Cost(**start.get("config", {}).get("cost", {})) if start else Cost()
+    try:
+        settings = Cost.model_validate((start.get("config") or {}).get("cost") or {})
+    except ValidationError:  # another version's
+        settings = Cost()
     return lambda seconds: hosts_cost(hosts, seconds, settings)
 
 
@@ -428,10 +590,25 @@ def _or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def batch_curves(run: Run) -> list[tuple[str, list[int], BatchCurve]]:
+    """What the plan of a run rests on: of each host its name, the micro-batches that it was given, and its batch curve."""
+    plans = [event["plan"] for event in run.events if event["kind"] == "start" and event.get("plan")]
+    plan = plans[-1] if plans else {}
+    found: dict[str, tuple[str, list[int], BatchCurve]] = {}
+    for rank, curve in zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False):
+        with contextlib.suppress(ValidationError):
+            sizes = [size for size in rank.get("micro_batch_sizes") or [] if isinstance(size, int)]
+            found.setdefault(rank["host"], (rank["host"], sizes, BatchCurve.model_validate(curve)))
+    return list(found.values())
+
+
 def runs_in(folder: Path) -> list[Path]:
     """The runs of a folder that have logs, the newest first."""
-    found = [path.parent for path in Path(folder).glob("*/logs") if path.is_dir()]
-    return sorted(found, key=lambda path: path.joinpath("logs").stat().st_mtime, reverse=True)
+    found = []
+    for path in Path(folder).glob("*/logs"):
+        with contextlib.suppress(OSError):  # removed at this moment
+            found.append((path.stat().st_mtime, path.parent))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def config_of(run: Run) -> Config | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Device = Literal["metal", "cuda", "cpu"]
+# Names that Linux's drivers give to sensors of processors; others sit on disks and network cards.
+PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|x86_pkg_temp|cpu|gpu|soc", re.IGNORECASE)
 
 
 class Machine(BaseModel):
@@ -117,6 +120,49 @@ def container_memory_bytes() -> int | None:
         if limit.isdecimal() and int(limit) < 2**60:  # version 1 writes a huge number for "no limit"
             return int(limit)
     return None
+
+
+def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
+    """How warm this host is and what it draws, as far as its system tells without a password. May take some seconds.
+
+    Returns:
+        `temperature_celsius` of its hottest processor; `power_watts` of its NVIDIA GPUs together, or of what else has a
+        meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU. What is not told is not there.
+    """
+    found: dict[str, float] = {}
+    temperatures = [
+        *_sysfs(system, "hwmon*/temp*_input", "name", 1e-3),
+        *_sysfs(system, "thermal_zone*/temp", "type", 1e-3),
+    ]
+    watts = [
+        *_sysfs(system, "hwmon*/power*_average", "name", 1e-6),
+        *_sysfs(system, "hwmon*/power*_input", "name", 1e-6),
+    ]
+    told = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", _output(NVIDIA_SENSORS), re.MULTILINE)
+    if told:
+        temperatures, watts = ([float(one) for one in each if one[0].isdigit()] for each in zip(*told, strict=True))
+    if sane := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as zero, or as nonsense
+        found["temperature_celsius"] = max(sane)
+    if sum(watts) > 0:
+        found["power_watts"] = sum(watts)
+    if platform.system() == "Darwin" and (
+        limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", _output(["pmset", "-g", "therm"]))
+    ):
+        found["speed_limit"] = int(limit[1]) / 100
+    return found
+
+
+NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
+
+
+def _sysfs(system: Path, values: str, name: str, unit: float) -> list[float]:
+    """What the processors' sensors of a kind say."""
+    found = []
+    for path in (system / ("hwmon" if values.startswith("hwmon") else "thermal")).glob(values):
+        with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
+            if PROCESSOR_SENSORS.search((path.parent / name).read_text()):
+                found.append(unit * int(path.read_text()))
+    return found
 
 
 def operating_system() -> str:

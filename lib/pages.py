@@ -55,13 +55,6 @@ TEMPLATE = """---
 {% endfor %}{% endif %}
 Curves, plan, environment and costs are in `report.html`; every step is in `logs/`.
 """
-HELD_OUT = (
-    ("loss", "loss", "{:.4f}"),
-    ("reward_accuracy", "reward accuracy", "{:.1%}"),
-    ("reward_margin", "reward margin", "{:.4f}"),
-    ("kl", "KL to the reference", "{:.4f}"),
-    ("exact_match", "exact match", "{:.1%}"),
-)
 
 
 def write(folder: Path) -> list[Path]:
@@ -146,7 +139,7 @@ def held_out(run: Run) -> list[tuple[str, str, str]]:
     """Metric, before, after: of rank 0's first and last evaluation."""
     found = [event for event in run.events if event["kind"] == "evaluation" and event.get("rank") == 0]
     rows = []
-    for name, title, text in HELD_OUT:
+    for name, title, text in charts.HELD_OUT:
         values = [event[name] for event in found if event.get(name) is not None]
         if values:
             rows.append((title, text.format(values[0]), text.format(values[-1])))
@@ -169,7 +162,7 @@ def facts(run: Run, now: Figures, summary: dict[str, Any]) -> list[tuple[str, st
         ("speed", f"{speed:.3g} pairs/s"),
         ("efficiency (η)", "not calibrated" if efficiency is None else f"{efficiency:.1%}"),
         ("time", f"{now.elapsed_seconds:,.0f} s"),
-        ("restarts, warnings", f"{now.restarts}, {now.warnings}"),
+        ("restarts, warnings", f"{now.restarts}, {len(now.warnings)}"),
     ]
     cost = summary.get("cost") or now.cost
     if cost:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from io import FileIO
@@ -14,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from lib.config import Cost
+from lib.machine import sensors
 from lib.network import connections
 from lib.sinks import Feed
 
 NETWORK_SECONDS = 10.0  # between records of the network
+SENSORS_SECONDS = 15.0  # between looks at temperature and power
 
 
 class PerformanceTracker:
     """Writes one rank's records and sums up what it did.
 
     Every record has `kind`, `time` (Unix seconds), `rank` and `host`; the kinds are `start`, `step`, `evaluation`,
-    `checkpoint`, `network`, `plan`, `warning` and `end`.
+    `checkpoint`, `network`, `sensors`, `plan`, `warning` and `end`.
     """
 
     def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", feed: Feed | None = None):
@@ -33,7 +36,8 @@ class PerformanceTracker:
         self.seconds = 0.0
         self._file: FileIO | None = None
         self._bytes_sent, self._sync_seconds = 0, 0.0  # since the network's last record
-        self._network_logged = -NETWORK_SECONDS
+        self._network_logged, self._sensed = -NETWORK_SECONDS, -SENSORS_SECONDS
+        self._sensors: dict[str, float] = {}  # what the last look at them found, if it is not written yet
         self._unwritten = b""  # for want of room on the disk
 
     def record(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -85,6 +89,7 @@ class PerformanceTracker:
         self.examples += batch_size
         self.seconds += batch_time
         self._log_network(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
+        self._log_sensors(batch_num)
         rate = batch_size / batch_time if batch_time > 0 else 0.0
         return self.record(
             "step",
@@ -107,6 +112,18 @@ class PerformanceTracker:
         links = connections()
         self.record("network", step=step, bytes_sent=self._bytes_sent, bytes_per_second=rate, connections=links)
         self._bytes_sent, self._sync_seconds, self._network_logged = 0, 0.0, time.monotonic()
+
+    def _log_sensors(self, step: int) -> None:
+        """Once in a while, and in a thread, because some systems are asked by a command: no step waits for an answer."""
+        if self._sensors:
+            self.record("sensors", step=step, **self._sensors)
+            self._sensors = {}
+        if time.monotonic() - self._sensed >= SENSORS_SECONDS:
+            self._sensed = time.monotonic()
+            threading.Thread(target=self._look_at_sensors, name="sensors").start()
+
+    def _look_at_sensors(self) -> None:
+        self._sensors = sensors()
 
     def get_average_throughput(self) -> float:
         """Pairs a second over all logged batches; 0 before the first."""

@@ -177,9 +177,11 @@ class ClusterPlan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the curves, for plan.json."""
+        """For plan.json and the records; of the curves what can be drawn."""
+        drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
         return {
-            **{name: value for name, value in asdict(replace(self, curves=())).items() if name != "curves"},
+            **asdict(replace(self, curves=())),
+            "curves": [curve and curve.model_dump(mode="json", include=drawn) for curve in self.curves],
             "shares": self.shares,
             "predicted_step_seconds": self.predicted_step_seconds,
             "predicted_pairs_per_second": self.predicted_pairs_per_second,

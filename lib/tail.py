@@ -35,7 +35,7 @@ class Tail:
                 piece = file.read(limit_bytes)
                 while piece and b"\n" not in piece and (more := file.read(limit_bytes)):
                     piece += more
-        except FileNotFoundError:
+        except OSError:  # not there yet, or no longer, or its disk is away
             return False, b""
         lines = piece[: piece.rfind(b"\n") + 1]
         begins = self.offset == 0 and bool(lines)

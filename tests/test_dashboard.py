@@ -80,7 +80,7 @@ def test_a_training_of_two_ranks_is_seen_live_and_as_it_was_logged(tmp_path: Pat
             # A step is on the page within five seconds of its record, whichever rank's.
             for rank in (0, 1):
                 newest = tiny.steps_of(run, rank)[-1]
-                label = f"{rank} {newest['host']}"
+                label = f"rank {rank}, {newest['host']}"
                 wait_for(lambda at=label, step=newest["step"]: drawn(page, "speed")[at][0][-1] >= step, 5)
             training.terminate()
             training.wait(20)
@@ -106,7 +106,7 @@ def check_figures(page: chromium.Page, run: Path) -> None:
     assert drawn(page, "loss")["held out"] == [[e["step"] for e in evaluations], [e["loss"] for e in evaluations]]
     for rank in (0, 1):
         own = tiny.steps_of(run, rank)
-        _, speeds = drawn(page, "speed")[f"{rank} {own[0]['host']}"]
+        _, speeds = drawn(page, "speed")[f"rank {rank}, {own[0]['host']}"]
         assert speeds == pytest.approx([record["pairs_per_second"] for record in own])
         bars = {name: values[0][rank] for name, values in drawn(page, "seconds").items()}
         for part in ("compute", "sync", "wait"):
