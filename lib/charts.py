@@ -158,17 +158,19 @@ def measured(run: Run, name: str) -> Figure | None:
 
 
 def batch_curves(run: Run) -> Figure | None:
-    """Pairs a second by the size of a micro-batch, as every host was measured; the plan's sizes are filled points."""
+    """Pairs a second by the size of a micro-batch, as every host was measured, and where on it the plan is."""
     traces = []
     for index, (host, taken, curve) in enumerate(history.batch_curves(run)):
-        sizes = [point.batch_size for point in curve.points]
         rates = [point.pairs_per_second for point in curve.points]
-        symbols = ["circle" if size in taken else "circle-open" for size in sizes]
-        line = _line(sizes, rates, host, style(index))
-        traces.append({**line, "mode": "lines+markers", "marker": {"symbol": symbols, "size": 8}})
+        line = _line([point.batch_size for point in curve.points], rates, host, style(index))
+        traces.append({**line, "mode": "lines+markers", "marker": {"symbol": "circle-open", "size": 7}})
+        if taken:
+            at = _line(taken, np.array(taken) / curve.seconds(np.array(taken)), f"{host}, planned", style(index))
+            traces.append({**at, "mode": "markers", "marker": {"symbol": "diamond", "size": 10}})
     if not traces:
         return None
     figure = _figure(traces, "pairs a micro-batch", {"rangemode": "tozero"}, "pairs/s")
+    figure["layout"] |= {"showlegend": True, "hovermode": "closest"}
     figure["layout"]["xaxis"] |= {"type": "log", "dtick": math.log10(2), "tickformat": "~r"}
     return figure
 

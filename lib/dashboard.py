@@ -155,14 +155,16 @@ def _layout(dash: Any, watcher: Watcher) -> Any:
                     html.Div(
                         [
                             _panel(dash, "seconds", "Where a step's time goes"),
-                            _panel(dash, "speed", "Pairs a second by rank"),
+                            _panel(dash, "speed", "Speed by rank"),
                             _panel(dash, "network", "Sync of every step"),
-                            _panel(dash, "batch_curves", "Batch curves, as calibrated"),
                         ],
-                        className="grid fit",
+                        className="grid three",
                     ),
                     html.Div(
-                        [_panel(dash, name, title) for name, (title, _, _) in charts.MEASURED.items()],
+                        [
+                            *(_panel(dash, name, title) for name, (title, _, _) in charts.MEASURED.items()),
+                            _panel(dash, "batch_curves", "Batch curves"),
+                        ],
                         className="grid fit low",
                     ),
                     html.Section(id="warnings", className="hidden"),

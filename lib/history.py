@@ -597,7 +597,7 @@ def batch_curves(run: Run) -> list[tuple[str, list[int], BatchCurve]]:
     found: dict[str, tuple[str, list[int], BatchCurve]] = {}
     for rank, curve in zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False):
         with contextlib.suppress(ValidationError):
-            sizes = [size for size in rank.get("micro_batch_sizes") or [] if isinstance(size, int)]
+            sizes = sorted({size for size in rank.get("micro_batch_sizes") or [] if isinstance(size, int) and size > 0})
             found.setdefault(rank["host"], (rank["host"], sizes, BatchCurve.model_validate(curve)))
     return list(found.values())
 

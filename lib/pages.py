@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from lib import charts
+from lib import charts, history
+from lib.calibration import Curve as BatchCurve
 from lib.config import UserError
 from lib.history import Figures, Run, figures
 
@@ -87,12 +88,22 @@ def report_html(run: Run, now: Figures, summary: dict[str, Any]) -> str:
     table = _table(["held out", "before", "after"], held_out(run))
     parts = [f"<h1>{html.escape(run.name)}</h1>", f"<p class=soft>{html.escape(now.reason or '')}</p>"]
     parts += [_table(None, facts(run, now, summary)), table, "<h2>Curves</h2>", curves_svg(run)]
-    parts += ["<h2>Ranks</h2>", _table(*ranks(now))]
+    parts += ["<h2>Ranks</h2>", _table(*ranks(now)), *_missing(now)]
+    if curves := history.batch_curves(run):
+        told = [(host, curve) for host, _, curve in curves]
+        key = curves[0][2].key
+        parts += [f"<h2>Batch curves</h2><p class=soft>{html.escape(str(key or curves[0][2].source))}</p>"]
+        parts += [svg_of(batch_curves_figure(told))]
+    if now.warnings:
+        warned = [(_clock(at), "" if step is None else f"step {step}", text) for at, step, text in now.warnings[-100:]]
+        parts += ["<h2>Warnings</h2>", _table(None, warned)]
     if shown := samples(run):
         parts += ["<h2>Samples before and after</h2>", *(f"<pre>{html.escape(text)}</pre>" for text in shown)]
     events = [event for event in run.events if charts.is_told_once(event)]
-    told = [(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e["time"])), charts.describe(e)) for e in events[-200:]]
-    parts += ["<h2>What happened when</h2>", _table(None, told)]
+    parts += [
+        "<h2>What happened when</h2>",
+        _table(None, [(_clock(e["time"]), charts.describe(e)) for e in events[-200:]]),
+    ]
     environment = {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
     parts += ["<h2>Environment</h2>", _table(None, [(k, str(v)) for k, v in environment.items() if v])]
     parts += [
@@ -199,6 +210,7 @@ def curves_svg(run: Run) -> str:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
 
     with pyplot.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "tandem"}):
         figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
@@ -215,12 +227,80 @@ def curves_svg(run: Run) -> str:
             axis.set_title(title, fontsize=10)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
-        picture = io.StringIO()
+            axis.set_xlabel("step", fontsize=9)
+            axis.set_ylabel(charts.AXES.get(name, ""), fontsize=9)
+            if name == "reward_accuracy":
+                axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        return svg_of(figure, "loss, reward accuracy and margin, KL, learning rate and gradient norm over the steps")
+
+
+def batch_curves_figure(
+    measured: Sequence[tuple[str, BatchCurve]], published: Sequence[tuple[str, BatchCurve]] = ()
+) -> Any:
+    """Speed and memory by the size of a micro-batch, hosts in one picture: measured solid, published dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (rates, memory) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for index, (host, curve) in enumerate(measured):
+        host = host.replace("$", r"\$")  # a name is no formula
+        colour = charts.COLOURS[index % len(charts.COLOURS)]
+        sizes, points = [point.batch_size for point in curve.points], curve.points
+        rates.plot(sizes, [point.pairs_per_second for point in points], "o-", color=colour, label=host)
+        low = [p.batch_size / (p.seconds_median + p.seconds_spread / 2) for p in points]
+        high = [p.batch_size / max(p.seconds_median - p.seconds_spread / 2, 0.1 * p.seconds_median) for p in points]
+        rates.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
+        peaks = [(point.peak_memory_bytes or 0) / 1e9 for point in points]
+        memory.plot(sizes, peaks, "o-", color=colour, label=host)
+        if curve.memory_limit_bytes and curve.memory_limit_bytes < 20e9 * max(peaks):
+            memory.axhline(curve.memory_limit_bytes / 1e9, color=colour, linestyle=":", linewidth=1)
+    for index, (name, curve) in enumerate(published, start=len(measured)):
+        sizes = [point.batch_size for point in curve.points]
+        look = {"color": charts.COLOURS[index % len(charts.COLOURS)], "linestyle": "--", "linewidth": 1.2}
+        rates.plot(sizes, [p.pairs_per_second for p in curve.points], **look, label=name)
+    rates.set_ylabel("pairs/s")
+    memory.set_ylabel("peak memory, GB (dotted: limit)")
+    for axis in (rates, memory):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("pairs a micro-batch")
+        for scale in (axis.xaxis, axis.yaxis):  # plain numbers, on the few ticks between powers of ten as well
+            scale.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.lines:
+            axis.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def svg_of(figure: Any, label: str = "pairs a second, and peak memory, by the size of a micro-batch") -> str:
+    """A Matplotlib figure, closed by this, as an element of a page: text takes the page's colour, and nothing is fetched."""
+    from matplotlib import pyplot
+
+    picture = io.StringIO()
+    with pyplot.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "tandem"}):
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        pyplot.close(figure)
+    pyplot.close(figure)
     text = picture.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text).replace(
+        "<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1
+    )
     return text.replace("#000000", "currentColor").replace("<text ", '<text fill="currentColor" ')
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _missing(now: Figures) -> list[str]:
+    hosts = ", ".join(f"{rank} ({host})" for rank, host in now.missing)
+    return [
+        f"<p class=soft>Records of rank {html.escape(hosts)} are on those hosts, and not in these figures.</p>"
+    ] * bool(hosts)
 
 
 def _start(run: Run) -> dict[str, Any]:
