@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib import command, runtime
+from lib import command, runtime, terminal
 from lib import config as settings
 from lib.config import Config, Stopped, UserError
 
@@ -50,16 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
         train(config, world, resume=options.resume is not None, dry_run=options.dry_run)
     except UserError as error:
         if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
-            print(f"error: {error}", file=sys.stderr)
+            terminal.error(str(error))
         return runtime.leave(2, launch, alone=type(error) is UserError)
     except OSError as error:  # a full or read-only disk: what was saved before is whole
-        print(
-            f"error: {error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume",
-            file=sys.stderr,
-        )
+        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume")
         return runtime.leave(2, launch, alone=True)
     except (Stopped, KeyboardInterrupt) as error:
-        print(f"stopped: {str(error) or 'interrupted'}; go on from the last checkpoint with --resume", file=sys.stderr)
+        terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with --resume", "stopped")
         return 1
     return 0
 
@@ -86,7 +83,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Data: every rank reads it, and all make sure that they read the same ----------------------------------------
 
-    with world.agreeing("reading the data"):
+    with world.agreeing("reading the data"), say.doing("reading the data"):
         feed = sinks.Feed(config.run.sinks if world.rank == 0 else (), folder)
         tokenizer = models.load_tokenizer_of(config.model)
         words = models.vocabulary(config.model)
@@ -107,7 +104,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
-    with world.agreeing("loading the model"):
+    with world.agreeing("loading the model"), say.doing("loading the model"):
         model = models.load(config.model, config.train.seed, lazy=dry_run or plan.division is not None)
         models.make_trainable(model, config.model, config.train.seed)
         if plan.gradient_checkpointing:
@@ -172,6 +169,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         config=config.model_dump(mode="json"),
         plan=plan.to_dict(),
     )
+    say.record_in(tracker, progress.step, each_rank=apart is not None)
     if apart is None:
         take_step = make_step(model, optimizer, config.train, workers, config.model.dropout > 0, config.sync, feedback)
     else:
@@ -204,11 +202,14 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     def evaluate_now() -> dict[str, float | None]:
         """Held-out metrics and greedy answers, over all ranks (never merged, each rank's own); recorded and printed."""
         judges, shares = (world, schedule.at(progress.step + 1).shares) if apart is None else apart.judges()
-        values, texts = evaluate.held_out(model, tokenizer, valid, valid_reference, questions, config, judges, shares)
+        with say.doing("evaluating"):
+            values, texts = evaluate.held_out(
+                model, tokenizer, valid, valid_reference, questions, config, judges, shares
+            )
         answers.append(texts)
         if values:
             tracker.record("evaluation", step=progress.steps_of(world.rank), **values)
-            say.line(f"held out, step {progress.step}: {report.describe(values)}", "bold")
+            say.held_out(progress.step, steps, values)
         return values
 
     def evaluate_and_save(is_due: bool, save_anyway: bool) -> None:
@@ -230,21 +231,21 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             plan_now = schedule.at(progress.step + 1).to_dict()
             is_last, state = progress.step == steps, (progress, model, optimizer)
             if fault := checkpoint.save_all(folder, world, writer, *state, config, plan_now, own, tracker, is_last):
-                say.warning(fault)
+                say.warning(fault, progress.step)
 
     def learn(step: int, index: int, epoch: int, rows: list[int], micro_batches: list[Any]) -> StepResult:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0."""
         result = take_step(index, steps, asked(micro_batches))
         if result.skipped:
-            say.warning(f"step {step}: loss or gradient is not finite; computed once more")
+            say.warning(f"step {step}: loss or gradient is not finite; computed once more", step)
             result = take_step(index, steps, asked(micro_batches))
         tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
-        show(index + 1, f"{report.describe(result.means)}  {result.pairs / result.seconds:.1f} pairs/s")
+        show(index + 1, result)
         progress.skipped_in_row = progress.skipped_in_row + 1 if result.skipped else 0
         if result.skipped:
-            say.warning(f"step {step}: not finite again; update {progress.skipped_in_row} in a row left out")
+            say.warning(f"step {step}: not finite again; update {progress.skipped_in_row} in a row left out", step)
         if result.skipped and progress.skipped_in_row >= config.train.max_skipped_steps:
             raise Stopped(
                 f"{progress.skipped_in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
@@ -296,9 +297,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         evaluate.show_changes(say, tracker, questions, answers[0], answers[-1], config)
     else:
         evaluate.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "after")
-    each = (
-        world.gather_long_text(json.dumps(latest), "every rank's metrics") if apart and apart.method == "none" else []
-    )
+    totals = tracker.totals() | (latest if apart and apart.method == "none" else {})
+    each = world.gather_long_text(json.dumps(totals), "every rank's figures")
     with world.agreeing("finishing"), world.gathering(model.trainable_parameters()) as [weights]:
         if apart is not None and apart.method == "none":
             models.save_trained(model, config.model, checkpoint.own_folder(folder, world.rank))

@@ -39,7 +39,6 @@ from lib.step import objective
 from lib.sync import World
 
 KINDS = ("logps", "rewards", "greedy", "samples")
-SAY_SECONDS = 10.0
 
 
 def pull(
@@ -78,18 +77,7 @@ def pull(
         work(Remote(address, world.rank, world.timeout_seconds), lines_of)
         return {}
     with say.counting(kind, total) as progress:
-        last = began
-
-        def told(done: int, by_rank: dict[int, int]) -> None:
-            nonlocal last
-            progress(min(done * size, total))
-            if not say.console.is_terminal and time.perf_counter() - last > SAY_SECONDS:
-                last = time.perf_counter()
-                rate = (done - before) * size / (last - began)
-                shares = ", ".join(f"rank {rank} {count:,}" for rank, count in sorted(by_rank.items()))
-                say.line(f"{min(done * size, total):,}/{total:,} rows, {rate:.1f} rows/s (chunks: {shares})")
-
-        dispatcher.told = told
+        dispatcher.told = lambda done, by_rank: progress(min(done * size, total))
         work(Local(dispatcher), lines_of)
     try:
         dispatcher.journal.finish(out)

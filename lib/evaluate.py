@@ -29,7 +29,7 @@ import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm import batch_generate  # noqa: E402
 
-from lib import bulk, command, config, loading, losses, scoring, sync  # noqa: E402
+from lib import bulk, command, config, loading, losses, scoring, sync, terminal  # noqa: E402
 from lib import model as models  # noqa: E402
 from lib.bulk import extract  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
@@ -43,6 +43,9 @@ from lib.streaming import StreamedDataset  # noqa: E402
 from lib.sync import World  # noqa: E402
 
 Metrics = dict[str, float | None]
+
+SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
+MARKS = {True: "✓", False: "✗"}
 
 
 @dataclass(frozen=True)
@@ -215,9 +218,11 @@ def show_samples(
         model, tokenizer, [example.prompt_ids.tolist() for example in examples], settings.evaluate.max_tokens, world
     )
     say.line(f"greedy answers {when} training", "bold")
+    room = (say.width or SAMPLE_WIDTH) - 10
     prompts = [tokenizer.decode(example.prompt_ids.tolist()) for example in examples]
     for prompt, text in zip(prompts, texts, strict=True):
-        say.line(f"  {_one_line(prompt)} -> {_one_line(text)}")
+        say.line(f"  prompt  {_one_line(prompt, room)}")
+        say.line(f"  answer  {_one_line(text, room)}")
     shown = [{"prompt": prompt, when: text} for prompt, text in zip(prompts, texts, strict=True)]
     tracker.record("samples", samples=shown)
 
@@ -244,18 +249,21 @@ def show_changes(
         "bold",
     )
     shown = changed[: settings.evaluate.samples]
-    for question, was, now, _, _ in shown:
-        say.line(
-            f"  {_one_line(question.prompt)}  ({question.answer})\n    before  {_one_line(was)}\n    after   {_one_line(now)}"
-        )
+    room = (say.width or SAMPLE_WIDTH) - 12
+    for question, was, now, was_right, is_right in shown:
+        answer = f"  (right: {question.answer})"
+        say.line(f"  {_one_line(question.prompt, room - len(answer))}{answer}")
+        say.line(f"    before {MARKS[was_right]} {_one_line(was, room - 1)}")
+        say.line(f"    after  {MARKS[is_right]} {_one_line(now, room - 1)}")
     tracker.record(
         "samples", samples=[{"prompt": q.prompt, "before": was, "after": now} for q, was, now, _, _ in shown]
     )
 
 
-def _one_line(text: str, limit: int = 160) -> str:
+def _one_line(text: str, limit: int) -> str:
+    """Beginning and end of a long text."""
     text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+    return text if len(text) <= limit else f"{text[: limit // 2 - 3]} ... {text[len(text) + 2 - limit + limit // 2 :]}"
 
 
 # ---- The command line --------------------------------------------------------------------------------------------------
@@ -272,10 +280,10 @@ def main(arguments: list[str] | None = None) -> int:
         (evaluate if options.score is None and options.make_pairs is None else in_bulk)(settings, options, world)
     except UserError as error:
         if runtime.launch_environment().rank == 0 or type(error) is UserError:
-            print(f"error: {error}", file=sys.stderr)
+            terminal.error(str(error))
         return 2
     except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
         return 2
     return 0
 
@@ -332,7 +340,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
                 raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
             write_per_pair(Path(options.per_pair), dataset, policy, reference, settings)
     say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows: {describe(values)}")
-    say.line(json.dumps({"rows": len(dataset), **values}))
+    say.record({"rows": len(dataset), **values})
 
 
 def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
@@ -374,7 +382,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     else:
         do = bulk.Scorer(model, reference, found, settings, tokenizer, world.alone())
     figures = bulk.pull(kind, key, found, out, settings, world, do)
-    say.line(json.dumps(figures))
+    say.record(figures)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import config as settings
-from lib import hostfile, jobfile, preflight, ranks
+from lib import hostfile, jobfile, preflight, ranks, terminal
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
 from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine
@@ -217,8 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.preflight_only or not passed:
                 return 0 if passed else 1
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        terminal.error(str(error))
         return 2
+    launching = replace(launching, environment={**_shown(launching), **launching.environment})
     console = Console(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         return asyncio.run(supervise(launching, console, options.max_restarts, options.restart_with, here))
@@ -227,6 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     finally:
         console.close()
+
+
+def _shown(launching: Launching) -> dict[str, str]:
+    """How many columns a rank's line has before it is wrapped: those of our terminal, less the line's tag."""
+    width = terminal.Voice().width
+    tag = max(len(f"[{launching.size - 1} {host.name}] ") for host in launching.hosts)
+    return {} if width is None or width - tag < terminal.NARROW else {"TANDEM_COLUMNS": str(width - tag)}
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -34,6 +34,8 @@ class PerformanceTracker:
         self.log_path, self.rank, self.host, self.feed = Path(log_path), rank, host, feed
         self.examples = 0
         self.seconds = 0.0
+        self.parts = {"compute_seconds": 0.0, "sync_seconds": 0.0, "wait_seconds": 0.0}
+        self.peak_memory_bytes = 0
         self._file: FileIO | None = None
         self._bytes_sent, self._sync_seconds = 0, 0.0  # since the network's last record
         self._network_logged, self._sensed = -NETWORK_SECONDS, -SENSORS_SECONDS
@@ -88,6 +90,8 @@ class PerformanceTracker:
         """Records one step: `batch_num` is the step, `batch_size` this rank's pairs, `batch_time` its seconds."""
         self.examples += batch_size
         self.seconds += batch_time
+        self.parts = {name: seconds + fields.get(name, 0.0) for name, seconds in self.parts.items()}
+        self.peak_memory_bytes = max(self.peak_memory_bytes, fields.get("peak_memory_bytes", 0))
         self._log_network(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
         self._log_sensors(batch_num)
         rate = batch_size / batch_time if batch_time > 0 else 0.0
@@ -128,6 +132,11 @@ class PerformanceTracker:
     def get_average_throughput(self) -> float:
         """Pairs a second over all logged batches; 0 before the first."""
         return self.examples / self.seconds if self.seconds else 0.0
+
+    def totals(self) -> dict[str, Any]:
+        """What this rank did in all logged steps."""
+        did = {"pairs": self.examples, "seconds": self.seconds, **self.parts}
+        return {"rank": self.rank, "host": self.host, **did, "peak_memory_bytes": self.peak_memory_bytes}
 
     def close(self) -> None:
         if self._file is not None:

@@ -70,7 +70,7 @@ class PartOfModel:
         return {
             "rank": str(rank),
             "host": host,
-            "part": f"{self.share:.1%}",
+            "part": f"{100 * self.share:.1f} %",
             "KV heads": str(self.kv_heads),
             "MLP columns": str(self.columns),
             "its part GB": f"{self.divided_bytes / 1e9:.3g}",
@@ -168,7 +168,7 @@ class ClusterPlan:
             {
                 "rank": str(plan.rank),
                 "host": plan.host,
-                "share": f"{plan.share} ({plan.share / self.global_batch_size:.1%})",
+                "share": f"{plan.share} ({100 * plan.share / self.global_batch_size:.0f} %)",
                 "micro-batches": _run_lengths(plan.micro_batch_sizes),
                 "alone pairs/s": _number(plan.solo_pairs_per_second),
                 "compute s": _number(plan.predicted_compute_seconds),

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -749,31 +748,32 @@ def run(launching: Launching, as_json: bool, min_mbit: float, max_round_trip_ms:
 
 
 def show(hosts: Sequence[Host], findings: Sequence[Finding], seconds: float) -> None:
-    """A table of host by check, and under it what is worth a word, with the commands."""
-    from rich.console import Console
-    from rich.table import Table
+    """A line a check, and under them what is worth a word, with the commands."""
+    from rich.text import Text
 
-    marks = {"failed": "[red]FAILED[/]", "told": "[yellow]see below[/]", "ok": "[green]ok[/]"}
-    console = Console(width=None if sys.stderr.isatty() else 140, stderr=True, highlight=False, soft_wrap=True)
-    seen = [check for check in (*JUDGES, "links", "backend") if any(finding.check == check for finding in findings)]
-    table = Table(box=None, title=f"preflight, {seconds:.1f} s", title_justify="left")
-    for column in ("host", *seen):
-        table.add_column(column)
-    for host in hosts:
-        row = []
-        for check in seen:
-            found = [one.status for one in findings if (one.host, one.check) == (host.name, check)]
-            row.append(next((marks[status] for status in marks if status in found), "[dim]-[/]"))
-        table.add_row(host.name, *row)
-    console.print(table)
+    from lib.terminal import Voice
+
+    say = Voice(stderr=True)
+    say.line(f"preflight of {len(hosts)} host{'s' * (len(hosts) != 1)}, {seconds:.1f} s", "bold")
+    names = {host.name for host in hosts}
+    for check in (*JUDGES, "links", "backend"):
+        of_check = [finding for finding in findings if finding.check == check]
+        if not of_check:
+            continue
+        parts = []
+        for status, word, style in (("failed", "FAILED on", "bold red"), ("told", "a word on", "bold magenta")):
+            if found := list(dict.fromkeys(finding.host for finding in of_check if finding.status == status)):
+                parts.append(Text.assemble((word, style), f" {', '.join(found)}"))
+        if unasked := sorted(names - {finding.host for finding in of_check}):
+            parts.append(Text(f"not asked of {', '.join(unasked)}", "dim"))
+        say.line(Text("; ").join(parts) if parts else Text("ok", "green"), lead=Text(f"  {check:<13}", "dim"))
     for finding in findings:
         if finding.status != "ok" or finding.check == "links":
-            console.print(f"{finding.host}  {finding.check}: {finding.message}", markup=False)
+            say.line(f"{finding.host}, {finding.check}: {finding.message}")
             if finding.remedy:
-                console.print(f"    {finding.remedy}", markup=False)
-    counts = Counter(finding.status for finding in findings)
-    if counts["failed"]:
-        console.print(f"{counts['failed']} failed: nothing was started", style="bold")
+                say.line(finding.remedy, lead="    ")
+    failed = sum(finding.status == "failed" for finding in findings)
+    say.line(f"{failed} failed: nothing was started" if failed else "nothing stands in the way", "bold")
 
 
 if __name__ == "__main__":

@@ -28,10 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from lib import hostfile, watch
 from lib.config import UserError
 from lib.hostfile import Host
 from lib.tail import Copy
+from lib.terminal import Voice, folded
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = (36, 33, 35, 32, 34, 31)
@@ -315,6 +318,7 @@ class Console:
     def __init__(self, stopped: Any):
         self.lines: queue.SimpleQueue[tuple[Any, str] | None] = queue.SimpleQueue()
         self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.width = Voice(stderr=True).width
         self.thread = threading.Thread(target=self._write, args=(stopped,), daemon=True)
         self.thread.start()
 
@@ -325,7 +329,8 @@ class Console:
         self.lines.put((sys.stderr if stream == "stderr" else sys.stdout, f"{tag} {text}\n"))
 
     def note(self, text: str) -> None:
-        self.lines.put((sys.stderr, f"launch: {text}\n"))
+        wrapped = folded(Text(text), Text("launch: "), self.width)
+        self.lines.put((sys.stderr, "".join(f"{line.plain}\n" for line in wrapped)))
 
     def close(self) -> None:
         self.lines.put(None)

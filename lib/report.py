@@ -7,7 +7,8 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -16,9 +17,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from lib import checkpoint, machine, pages
@@ -27,100 +27,185 @@ from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
 from lib.plan import ClusterPlan
 from lib.schedule import Schedule
+from lib.step import StepResult
 from lib.streaming import StreamedDataset
 from lib.sync import World
+from lib.terminal import GAP, Voice, python
+
+COUNTING_SECONDS = 30.0  # between lines of a long pass, in a file
+LINE_WIDTH = 80  # of a step's line, in a file
+SHORTEST_BAR, LONGEST_BAR = 5, 30
 
 
-class Report:
-    """Rank 0's voice; other ranks are silent. On a terminal a live bar, elsewhere plain lines."""
+class Report(Voice):
+    """Rank 0's voice; other ranks are silent. On a terminal a line that stays and changes, elsewhere one now and then."""
 
     def __init__(self, world: World, log_every: int = 10):
-        # mpirun gives its ranks a terminal even where its own output goes to a file: plain lines serve both.
-        plain = False if world.size > 1 else None
-        # Without a terminal rich would wrap at 80 columns, in the middle of what a log reader greps for.
-        self.console = Console(quiet=world.rank != 0, force_terminal=plain, highlight=False, soft_wrap=True)
-        if not self.console.is_terminal:
-            self.console.width = 160
+        super().__init__(silent=world.rank != 0)
         self.log_every = log_every
+        self.tracker: PerformanceTracker | None = None
+        self.unrecorded: list[str] = []
+        self.meter: Meter | None = None  # of the training that goes on
 
-    def line(self, text: str, style: str | None = None) -> None:
-        self.console.print(Text(text, style=style or ""))
+    def record_in(self, tracker: PerformanceTracker, step: int, each_rank: bool) -> None:
+        """From now on, and from the beginning, warnings are records as well: rank 0's, or of ranks that train apart each one's."""
+        if tracker.rank == 0 or each_rank:
+            self.tracker = tracker
+        if tracker.rank == 0:
+            for text in self.unrecorded:
+                tracker.record("warning", step=step, text=text)
 
-    def warning(self, text: str) -> None:
-        self.line(f"warning: {text}", "yellow")
+    def warning(self, text: str, step: int = 0) -> None:
+        """Says what may be wrong; `step` is the last one before."""
+        self.labelled("warning", text)
+        if self.tracker is not None:
+            self.tracker.record("warning", step=step, text=text)
+        else:
+            self.unrecorded.append(text)
 
-    def facts(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
-        """A title, and a name and value a line."""
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for name, value in rows:
-            table.add_row(Text(name, style="dim"), Text(value))
-        self.line(title, "bold")
-        self.console.print(table)
-
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A table whose first column is text and whose others are numbers."""
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-        for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right", header_style="dim", no_wrap=True)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        self.console.print(table)
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Shows on a terminal what takes its time, as long as it does."""
+        if self.meter is not None:
+            self.meter.busy_with = what
+            try:
+                yield
+            finally:
+                self.meter.busy_with = ""
+        elif self.is_live:
+            with self.console.status(Text(f"{what} ...", "dim"), spinner="line", spinner_style=""):
+                yield
+        else:
+            yield
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Any]:
         """Yields `progress(done)` for a pass over `total` examples."""
-        if not self.console.is_terminal:
-            started = time.perf_counter()
-            yield lambda done: None
-            self.line(f"{what}: {total} in {time.perf_counter() - started:.1f} s")
-            return
-        with Progress(
-            TextColumn(what),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        ) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, completed=done)
+        began = said = time.perf_counter()
+
+        def plain(done: int) -> None:
+            nonlocal said
+            if time.perf_counter() - said > COUNTING_SECONDS:
+                said = time.perf_counter()
+                self.line(f"{what}: {done:,} of {total:,}, {_clock((said - began) * (total - done) / done)} left")
+
+        if self.is_live:
+            columns = (TextColumn(what), BarColumn(20), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
+            with Progress(*columns, console=self.console, transient=True) as bar:
+                task = bar.add_task(what, total=total)
+                yield lambda done: bar.update(task, completed=done)
+        else:
+            yield plain
+        self.line(f"{what}: {total:,} in {time.perf_counter() - began:.1f} s")
 
     @contextmanager
-    def training(self, done: int, total: int) -> Iterator[Any]:
-        """Yields `progress(step, text)` for the training loop."""
-        if not self.console.is_terminal:
+    def training(self, done: int, total: int) -> Iterator[Callable[[int, StepResult], None]]:
+        """Yields `progress(step, result)` for the training loop."""
+        meter = Meter(done, total, self.log_every)
 
-            def plain(step: int, text: str) -> None:
-                if step == done + 1 or step == total or step % self.log_every == 0:
-                    self.line(f"step {step}/{total}  {text}")
+        def plain(step: int, result: StepResult) -> None:
+            meter.add(step, result)
+            if step == done + 1 or step == total or step % self.log_every == 0:
+                self.line(meter.shown(LINE_WIDTH, bar=""))
 
+        if not self.is_live:
             yield plain
             return
-        columns = (
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self.console) as bar:
-            task = bar.add_task("", total=total, completed=done)
-            yield lambda step, text: bar.update(task, completed=step, description=text)
+        bar = "=-" if self.console.options.ascii_only else "━━"
+        self.meter = meter
+        try:
+            with Live(
+                console=self.console,
+                get_renderable=lambda: meter.shown(self.console.width, bar),
+                refresh_per_second=4,
+            ):
+                yield meter.add
+        finally:
+            self.meter = None
+
+    def held_out(self, step: int, total: int, values: dict[str, float | None]) -> None:
+        """One evaluation."""
+        self.line(f"held out {step:,}/{total:,}  {describe(values)}", "bold")
+
+
+class Meter:
+    """What a person wants to know of a training as it goes; figures are means of the last few steps."""
+
+    def __init__(self, done: int, total: int, window: int):
+        self.done, self.total, self.step = done, total, done
+        self.began = time.perf_counter()
+        self.results: deque[StepResult] = deque(maxlen=window)
+        self.busy_with = ""
+        self.fields: list[tuple[int, str]] = []
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Takes in a step."""
+        self.results.append(result)
+        seconds = sum(one.seconds for one in self.results)
+        speed = sum(one.pairs for one in self.results) / seconds if seconds else 0.0
+        fields = [(1, _labelled("loss", self._mean("loss"), ".4f"))]
+        fields += [(3, _labelled("acc", self._mean("reward_accuracy"), ".1%"))]
+        fields += [(4, _labelled("margin", self._mean("reward_margin"), ".3f"))]
+        fields += [(6, _labelled("kl", self._mean("kl"), ".2f"))]
+        fields += [(7, f"lr {result.learning_rate:.1e}"), (2, f"{_digits(speed)} pairs/s")]
+        fields += [(8, f"{max(one.peak_memory_bytes for one in self.results) / 1e9:.2f} GB")]
+        self.fields, self.step = fields, step
+
+    def _mean(self, name: str) -> float | None:
+        values = [one.means[name] for one in self.results]
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    def shown(self, width: int, bar: str) -> Text:
+        """As many figures as fit in a line, the more important first; bar: its two signs, done and to do, or none."""
+        step, elapsed = self.step, time.perf_counter() - self.began
+        fields = [(0, f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields)]
+        if step > self.done:
+            left = elapsed / (step - self.done) * (self.total - step)
+            fields.append((2, f"{_clock(left)} left" if step < self.total else f"in {_clock(elapsed)}"))
+        if self.busy_with:
+            fields.append((1, f"{self.busy_with} ..."))
+        kept: list[tuple[int, str]] = []
+        for field in sorted(field for field in (*fields, (5, " " * SHORTEST_BAR * bool(bar))) if field[1]):
+            if sum(len(text) + GAP for _, text in kept) + len(field[1]) <= width:
+                kept.append(field)
+        texts = [Text(field[1]) for field in fields if field in kept]
+        room = min(LONGEST_BAR, width - sum(text.cell_len + GAP for text in texts))
+        if bar and room >= SHORTEST_BAR:
+            full = round(room * step / max(self.total, 1))
+            texts.insert(1, Text.assemble((bar[0] * full, "green"), (bar[1] * (room - full), "dim")))
+        return Text(" " * GAP).join(texts)
+
+
+def _labelled(name: str, value: float | None, form: str) -> str:
+    return "" if value is None else f"{name} {value:{form}}".replace("%", " %")
 
 
 def describe(values: dict[str, float | None]) -> str:
-    """`loss 0.612  accuracy 64.1 %  margin 0.213  kl 1.22`, without what is None."""
-    shown = []
-    if values.get("loss") is not None:
-        shown.append(f"loss {values['loss']:.4f}")
-    if values.get("reward_accuracy") is not None:
-        shown += [f"accuracy {100 * values['reward_accuracy']:.1f} %", f"margin {values['reward_margin']:.3f}"]  # type: ignore[operator]
-    if values.get("kl") is not None:
-        shown.append(f"kl {values['kl']:.2f}")
-    if values.get("exact_match") is not None:
-        shown.append(f"exact match {100 * values['exact_match']:.1f} %")  # type: ignore[operator]
-    return "  ".join(shown)
+    """`loss 0.6120  acc 64.1 %  margin 0.213  kl 1.22  exact 52.7 %`, without what is None."""
+    forms = {
+        "loss": ("loss", ".4f"),
+        "reward_accuracy": ("acc", ".1%"),
+        "reward_margin": ("margin", ".3f"),
+        "kl": ("kl", ".2f"),
+        "exact_match": ("exact", ".1%"),
+    }
+    shown = (_labelled(name, values.get(key), form) for key, (name, form) in forms.items())
+    return "  ".join(text for text in shown if text)
+
+
+def _digits(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _clock(seconds: float) -> str:
+    """E.g. 0:07, 12:34, 3:05:00, 2 d 03 h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def show_new_plan(
@@ -139,16 +224,23 @@ def show_schedule(
     if new is not None:
         show_new_plan(say, tracker, step, step + schedule.lead, schedule.at(step), new)
     while schedule.remarks:
-        tracker.record("warning", step=step, text=schedule.remarks[0])
-        say.warning(schedule.remarks.pop(0))
+        say.warning(schedule.remarks.pop(0), step)
 
 
 def describe_merge(step: int, merged: dict[str, Any]) -> str:
     """One line of a merge record."""
-    shown = [f"{' + '.join(map(str, merged['pairs']))} pairs", f"{merged['bytes_sent']:,} bytes sent"]
+    shown = [f"{' + '.join(map(str, merged['pairs']))} pairs", f"{_size(merged['bytes_sent'])} sent"]
     if merged["error"] is not None:
         shown.append(f"error {merged['error']:.1e}")
     return f"step {step}: merged by {merged['method']}: {', '.join(shown)}"
+
+
+def _size(count: float) -> str:
+    """E.g. 512 bytes, 1.67 MB, 12.3 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{_digits(count / scale)} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def show_run(
@@ -163,31 +255,34 @@ def show_run(
     batch = config.train.global_batch_size
     lengths = data.lengths
     about = "about " * data.is_estimated
+    method = (
+        config.model.method if config.model.method == "full" else f"{config.model.method} of rank {config.model.rank}"
+    )
     rows = [
-        (
-            "model",
-            f"{config.model.path} ({config.model.method}{'' if config.model.method == 'full' else f', rank {config.model.rank}'})",
-        ),
+        ("model", f"{config.model.path}, {method}"),
         (
             "loss",
             config.train.loss if config.train.loss == "sft" else f"{config.train.loss}, beta {config.train.beta:g}",
         ),
         (
-            "training data",
+            "data",
             f"{data.path}: {len(data):,} rows, {about}{int(lengths.sum()):,} tokens, longest {about}{int(lengths.max())}"
             + ", read as they are needed" * data.is_estimated,
         ),
     ]
     if valid is not None:
-        rows.append(("held-out data", f"{valid.path}: {len(valid):,} rows"))
+        rows.append(("held out", f"{valid.path}: {len(valid):,} rows"))
+    shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
     rows += [
-        ("global batch", " + ".join(map(str, plan.shares)) + (f" = {batch}" if len(plan.workers) > 1 else "")),
-        ("steps", f"{steps:,} ({steps / -(-len(data) // batch):.3g} epochs)"),
-        ("why this plan", plan.reason),
+        ("steps", f"{steps:,} of {shares}{batch:,} rows, {steps / -(-len(data) // batch):.3g} epochs"),
+        ("plan", plan.reason),
     ]
-    say.facts(f"run {config.run.name}", rows)
+    if plan.calibrated and plan.predicted_step_seconds:
+        rows.append(("predicted", _predicted(plan, steps)))
+    say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
     if len(plan.ranks) > 1:
-        say.table("plan", list(plan.rows()[0]), [list(row.values()) for row in plan.rows()])
+        say.line("")
+        say.table("", *_without_unknown(plan.rows()), text_columns=2)
     if plan.predictions:
         _show_predictions(say, config, plan, steps)
     for warning in plan.warnings:
@@ -204,9 +299,23 @@ def show_run(
             )
 
 
+def _predicted(plan: ClusterPlan, steps: int) -> str:
+    """What the hosts' curves say of the plan."""
+    seconds, speed = plan.predicted_step_seconds or 0.0, plan.predicted_pairs_per_second or 0.0
+    efficiency = f", {plan.efficiency:.0%} of what the hosts do alone, added up" if plan.efficiency else ""
+    each = f"{seconds:.3g} s a step, {_digits(speed)} pairs/s{efficiency if len(plan.ranks) > 1 else ''}"
+    return f"{each}; {_duration(steps * seconds)} of training"
+
+
+def _without_unknown(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns and cells of a plan's table, without columns of which nothing is known."""
+    columns = [name for name in rows[0] if any(row[name] not in ("not measured", "unknown") for row in rows)]
+    return columns, [[row[name] for name in columns] for row in rows]
+
+
 def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int) -> None:
     """What each way to run would give; its time and cost only where they were measured with this model."""
-    columns = ["predicted", "efficiency", "step s", "pairs/s", "memory GB", "MB sent a step", "in all", "kWh", "cost"]
+    columns = ["", "efficiency", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
     rows = []
     for way in plan.predictions:
         row = [f"{'➜' if way.chosen else ' '} {way.strategy}"]
@@ -215,14 +324,14 @@ def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int
         if way.step_seconds is None:
             row += ["-", "-"]
         else:
-            row += [f"{way.step_seconds:.3g}", f"{plan.global_batch_size / way.step_seconds:.3g}"]
-        row.append("-" if way.memory_bytes is None else f"{way.memory_bytes / 1e9:.3g}")
-        row += ["-" if way.bytes_per_step is None else f"{way.bytes_per_step / 1e6:.3g}"]
+            row += [f"{way.step_seconds:.3g} s", _digits(plan.global_batch_size / way.step_seconds)]
+        row.append("-" if way.memory_bytes is None else _size(way.memory_bytes))
+        row += ["-" if way.bytes_per_step is None else _size(way.bytes_per_step)]
         row.append("-" if seconds is None else _duration(seconds))
         cost = hosts_cost(way.hosts, seconds, config.cost) if seconds is not None else None
-        rows.append([*row, f"{cost['energy_kwh']:.3g}", f"{cost['cost']:.2f}"] if cost else row)
+        rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
     width = min(map(len, rows)) if plan.calibrated or plan.division else 2
-    say.table("ways to run it", columns[:width], [row[:width] for row in rows])
+    say.table("ways to run it, as predicted", columns[:width], [row[:width] for row in rows])
 
 
 def _duration(seconds: float) -> str:
@@ -274,10 +383,11 @@ def summarise(
 ) -> dict[str, Any]:
     """The final figures, as summary.json holds them; held-out ones where there is held-out data.
 
-    each: every rank's own metrics as JSON, where ranks were never merged (the run's are rank 0's).
+    each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (the run's are rank 0's).
     """
     keys = ("loss", "reward_accuracy", "reward_margin", "kl")
     speed = progress.pairs / progress.seconds if progress.seconds else 0.0
+    ranks = _beside_plan(plan, [json.loads(totals) for totals in each])
     return {
         "name": config.run.name,
         "model": config.model.path,
@@ -299,45 +409,96 @@ def summarise(
         "exact_match_before": progress.before.get("exact_match"),
         "exact_match_after": after.get("exact_match"),
         "bytes_sent": progress.bytes_sent,
-        **({"ranks": [json.loads(metrics) for metrics in each]} if each else {}),
+        "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in ranks),
+        "ranks": ranks,
     }
+
+
+def _beside_plan(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every rank did, with the speed that was planned for it."""
+    seconds = plan.predicted_step_seconds if plan.calibrated and not plan.division else None
+    planned = [share / seconds if seconds else None for share in plan.shares] if seconds else [None] * len(ranks)
+    return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
 
 
 def show_end(say: Report, folder: Path, summary: dict[str, Any]) -> None:
-    """The closing table, where the files are, and the summary as one line of JSON."""
-    names = {
-        "loss": "loss",
-        "reward_accuracy": "reward accuracy",
-        "reward_margin": "reward margin",
-        "kl": "KL to the reference",
-        "exact_match": "exact match",
-    }
+    """The closing tables, where the files are, what to type next, and in a file the summary as one line of JSON."""
     rows = []
-    for key, label in names.items():
+    for key, label, form in (
+        ("loss", "loss", ".4f"),
+        ("reward_accuracy", "reward accuracy", ".1%"),
+        ("reward_margin", "reward margin", ".3f"),
+        ("kl", "KL to the reference", ".2f"),
+        ("exact_match", "exact match", ".1%"),
+    ):
         before, after = summary.get(f"{key}_before"), summary.get("exact_match_after" if key == "exact_match" else key)
         if after is not None:
-            percent = key in ("reward_accuracy", "exact_match")
-            show = (
-                (lambda x: "-" if x is None else f"{100 * x:.1f} %")
-                if percent
-                else (lambda x: "-" if x is None else f"{x:.4f}")
-            )
-            rows.append((label, show(before), show(after)))
+            rows.append((label, *("-" if x is None else f"{x:{form}}".replace("%", " %") for x in (before, after))))
     if rows:
-        say.table("held out", ["", "before", "after"], rows)
-    say.line(
-        f"{summary['steps']:,} steps, {summary['pairs']:,} pairs in {summary['seconds']:.1f} s: {summary['pairs_per_second']:.1f} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s"
+        say.line("")
+        say.table("", ["held out", "before", "after"], rows)
+    if len(summary["ranks"]) > 1:
+        say.line("")
+        _show_ranks(say, summary["ranks"])
+    say.line("")
+    say.facts(
+        f"{summary['steps']:,} steps, {summary['pairs']:,} pairs",
+        [
+            (
+                "training",
+                f"{_duration(summary['seconds'])} of steps, {_duration(summary['wall_seconds'])} in all",
+            ),
+            ("speed", f"{_digits(summary['pairs_per_second'])} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s"),
+            *(
+                [("efficiency", f"{summary['efficiency']:.1%} of what the hosts do alone, added up")]
+                if summary["efficiency"] is not None
+                else []
+            ),
+            ("memory", f"{_size(summary['peak_memory_bytes'])} at most"),
+            *(("cost", text) for text in _costs(summary["cost"])),
+            ("results", f"{folder}/: adapter, report.html, curves.png, summary.json"),
+        ],
     )
-    if summary["efficiency"] is not None:
-        say.line(f"efficiency {summary['efficiency']:.1%} of what the hosts do alone, added up")
-    if cost := summary["cost"]:
-        for host in [*cost["hosts"], {"host": "all hosts", **cost}] if len(cost["hosts"]) > 1 else cost["hosts"]:
-            say.line(
-                f"cost of {host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, together {host['cost']:.2f}"
-            )
-    say.line(f"adapter, summary, report.html and curves: {folder}")
-    say.line(f"try it: python -m mlx_lm generate --model {summary['model']} --adapter-path {folder} --prompt ...")
-    say.line(json.dumps(summary))
+    words = [python(), "-m"]
+    say.line("")
+    say.command(
+        [*words, "mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder), "--prompt", "..."],
+        lead="try it    ",
+    )
+    say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
+    say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
+    say.record(summary)
+
+
+def _show_ranks(say: Report, ranks: Sequence[dict[str, Any]]) -> None:
+    """What each rank did since the run was started or resumed."""
+    rows = []
+    for rank in ranks:
+        seconds = rank["seconds"] or float("nan")
+        parts = [f"{100 * rank[f'{part}_seconds'] / seconds:.0f} %" for part in ("compute", "sync", "wait")]
+        planned = rank["planned_pairs_per_second"]
+        speeds = [_digits(rank["pairs"] / seconds), *([_digits(planned)] if planned else [])]
+        rows.append(
+            [str(rank["rank"]), rank["host"], f"{rank['pairs']:,}", *speeds, *parts, _size(rank["peak_memory_bytes"])]
+        )
+    planned_too = ["planned"] if ranks[0]["planned_pairs_per_second"] else []
+    say.table(
+        "",
+        ["rank", "host", "pairs", "pairs/s", *planned_too, "compute", "sync", "wait", "memory"],
+        rows,
+        text_columns=2,
+    )
+
+
+def _costs(cost: dict[str, Any] | None) -> list[str]:
+    """A line a host, and one for all."""
+    if cost is None:
+        return []
+    hosts = [*cost["hosts"], {"host": "all hosts", **cost}] if len(cost["hosts"]) > 1 else cost["hosts"]
+    return [
+        f"{host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, together {host['cost']:.2f}"
+        for host in hosts
+    ]
 
 
 def leave_pages(log: Path, folder: Path) -> None:

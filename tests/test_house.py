@@ -27,6 +27,7 @@ FLOORS = [
         "history",
         "chunks",
         "sinks",
+        "terminal",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {
