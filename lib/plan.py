@@ -459,11 +459,14 @@ def predict_sharded(
             solo = sum(map(solo_pairs_per_second, known))
         if sum_seconds is not None:
             seconds = max(computes) + per_batch * sum(sum_seconds(float(size)) for size in messages)
+    # Of a block's activations every rank keeps its two inputs and their norms; the rest are of heads and columns.
+    own = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * (shape.mlp_columns or shape.expert_columns)
+    kept_by_all = 4 * shape.hidden_size / (4 * shape.hidden_size + own)
     needed = []
     for part, fraction, curve in zip(plan.parts, fractions, curves, strict=True):
         peak = _peak(curve, int(sizes.max())) if curve else None
         whole = sum(part.divided_bytes for part in plan.parts) + part.whole_bytes
-        activations = max(0.0, peak - whole) * fraction if peak else 0.0
+        activations = max(0.0, peak - whole) * (fraction + (1 - fraction) * kept_by_all) if peak else 0.0
         needed.append(part.needed_bytes + round(activations))
     return Prediction(
         "sharded, "
@@ -960,11 +963,14 @@ def _peak_memory(plan: ClusterPlan, ranks: Sequence[Plan]) -> int | None:
 
 
 def _peak(curve: Curve, micro_batch_size: int) -> int | None:
-    """The peak of a micro-batch, in bytes; None where it was not measured."""
+    """The peak of a micro-batch, in bytes; beyond the measured sizes it grows as between them. None where it was not measured."""
     if curve.points[0].peak_memory_bytes is None:
         return None
     sizes = [point.batch_size for point in curve.points]
-    return int(np.interp(micro_batch_size, sizes, [point.peak_memory_bytes or 0 for point in curve.points]))
+    peaks = [point.peak_memory_bytes or 0 for point in curve.points]
+    beyond = max(0, micro_batch_size - sizes[-1])
+    slope = (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else peaks[0] / sizes[0]
+    return int(np.interp(micro_batch_size, sizes, peaks) + beyond * max(0.0, slope))
 
 
 # ------------------------------------------------------------------------------------------------------------
