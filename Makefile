@@ -33,6 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import tomllib; \
 	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
 	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["serve"], *extras["dev"], *extras["docs"], sep="\n")' > .venv/requirements.txt
+	@echo "installing into .venv; two or three minutes with nothing to see"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
 	@$(BIN)/python -m lib.runtime
 	@touch $@
@@ -52,10 +53,9 @@ launch: setup
 preflight: setup
 	./launch --hostfile $(or $(HOSTS),hostfile) --preflight-only $(OPTIONS) -- train.py $(ARGS)
 
-# HOSTS=hostfile (Open MPI's form) measures all hosts: each alone, then together. Without "slot", the policy above
-# would put every rank on the first host.
+# HOSTS=hostfile measures all hosts, each alone, then together, and the link between them as the training will use it.
 calibrate: setup
-	$(if $(HOSTS),$(BIN)/mpirun --hostfile $(HOSTS) --map-by slot:oversubscribe) $(BIN)/python benchmarks/calibrate.py $(ARGS)
+	$(if $(HOSTS),./launch --hostfile $(HOSTS) $(OPTIONS) --,$(BIN)/python) benchmarks/calibrate.py $(ARGS)
 
 # make serve RUN=runs/NAME ARGS="serve.port=8081 serve.keys=keys"; docs/serving.md
 serve: setup

@@ -40,7 +40,7 @@ sys.path[0] = str(ROOT)
 
 from lib import calibration as calibrations  # noqa: E402
 from lib import config as settings  # noqa: E402
-from lib import machine, runtime  # noqa: E402
+from lib import heartbeat, machine, runtime  # noqa: E402
 from lib.calibration import MEMORY_HEADROOM, BatchPoint, Curve, CurveKey, HostCalibration  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
 
@@ -624,6 +624,7 @@ def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, 
     shapes = shapes_of(config, options)
     folder = models.resolve(config.model.path, config.model.revision)
     key = calibrations.curve_key(config, folder, shapes[0].sequence_length)
+    os.environ.pop(heartbeat.ADDRESS, None)  # a rank that is silent while another measures is not at fault
     world = sync.start(launch, timeout_seconds=7200)  # the others measure, one after another, meanwhile
     names = world.gather_text(sync.host_name())
     host = names[launch.rank]

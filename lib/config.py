@@ -599,7 +599,9 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         tree = yaml.safe_load(text)
     except FileNotFoundError:
-        raise UserError(f"config file {path} does not exist; configs/ has examples") from None
+        raise UserError(
+            f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); configs/ has examples"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -660,11 +662,17 @@ def _did_you_mean(key: str) -> str:
     abbreviated = [
         k for k in known if k.startswith(section) and "".join(w[0] for w in k.rpartition(".")[2].split("_")) == leaf
     ]
-    close = abbreviated or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not close:
-        leaves = {k.rpartition(".")[2]: k for k in known}
-        close = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
-    return f"; did you mean {close[0]}?" if close else "; --help lists the settings"
+    siblings = {k.rpartition(".")[2]: k for k in known if section and k.startswith(f"{section}.")}
+    leaves = {k.rpartition(".")[2]: k for k in known}
+    close = (
+        abbreviated
+        or [siblings[name] for name in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
+        or ([] if siblings else difflib.get_close_matches(key, known, n=1, cutoff=0.6))
+        or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
+    )
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; {section} has {', '.join(siblings)}" if siblings else "; --help lists the settings"
 
 
 def _at(config: BaseModel, key: str) -> Any:

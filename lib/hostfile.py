@@ -62,7 +62,9 @@ def read(path: Path) -> Hosts:
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise UserError(f"host file {path}: {error.strerror}; hostfile.example shows one") from None
+        raise UserError(
+            f"host file {path}: {error.strerror}; hostfile.example shows one, and ./launch --hosts A,B needs none"
+        ) from None
     except UnicodeDecodeError:
         raise UserError(f"host file {path} is not text; hostfile.example shows one") from None
     return parse(text, f"host file {path}")

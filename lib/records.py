@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
+import shlex
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,11 +77,17 @@ class Chat:
 
 
 def require(file: Path) -> None:
-    """Raises UserError, with a guess at what was meant, where there is no such file."""
+    """Raises UserError, with a guess at what was meant, where there is no such file, and where it is of another kind."""
     if not file.exists():
         near = difflib.get_close_matches(file.name, _names_beside(file), 1)
         hint = f"; did you mean {file.parent / near[0]}?" if near else f" (looked from {Path.cwd()})"
         raise UserError(f"{file} does not exist{hint}")
+    if file.suffix == ".csv":
+        code = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]"
+        source, target = (shlex.quote(str(name)) for name in (file, file.with_suffix(".jsonl")))
+        raise UserError(
+            f"{file}: CSV is not read; JSON lines are made of it by: python3 -c '{code}' {source} > {target}"
+        )
 
 
 def read(path: str, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
@@ -167,6 +174,8 @@ def parse_json(raw: bytes) -> dict[str, Any] | Unusable:
     except UnicodeDecodeError as error:
         return Unusable(f"not valid UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
+        if raw.strip() == b"[":
+            return Unusable("a list begins here, and every line has to hold one {...}: jq -c '.[]' FILE makes them")
         return Unusable(f"broken JSON at column {error.colno}: {error.msg}")
     except (ValueError, RecursionError) as error:
         return Unusable(f"broken JSON: {error}")

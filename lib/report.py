@@ -400,9 +400,7 @@ def summarise(
         "wall_seconds": wall_seconds,
         "pairs_per_second": speed,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
-        "efficiency": speed / plan.solo_sum_pairs_per_second
-        if plan.calibrated and plan.solo_sum_pairs_per_second
-        else None,
+        "efficiency": _efficiency(plan, ranks),
         "cost": hosts_cost([rank.host for rank in plan.ranks], wall_seconds, config.cost),
         **{key: after.get(key) for key in keys},
         **{f"{key}_before": progress.before.get(key) for key in keys},
@@ -412,6 +410,15 @@ def summarise(
         "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in ranks),
         "ranks": ranks,
     }
+
+
+def _efficiency(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> float | None:
+    """Speed since the run was started or resumed (before, it may have had other hosts) over what these hosts do alone, added up."""
+    seconds = max(rank["seconds"] for rank in ranks)
+    if not seconds or not plan.calibrated or not plan.solo_sum_pairs_per_second:
+        return None
+    pairs = ranks[0]["pairs"] if plan.division else sum(rank["pairs"] for rank in ranks)  # divided: all do every pair
+    return float(pairs / seconds / plan.solo_sum_pairs_per_second)
 
 
 def _beside_plan(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ def test_numbers_that_yaml_reads_as_strings_work() -> None:
         ("train.lr=1e-4", "did you mean train.learning_rate?"),
         ("trian.beta=1", "did you mean train.beta?"),
         ("learning_rate=1", "did you mean train.learning_rate?"),
+        ("checkpoint.interval_steps=5", "; checkpoint has every, max_lost_seconds, keep"),
         ("train.beta=-1", "train.beta: input should be greater than 0"),
         ("train.beta=nan", "train.beta"),
         ("train.steps=many", "train.steps: input should be a valid integer"),

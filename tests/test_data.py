@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -395,6 +396,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ),
     (b"[" * 100_000, "preference", ["broken JSON"]),
     ([PAIR], "preference", ["a list instead of a JSON object"]),
+    (b"[", "preference", ["every line has to hold one {...}"]),
     (
         {"question": "a", "chosen": "b", "rejected": "c"},
         "preference",
@@ -510,6 +512,10 @@ def test_unreadable_files_each_give_one_line(tmp_path):
     (tmp_path / "bare").mkdir()
     assert "is a folder without records" in read_error(tmp_path / "bare")
     assert "no file matches" in read_error(tmp_path / "bare" / "*.jsonl")
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\n")
+    remedy = read_error(tmp_path / "rows.csv").partition("by: ")[2]
+    assert subprocess.run(remedy, shell=True).returncode == 0
+    assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     for blank in (b"", b"\n \n"):
         (tmp_path / "empty.jsonl").write_bytes(blank)
         assert "is empty" in read_error(tmp_path / "empty.jsonl", skip_invalid=True)
