@@ -124,7 +124,8 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
     assert way.strategy == "sharded, 75% + 25%" and way.step_seconds == pytest.approx(max(computes) + sums, rel=0.01)
     assert way.bytes_per_step == pytest.approx(4 * 32 * 4 * message)
     whole = 16.06e9
-    kept = 4 * 4096 / (4 * 4096 + 2 * (32 + 8) * 128 + 3 * 14336)  # of a block's activations, what no rank has a part of
+    # Of a block's activations, what no rank has a part of.
+    kept = 4 * 4096 / (4 * 4096 + 2 * (32 + 8) * 128 + 3 * 14336)
     fraction = (0.75 * blocks + head) / (blocks + head)
     activations = (27e9 - whole) * (fraction + (1 - fraction) * kept)
     assert way.memory_bytes == pytest.approx(0.75 * 2 * blocks + 4 * head + activations, rel=0.01)
