@@ -308,10 +308,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     writer.record(tracker)
     tracker.record("end", step=progress.steps_of(world.rank))
+    tracker.gather(world, everything=True)
     tracker.close()
     if world.rank == 0:
-        report.leave_pages(tracker.log_path, folder)
-        report.show_end(say, folder, summary)
+        report.show_end(say, tracker.log_path, folder, summary)
     if lock is not None:
         lock.close()
 

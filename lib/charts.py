@@ -177,9 +177,9 @@ def batch_curves(run: Run) -> Figure | None:
 
 def timeline(run: Run) -> Figure:
     """What happened when, a lane a kind."""
-    traces = []
+    traces, told = [], told_once(run.events)
     for index, (lane, symbol) in enumerate(LANES.items()):
-        events = [event for event in run.events if _lane(event) == lane and is_told_once(event)]
+        events = [event for event in told if _lane(event) == lane]
         if not events:
             continue
         shown = events[:: -(-len(events) // LANE_POINTS)]
@@ -258,12 +258,18 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def is_held_out(event: dict[str, Any], name: str) -> bool:
-    return event["kind"] == "evaluation" and event.get("rank") == 0 and event.get(name) is not None
+    return event["kind"] == "evaluation" and event.get("rank") == 0 and None not in (event.get(name), event.get("step"))
 
 
-def is_told_once(event: dict[str, Any]) -> bool:
-    """All ranks record what they do together; rank 0's word is enough."""
-    return event["kind"] != "samples" and (event.get("rank") == 0 or event["kind"] == "warning")
+def told_once(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks record what they do together: rank 0's word is enough, and of what all warn of the first one's."""
+    found: dict[Any, dict[str, Any]] = {}
+    for number, event in enumerate(events):
+        if event["kind"] == "warning":
+            found.setdefault((event.get("step"), event.get("text")), event)
+        elif event["kind"] != "samples" and event.get("rank", 0) == 0:
+            found[number] = event
+    return list(found.values())
 
 
 def _label(who: Who) -> str:

@@ -305,6 +305,7 @@ def save_all(
         if is_last:
             raise
         return f"training goes on without {error}"
+    tracker.gather(world)
     if own is not None:
         kept = json.dumps([_step(path) for path in _checkpoints(folder)]) if world.rank == 0 else ""
         prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)

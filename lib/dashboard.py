@@ -467,7 +467,7 @@ def _meter(html: Any, part: float, full: bool = False) -> Any:
 
 
 def _events(html: Any, run: Run) -> list[Any]:
-    told = [event for event in run.events if charts.is_told_once(event)][-SHOWN_EVENTS:]
+    told = charts.told_once(run.events)[-SHOWN_EVENTS:]
     return [
         html.Li(
             [

@@ -24,10 +24,12 @@ from lib.history import Figures, Run, figures
 
 CARD = "README.md"
 REPORT = "report.html"
+SHOWN_EVENTS = 200
 STYLE = """:root { color-scheme: light dark; --line: #8884; --soft: #667 } @media (prefers-color-scheme: dark) { :root { --soft: #9aa5b4 } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem } h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-svg { width: 100%; height: auto } .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+svg { width: 100%; height: auto } .scroll { overflow-x: auto; margin: .8rem 0 } .scroll > svg { min-width: 40rem } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 td, th { text-align: left; padding: .25rem 1rem .25rem 0; vertical-align: top } tr + tr { border-top: 1px solid var(--line) } th { font-weight: 500; color: var(--soft) }
+.panels { display: grid; gap: .6rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)) } td:first-child, .numbers td { white-space: nowrap } td { overflow-wrap: anywhere }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line); padding-left: .8rem; margin: .4rem 0 } small, .soft { color: var(--soft) }"""
 TEMPLATE = """---
 {{ card_data }}
@@ -35,26 +37,28 @@ TEMPLATE = """---
 
 # {{ name }}
 
-{{ method }} of [{{ base }}], preference-trained with {{ loss }} by Tandem on {{ hosts }}.
+{{ method }} of {{ base_shown }}, {{ trained }} by Tandem on {{ hosts }}.
 
 | held out | before | after |
 |---|---|---|
 {% for row in held_out %}| {{ row[0] }} | {{ row[1] }} | {{ row[2] }} |
 {% endfor %}
-![loss, reward accuracy, reward margin over the steps](curves.png)
+![metrics over the steps](curves.png)
 
     python -m mlx_lm generate --model {{ base }} --adapter-path . --prompt ...
 
 ## How it was made
 
 {% for row in facts %}- {{ row[0] }}: {{ row[1] }}
-{% endfor %}{% if samples %}
-## Samples
+{% endfor %}- plan: {{ reason }}
+- environment: {{ environment }}
+{% if samples %}
+## Samples, before and after
 
 {% for text in samples %}{{ text }}
 
 {% endfor %}{% endif %}
-Curves, plan, environment and costs are in `report.html`; every step is in `logs/`.
+`report.html` has all curves, ranks and settings; `logs/` has every step.
 """
 
 
@@ -90,22 +94,22 @@ def report_html(run: Run, now: Figures, summary: dict[str, Any]) -> str:
     parts += [_table(None, facts(run, now, summary)), table, "<h2>Curves</h2>", curves_svg(run)]
     parts += ["<h2>Ranks</h2>", _table(*ranks(now)), *_missing(now)]
     if curves := history.batch_curves(run):
-        told = [(host, curve) for host, _, curve in curves]
+        drawn = [(host, curve) for host, _, curve in curves]
         key = curves[0][2].key
         parts += [f"<h2>Batch curves</h2><p class=soft>{html.escape(str(key or curves[0][2].source))}</p>"]
-        parts += [svg_of(batch_curves_figure(told))]
+        parts += [f'<div class="scroll">{svg_of(batch_curves_figure(drawn))}</div>']
     if now.warnings:
-        warned = [(_clock(at), "" if step is None else f"step {step}", text) for at, step, text in now.warnings[-100:]]
+        warned = [
+            (_clock(at), "" if step is None else f"step {step}", text)
+            for at, step, text in now.warnings[-SHOWN_EVENTS:]
+        ]
         parts += ["<h2>Warnings</h2>", _table(None, warned)]
     if shown := samples(run):
         parts += ["<h2>Samples before and after</h2>", *(f"<pre>{html.escape(text)}</pre>" for text in shown)]
-    events = [event for event in run.events if charts.is_told_once(event)]
-    parts += [
-        "<h2>What happened when</h2>",
-        _table(None, [(_clock(e["time"]), charts.describe(e)) for e in events[-200:]]),
-    ]
-    environment = {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
-    parts += ["<h2>Environment</h2>", _table(None, [(k, str(v)) for k, v in environment.items() if v])]
+    events = [event for event in charts.told_once(run.events) if event["kind"] not in ("checkpoint", "warning")]
+    told = [(_clock(event["time"]), charts.describe(event)) for event in events[-SHOWN_EVENTS:]]
+    parts += ["<h2>What happened when</h2>", _table(None, told)]
+    parts += ["<h2>Environment</h2>", _table(None, list(environment(run).items()))]
     parts += [
         f"<details><summary>Settings</summary><pre>{html.escape(json.dumps(start.get('config', {}), indent=1))}</pre></details>"
     ]
@@ -117,8 +121,8 @@ def model_card(run: Run, now: Figures, summary: dict[str, Any]) -> str:
     """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    config = _start(run).get("config", {})
-    model, train = config.get("model", {}), config.get("train", {})
+    config = _start(run).get("config") or {}
+    model, train = config.get("model") or {}, config.get("train") or {}
     base = str(summary.get("model") or model.get("path"))
     is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
     preference = train.get("loss") != "sft"
@@ -132,9 +136,14 @@ def model_card(run: Run, now: Figures, summary: dict[str, Any]) -> str:
         data,
         template_str=TEMPLATE,
         name=run.name,
-        method={"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(model.get("method"), "All weights"),
+        method={"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(str(model.get("method")), "All weights"),
         base=base,
-        loss="SFT" if not preference else f"the {train.get('loss')} loss (beta {train.get('beta')})",
+        base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{base}`",
+        trained=f"preference-trained with the {train.get('loss')} loss (beta {train.get('beta')})"
+        if preference
+        else "fine-tuned (SFT)",
+        environment=", ".join(f"{name} {value}" for name, value in environment(run).items()),
+        reason=now.reason,
         hosts=", ".join(dict.fromkeys(rank.host for rank in now.ranks)),
         held_out=held_out(run),
         facts=facts(run, now, summary),
@@ -159,20 +168,22 @@ def held_out(run: Run) -> list[tuple[str, str, str]]:
 
 def facts(run: Run, now: Figures, summary: dict[str, Any]) -> list[tuple[str, str]]:
     """How the run went, name and value."""
-    config = _start(run).get("config", {})
-    train = config.get("train", {})
+    config = _start(run).get("config") or {}
+    train, data = config.get("train") or {}, config.get("data") or {}
     shares = " + ".join(str(rank.share) for rank in now.ranks if rank.share is not None)
+    saved = [event for event in run.events if event["kind"] == "checkpoint"]
     speed = summary.get("pairs_per_second", now.pairs_per_second)
     efficiency = summary.get("efficiency", now.efficiency)
     rows = [
         ("state", now.state),
-        ("data", str(config.get("data", {}).get("train"))),
+        ("data", str(data.get("train"))),
         ("steps", f"{now.step:,}" + (f" of {now.steps:,}" if now.steps else "")),
         ("strategy and shares", f"{now.strategy}, {shares}"),
         ("learning rate, seed", f"{train.get('learning_rate')}, {train.get('seed')}"),
         ("speed", f"{speed:.3g} pairs/s"),
         ("efficiency (η)", "not calibrated" if efficiency is None else f"{efficiency:.1%}"),
         ("time", f"{now.elapsed_seconds:,.0f} s"),
+        ("checkpoints", str(len(saved)) + (f", the last of step {saved[-1].get('step')}" if saved else "")),
         ("restarts, warnings", f"{now.restarts}, {len(now.warnings)}"),
     ]
     cost = summary.get("cost") or now.cost
@@ -198,40 +209,56 @@ def samples(run: Run) -> list[str]:
     found = [event for event in run.events if event["kind"] == "samples" and event.get("rank") == 0]
     texts: dict[str, list[str]] = {}
     for event in found:
-        for one in event["samples"]:
+        for one in event.get("samples") or []:
             answers = [f"{when}: {one[when]}" for when in ("before", "after") if when in one]
             texts.setdefault(one["prompt"], []).extend(answers)
     return ["\n".join([prompt, *dict.fromkeys(answers)]) for prompt, answers in texts.items()]
 
 
+def environment(run: Run) -> dict[str, str]:
+    """What a run was made with, name and value."""
+    start = _start(run)
+    found = {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
+    return {name: str(value) for name, value in found.items() if value}
+
+
 def curves_svg(run: Run) -> str:
-    """Six panels of training, held-out values as points; text takes the page's colour."""
+    """A panel a quantity of training, held-out values as points; text takes the page's colour."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import PercentFormatter
 
-    with pyplot.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "tandem"}):
-        figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-        for axis, (name, title, _) in zip(axes.flat, charts.LEARNING, strict=True):
-            for index, who in enumerate(charts.learners(run)):
-                curve, colour = run.curve(who, name), charts.COLOURS[index % len(charts.COLOURS)]
-                if np.isnan(curve.values).all():
-                    continue
-                axis.plot(curve.steps, curve.values, color=colour, alpha=0.35, linewidth=0.8)
-                axis.plot(curve.steps, charts.running_mean(curve.values), color=colour, linewidth=1.5)
-            points = [(e["step"], e[name]) for e in run.events if charts.is_held_out(e, name)]
-            if points:
-                axis.plot(*zip(*points, strict=True), "o", color=charts.COLOURS[1], markersize=4)
-            axis.set_title(title, fontsize=10)
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.set_xlabel("step", fontsize=9)
-            axis.set_ylabel(charts.AXES.get(name, ""), fontsize=9)
-            if name == "reward_accuracy":
-                axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        return svg_of(figure, "loss, reward accuracy and margin, KL, learning rate and gradient norm over the steps")
+    panels = []
+    for name, title, _ in charts.LEARNING:
+        figure, axis = pyplot.subplots(figsize=(4, 2.8), layout="constrained")
+        each = charts.learners(run)
+        for index, who in enumerate(each):
+            curve, colour = run.curve(who, name), charts.COLOURS[index % len(charts.COLOURS)]
+            if np.isnan(curve.values).all():
+                continue
+            label = f"rank {who[0]}" if len(each) > 1 else "running mean"
+            axis.plot(curve.steps, curve.values, color=colour, alpha=0.35, linewidth=0.8)
+            axis.plot(curve.steps, charts.running_mean(curve.values), color=colour, linewidth=1.5, label=label)
+        points = [(e["step"], e[name]) for e in run.events if charts.is_held_out(e, name)]
+        if points:
+            colour = charts.HELD_OUT_COLOUR if len(each) > 1 else charts.COLOURS[1]
+            axis.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, label="held out")
+        if not axis.lines:  # SFT has no rewards
+            pyplot.close(figure)
+            continue
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.set_ylabel(charts.AXES.get(name, ""), fontsize=9)
+        axis.tick_params(labelsize=8)
+        if name == "reward_accuracy":
+            axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axis.legend(fontsize=8, frameon=False)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        panels.append(svg_of(figure, f"{title} over the steps"))
+    return f'<div class="panels">{"".join(panels)}</div>'
 
 
 def batch_curves_figure(
@@ -293,7 +320,7 @@ def svg_of(figure: Any, label: str = "pairs a second, and peak memory, by the si
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return time.strftime("%b %d %H:%M:%S", time.localtime(at))
 
 
 def _missing(now: Figures) -> list[str]:
@@ -319,4 +346,4 @@ def _json(path: Path) -> dict[str, Any]:
 def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
     titles = "".join(f"<th>{html.escape(title)}</th>" for title in head or ())
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>{f"<tr>{titles}</tr>" if head else ""}{body}</table></div>'
+    return f'<div class="scroll"><table{" class=numbers" if head else ""}>{f"<tr>{titles}</tr>" if head else ""}{body}</table></div>'

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -18,8 +20,11 @@ from lib.config import Cost
 from lib.machine import sensors
 from lib.network import connections
 from lib.sinks import Feed
+from lib.tail import Copy, Tail
 
 NETWORK_SECONDS = 10.0  # between records of the network
+PIECE_BYTES = 2**20  # of a log that travel at once,
+GATHERED_PIECES = 64  # and how often at the end of a run
 SENSORS_SECONDS = 15.0  # between looks at temperature and power
 
 
@@ -41,6 +46,9 @@ class PerformanceTracker:
         self._network_logged, self._sensed = -NETWORK_SECONDS, -SENSORS_SECONDS
         self._sensors: dict[str, float] = {}  # what the last look at them found, if it is not written yet
         self._unwritten = b""  # for want of room on the disk
+        self._began = 0, b""  # where in the log this process began, and its first line
+        self._missed: list[int] | None = None  # ranks whose logs rank 0's machine does not have
+        self._tail, self._copies = Tail(self.log_path), dict[int, Copy]()
 
     def record(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Appends one record and flushes it. On a disk that is full by then it is kept in memory, until there is room.
@@ -54,7 +62,9 @@ class PerformanceTracker:
         if self._file is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.log_path.open("ab", buffering=0)
-            self._write(json.dumps(_finite(entry), allow_nan=False))
+            line = json.dumps(_finite(entry), allow_nan=False)
+            self._began = self._file.tell(), line.encode()
+            self._write(line)
             return entry
         had_room = not self._unwritten
         try:
@@ -128,6 +138,49 @@ class PerformanceTracker:
 
     def _look_at_sensors(self) -> None:
         self._sensors = sensors()
+
+    def gather(self, world: Any, everything: bool = False) -> None:
+        """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`: a piece, or all that is left.
+
+        All ranks call it. Nothing travels where ranks share a disk, or a launcher copies already.
+        """
+        if self._missed is None:
+            offset, line = self._began
+            facts = json.dumps([offset, len(line), hashlib.sha256(line).hexdigest()])
+            ranks = enumerate(map(json.loads, world.gather_long_text(facts, "where every rank's log began")))
+            missed = [rank for rank, began in ranks if not self._has(rank, *began)] if world.rank == 0 else []
+            self._missed = json.loads(world.broadcast_text(json.dumps(missed)))
+        for _ in range(GATHERED_PIECES if everything else 1):
+            if not self._missed:
+                return
+            piece = ""
+            if self.rank in self._missed:
+                before = self._tail.offset
+                begins, lines = self._tail.read(PIECE_BYTES)
+                piece = json.dumps([self.host, 0 if begins else before, lines.decode("latin-1")]) if lines else ""
+            pieces = world.gather_long_text(piece, "every rank's records")
+            if world.rank == 0:
+                self._keep(pieces)
+            if not any(pieces):
+                return
+
+    def _has(self, rank: int, offset: int, length: int, digest: str) -> bool:
+        """Whether this machine has the log that a rank's process wrote, its own or a copy."""
+        name = f"rank-{rank:03d}.jsonl"
+        for path in (self.log_path.parent / name, *self.log_path.parent.glob(f"*/{name}")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(offset)
+                if hashlib.sha256(file.read(length)).hexdigest() == digest:
+                    return True
+        return False
+
+    def _keep(self, pieces: Sequence[str]) -> None:
+        for rank, piece in enumerate(pieces):
+            if piece:
+                host, offset, lines = json.loads(piece)
+                with contextlib.suppress(OSError):  # without room a copy has a gap, and the rank still has its log
+                    copy = self._copies.setdefault(rank, Copy(self.log_path.parent, host))
+                    copy.write(rank, offset, lines.encode("latin-1"))
 
     def get_average_throughput(self) -> float:
         """Pairs a second over all logged batches; 0 before the first."""

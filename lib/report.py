@@ -428,8 +428,9 @@ def _beside_plan(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> list[dic
     return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
 
 
-def show_end(say: Report, folder: Path, summary: dict[str, Any]) -> None:
-    """The closing tables, where the files are, what to type next, and in a file the summary as one line of JSON."""
+def show_end(say: Report, log: Path, folder: Path, summary: dict[str, Any]) -> None:
+    """The closing tables, where the files are, which it leaves there, what to type next, and in a file the summary as JSON."""
+    leave_pages(log, folder)
     rows = []
     for key, label, form in (
         ("loss", "loss", ".4f"),

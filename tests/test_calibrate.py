@@ -341,6 +341,25 @@ def test_a_page_escapes_what_it_is_given(tmp_path: Path) -> None:
     assert "<td>&lt;b&gt;host" in (tmp_path / "curves.html").read_text()
 
 
+def test_sensors_of_processors_are_read_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sensor(folder: str, **files: object) -> None:
+        (tmp_path / folder).mkdir(parents=True)
+        for name, value in files.items():
+            (tmp_path / folder / name).write_text(f"{value}\n")
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.sensors(tmp_path) == {}, "where the system tells nothing"
+    sensor("hwmon/hwmon0", name="nvme", temp1_input=88000)
+    sensor("hwmon/hwmon1", name="k10temp", temp1_input=61500, temp2_input="", temp3_input=-273000)
+    sensor("hwmon/hwmon2", name="amdgpu", temp1_input=55000, power1_average=83_000_000)
+    sensor("thermal/thermal_zone0", type="x86_pkg_temp", temp=64000)
+    assert machine.sensors(tmp_path) == pytest.approx({"temperature_celsius": 64.0, "power_watts": 83.0})
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho '41, 70.5'; echo '47, [N/A]'\n")
+    command.chmod(0o755)
+    assert machine.sensors(tmp_path) == pytest.approx({"temperature_celsius": 47.0, "power_watts": 70.5})
+
+
 def test_this_machine_is_known() -> None:
     here = machine.identify("here")
     assert here.host == "here" and here.device_name and here.os and here.cpu_cores >= 1

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from dash import html
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import history
+from lib import charts, dashboard, history, pages
+from lib.calibration import Curve
 from lib.history import COLUMNS, INDEX, Run, Series, figures
 from lib.performance import PerformanceTracker, rewind
 from lib.tail import Copy, Tail
+
+KINDS = ("start", "evaluation", "checkpoint", "plan", "merge", "warning", "end", "samples", "network", "sensors", "new")
 
 
 def write(path: Path, records: list[dict[str, Any]], mode: str = "a") -> None:
@@ -103,11 +108,85 @@ def test_broken_lines_and_strangers_records_harm_nobody(tmp_path: Path) -> None:
         b'{"kind": "step", "time": "now", "loss": {}, "rank": 0, "host": "a"}',
     ]
     strange += [b"\xff\xfe", b"", b"null", b'{"time": 1}', b'{"kind": "start", "time": 999.0, "plan": null}']
+    strange += [b'{"kind": ["x"], "time": 1}', b'{"kind": "end", "time": NaN}', b'{"kind": "end", "time": 1e300}']
+    strange += [b'{"kind": "end", "time": 1, "rank": "0"}', b'{"kind": "step", "time": 1, "step": 1e999}']
+    strange += [
+        b'{"kind": "step", "time": 1, "step": ' + b"9" * 400 + b"}",
+        b'{"kind": "network", "time": 1, "connections": 3}',
+    ]
     whole = [json.dumps(step(n)).encode() for n in (1, 2)]
     path.write_bytes(b"\n".join([whole[0], *strange, whole[1]]) + b'\n{"kind": "st')
     run = read_all(Run(tmp_path))
     assert run.curve((0, "a"), "loss").values.tolist() == [1.0, 0.5]
     assert [event["kind"] for event in run.events] == ["start"] and figures(run, 2000.0).step == 2
+
+
+PLACES = ("step", "steps", "plan", "config", "shares", "pairs", "resumed_from_step", "resumes", "text", "samples")
+PLACES += ("loss", "reward_accuracy", "memory_limit_bytes", "temperature_celsius", "connections", "reason", "versions")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                ["ranks", "host", "shares", "curves", "cost", "watts", "warnings", "prompt", "peer", "train"]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(PLACES), JSON)), max_size=6))
+def test_no_record_whatever_it_holds_breaks_a_page(found: list[tuple[str, dict[str, Any]]]) -> None:
+    lines = [step(1), {"kind": "start", "time": 999.0, "rank": 0, "host": "a", "steps": 9}]
+    lines += [
+        {"kind": kind, "time": 1000.0 + n, "rank": 0, "host": "a", **more} for n, (kind, more) in enumerate(found)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / "logs" / "rank-000.jsonl", lines)
+        run = read_all(Run(Path(folder)))
+        now = figures(run, 2000.0)
+        drawn = [charts.learning([run], name) for name, *_ in charts.LEARNING] + [charts.timeline(run)]
+        drawn += [charts.speed(run, now), charts.seconds(now), charts.network(run), charts.batch_curves(run)]
+        drawn += [charts.measured(run, name) for name in charts.MEASURED]
+        json.dumps(drawn)
+        shown = [dashboard._headline(html, now), dashboard._machines(html, run, now), dashboard._events(html, run)]
+        shown += [
+            dashboard._comparison(html, [run], [now]),
+            dashboard._warnings(html, now),
+            dashboard._values(run, now),
+        ]
+        assert shown
+        assert pages.facts(run, now, {}) and isinstance(pages.samples(run) + charts.told_once(run.events), list)
+
+
+def test_the_network_and_sensors_are_told_by_rank_and_host(tmp_path: Path) -> None:
+    links = [{"peer": "10.0.0.2", "round_trip_seconds": 0.002, "retransmits": 3}]
+    links += [{"peer": "10.0.0.3", "round_trip_seconds": 0.005, "retransmits": 1}]
+    links += [{"peer": "127.0.0.1", "round_trip_seconds": 9.0, "retransmits": 99}]  # mpirun's daemon, no other rank
+    common = {"rank": 1, "host": "b", "step": 3}
+    network = {"kind": "network", "time": 1003.0, **common, "bytes_per_second": 2e6, "connections": links}
+    sensors = {"kind": "sensors", "time": 1003.5, **common, "temperature_celsius": 71.5, "power_watts": 120}
+    write(tmp_path / "logs" / "rank-001.jsonl", [step(3, rank=1, host="b"), network, sensors])
+    write(tmp_path / "logs" / "rank-002.jsonl", [step(3, rank=2, host="b")])  # on the same host
+    run = read_all(Run(tmp_path))
+    one, two = figures(run, 1004.0).ranks
+    assert (one.round_trip_seconds, one.retransmits, one.temperature_celsius) == (0.005, 4, 71.5)
+    assert (two.round_trip_seconds, two.power_watts) == (None, 120)
+    shown = charts.measured(run, "round_trip_seconds")
+    assert shown is not None and (shown["data"][0]["y"], shown["data"][0]["name"]) == ([5.0], "rank 1, b")
+    assert charts.measured(run, "speed_limit") is None, "nobody tells it, nothing is drawn"
+
+
+def test_a_folder_that_goes_away_is_shown_as_it_was(tmp_path: Path) -> None:
+    write(tmp_path / "run" / "logs" / "rank-000.jsonl", [step(n) for n in (1, 2)])
+    run = read_all(Run(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert not run.read() and figures(run, 1003.0).step == 2 and history.runs_in(tmp_path / "run") == []
 
 
 def test_the_first_look_at_a_long_log_has_its_ends_and_what_lies_between(
@@ -149,7 +228,7 @@ def test_steps_that_a_lost_host_still_has_but_the_others_undid_are_not_shown(tmp
 
 
 def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
-    ranks = [{"host": "a"}, {"host": "b"}]
+    ranks = [{"host": "a", "micro_batch_sizes": [3, 3]}, {"host": "b"}]
     plan = {
         "strategy": "synchronous",
         "reason": "measured",
@@ -163,6 +242,7 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
         "predicted_pairs_per_second": 20.0,
         "solo_sum_pairs_per_second": 25.0,
     }
+    plan["curves"] = [json.loads(Curve.from_rates({1: 5, 4: 12}).model_dump_json()), None]
     config = {"model": {"path": "m"}, "data": {"train": "t"}, "cost": {"watts": 100, "price_per_kwh": 0.5}}
     start = {"kind": "start", "time": 1000.0, "host": "a", "steps": 100, "plan": plan, "config": config}
     start |= {"memory_limit_bytes": 1000}
@@ -179,6 +259,10 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert (second.peak_memory_bytes, second.memory_limit_bytes, second.host) == (140, 1000, "b")
     assert second.bytes_per_second == pytest.approx(1e7)
     assert figures(read_all(Run(tmp_path)), 5000.0).state == "silent"
+    assert [(host, taken) for host, taken, _ in history.batch_curves(read_all(Run(tmp_path)))] == [("a", [3])]
+    (tmp_path / "logs" / "rank-001.jsonl").rename(tmp_path / "elsewhere")
+    assert figures(read_all(Run(tmp_path)), 1041.0).missing == [(1, "b")]
+    (tmp_path / "elsewhere").rename(tmp_path / "logs" / "rank-001.jsonl")
     for rank, host in enumerate("ab"):
         tracker = PerformanceTracker(tmp_path / "logs" / f"rank-{rank:03d}.jsonl", rank, host)
         tracker.record("end", step=40)

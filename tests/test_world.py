@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import train as script
-from lib import config, runtime, sync
+from lib import config, performance, runtime, sync
 from lib.config import UserError
+from lib.performance import PerformanceTracker
 from lib.sync import AgreedError, World
 from tests import tiny
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
@@ -156,3 +157,28 @@ def test_a_checkpoint_gives_every_rank_the_same_bits(world: World, folder: Path)
     assert world.gather_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
     assert weights(run)
     world.gather_text("checked")
+
+
+def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performance, "PIECE_BYTES", 500)
+    apart, name = world.rank == world.size - 1, f"rank-{world.rank:03d}.jsonl"
+    disk = folder / ("there" if apart else "here") / "logs"  # the last rank's is another one
+    for _ in range(2):  # the second time it is a resumed run's, on copies of the first
+        tracker = PerformanceTracker(disk / name, world.rank, f"host-{world.rank}")
+        for step in range(8):
+            tracker.record("step", step=step, text="ü" * 40)
+        tracker.gather(world)
+        tracker.record("end")
+        tracker.gather(world, everything=True)
+        tracker.close()
+        world.broadcast_text("written")  # nobody looks before all are done
+    here, last = folder / "here" / "logs", world.size - 1
+    copies = [path.relative_to(here).as_posix() for path in here.rglob("*.jsonl")]
+    assert sorted(copies) == sorted(
+        [f"rank-{r:03d}.jsonl" for r in range(last)] + [f"host-{last}/rank-{last:03d}.jsonl"]
+    )
+    own = folder / "there" / "logs" / f"rank-{last:03d}.jsonl"
+    assert (here / f"host-{last}" / own.name).read_bytes() == own.read_bytes()
+    world.broadcast_text("seen")
