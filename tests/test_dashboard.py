@@ -256,7 +256,7 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     run = tmp_path / "runs" / "page"
     page = (run / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)|url\((?!#)|@import""", page), "nothing is fetched"
-    assert page.count("<svg") == 1 and (run / "curves.png").stat().st_size > 10_000
+    assert page.count("<svg") == 6 and (run / "curves.png").stat().st_size > 10_000
     evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
     for evaluation in (evaluations[0], evaluations[-1]):
         assert f"<td>{evaluation['loss']:.4f}</td>" in page
