@@ -33,6 +33,7 @@ from lib.tail import Tail
 CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time
 LINE_BYTES = 2**26  # of the launcher's words
+EXIT_SECONDS = 0.02  # between looks whether a rank has ended
 PROBE_SECONDS = 1.5  # for another host to take a connection
 
 
@@ -47,6 +48,7 @@ class Ranks:
         self.pids: dict[int, int] = {}  # of every rank of this host, whoever started it
         self.folder = Path(agent_folder())
         self.folder.mkdir(mode=0o700)
+        self.server: asyncio.Server | None = None
         self.tasks: set[asyncio.Future[None]] = set()
         self.typed: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's input
 
@@ -93,7 +95,7 @@ class Ranks:
         self._task(self._see_off(rank, process, asyncio.gather(*relays)))
 
     async def _see_off(self, rank: int | None, process: asyncio.subprocess.Process, relays: Any) -> None:
-        status = await process.wait()
+        status = await _exit_of(process)
         # What it left in its pipes; a child of it that lives on holds them open, and is not waited for.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(relays, 1.0)
@@ -183,7 +185,8 @@ class Ranks:
 
     def clear(self) -> None:
         """Removes what was written for them."""
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
         for folder in (self.folder, self.address):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -200,6 +203,7 @@ class Agent:
 
     def __init__(self, writer: asyncio.StreamWriter):
         self.writer = writer
+        self.address = ""  # of the newest start
         self.ranks: Ranks | None = None
         self.spares: dict[int, asyncio.subprocess.Process] = {}  # by place among this host's ranks
         self.preparing: asyncio.Future[None] | None = None
@@ -227,11 +231,20 @@ class Agent:
                 subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
         else:
             self.ranks.clear()
+        self.address, self.ranks = address, None
         self.silent_seconds = silent_seconds
         # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
         os.environ.update({ADDRESS: address, "PRTE_MCA_prte_tmpdir_base": address})
-        self.ranks = Ranks(self.writer, address, sends_logs)
-        await self.ranks.listen(files)
+        try:
+            self.ranks = Ranks(self.writer, address, sends_logs)
+            await self.ranks.listen(files)
+        except OSError as error:
+            named_twice = isinstance(error, FileExistsError)  # its folder has this machine's name
+            told = "the host file names this machine twice" if named_twice else str(error)
+            _say(self.writer, "warning", text=f"no ranks are started: {told}")
+            for process in processes:
+                _say(self.writer, "exit", start=address, rank=process["rank"], status=2 if named_twice else 1)
+            return
         for place, process in enumerate(processes):
             spare = self.spares.pop(place, None)
             if spare is not None and spare.returncode is not None:
@@ -283,13 +296,12 @@ class Agent:
                 return
 
     async def end(self, number: int, grace_seconds: float) -> None:
-        ranks = self.ranks
-        if ranks is None:
-            return
-        await ranks.end(number, grace_seconds)
-        if ranks.tasks:  # the last lines and exits are told before; who still holds a pipe open is not waited for
-            await asyncio.wait(ranks.tasks, timeout=1.0)
-        ranks.say("ended")
+        address, ranks = self.address, self.ranks
+        if ranks is not None:
+            await ranks.end(number, grace_seconds)
+            if ranks.tasks:  # the last lines and exits are told before; who still holds a pipe open is not waited for
+                await asyncio.wait(ranks.tasks, timeout=1.0)
+        _say(self.writer, "ended", start=address)
 
     async def close(self) -> None:
         """Leaves nothing behind."""
@@ -378,6 +390,13 @@ async def _open(
         start_new_session=True,  # its children are ended with it
         limit=LINE_BYTES,
     )
+
+
+async def _exit_of(process: asyncio.subprocess.Process) -> int:
+    """A process's status, as soon as it ended: its own wait() may last until its children let go of its pipes, too."""
+    while (status := process.returncode) is None:
+        await asyncio.sleep(EXIT_SECONDS)
+    return status
 
 
 def _state(pid: int) -> str:

@@ -232,11 +232,13 @@ class Server:
             connection,
             connection.makefile("rwb") as file,
         ):
+            connection.settimeout(CONNECT_SECONDS)  # a stranger who says nothing would be waited for at the end
             hello = json.loads(file.readline(1000))
             if not secrets.compare_digest(str(hello["secret"]), self.secret):
                 return
             rank = int(hello["rank"])
             _send(file, {"proof": _proof(self.secret)})
+            connection.settimeout(None)
             while line := file.readline():
                 asked = json.loads(line)
                 try:

@@ -11,6 +11,7 @@ so that neither ssh nor a shell can take it for an option or a command.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import re
@@ -99,11 +100,14 @@ def to_text(hosts: Sequence[Host]) -> str:
     return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
 
 
-def address(host: Host) -> str:
+def address(host: Host, peers: Sequence[Host] = ()) -> str:
     """The IPv4 address at which other hosts reach this one: given in the file, or what ssh's name for it resolves to.
 
+    A machine's own name may be a loopback address to itself (Debian writes 127.0.1.1 into /etc/hosts), which is of no
+    use to its peers: then it is the address from which this machine would send to the first of them.
+
     Raises:
-        UserError: the name does not resolve, or only to an address that other hosts cannot use.
+        UserError: the name does not resolve to an IPv4 address.
     """
     if host.addresses:
         return host.addresses[0]
@@ -115,7 +119,17 @@ def address(host: Host) -> str:
             f"host {host.name}: {name} does not resolve to an IPv4 address; mend the name, add it to /etc/hosts, "
             'or give the address in the host file: {"ssh": "' + host.name + '", "ips": ["10.0.0.1"]}'
         ) from None
-    return next((one for one in found if not one.startswith("127.")), found[0])
+    return next((one for one in found if not one.startswith("127.")), None) or _towards(peers) or found[0]
+
+
+def _towards(peers: Sequence[Host]) -> str | None:
+    """The address of this machine on the way to the first peer that is another machine; None where there is none."""
+    for peer in peers:
+        with contextlib.suppress(OSError, UserError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address(peer), 9))  # nothing is sent
+            if not (own := str(probe.getsockname()[0])).startswith("127."):
+                return own
+    return None
 
 
 def _ssh_name(name: str) -> str:

@@ -74,8 +74,10 @@ def make(name: str, path: Path) -> str:
     if path.exists() and path.stat().st_size and name in dict(read(path).digests):
         raise UserError(f"--make-key {name}: {path} has a key of that name; remove its line first to replace it")
     try:
+        there = path.read_bytes() if path.exists() else b""
+        begin = "\n" if there and not there.endswith(b"\n") else ""  # a last line that an editor left without its end
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(f"{begin}{line}\n")
     except OSError as error:
         raise UserError(f"--keys {path} cannot be written: {error.strerror}") from None
     return key

@@ -17,6 +17,7 @@ import base64
 import contextlib
 import functools
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -65,7 +66,9 @@ async def supervise(
     """Runs the command to its end, starting it again as often as it may be; returns the exit status."""
     interrupts: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Under nohup the training is meant to outlive its terminal.
+    hangups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    for number in (signal.SIGINT, signal.SIGTERM, *hangups):
         loop.add_signal_handler(number, interrupts.put_nowait, int(number))
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
     attempt = Attempt(launching, console, here, links, spares=max_restarts > 0)
@@ -164,7 +167,7 @@ async def _could_join(attempt: Attempt, link: Link, host: Host) -> bool:
     port = launching.starting_port + launching.size  # beyond those where ranks listen now
     try:
         await link.ask("listen", ANSWER_SECONDS, port=port)
-        address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, host)
+        address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, host, launching.hosts)
         if first is None or first.closed:
             return False
         await first.ask("probe", ANSWER_SECONDS, address=address, port=port)
@@ -219,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         terminal.error(str(error))
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     launching = replace(launching, environment={**_shown(launching), **launching.environment})
     console = Console(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
@@ -398,9 +403,10 @@ def _sync(launching: Launching, paths: Sequence[str]) -> None:
                 continue
             left_out = [".git", ".venv", "runs", "__pycache__", ".*_cache"] if whole else []
             # rsync takes files of one size and second for equal; a model of 100 GB is not read twice for that.
-            words = ["rsync", "-a", "--mkpath", *(["--checksum"] if whole else [])]
-            words += [*(f"--exclude={name}" for name in left_out), "-e", "ssh -o BatchMode=yes"]
             slash = "/" if source.is_dir() else ""
+            words = ["rsync", "-a", ranks.rsync_making(target if slash else str(Path(target).parent))]
+            words += [*(["--checksum"] if whole else []), *(f"--exclude={name}" for name in left_out)]
+            words += ["-e", shlex.join(ranks.ssh_words(host)[:-2])]
             done = subprocess.run(
                 [*words, "--", f"{source}{slash}", f"{host.name}:{target}{slash}"], capture_output=True, text=True
             )

@@ -19,6 +19,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -295,7 +296,7 @@ def measure(address: str, port: int) -> dict[str, float]:
             return time.perf_counter() - began
 
         trips = sorted(there_and_back(8) for _ in range(ROUND_TRIPS))
-        size = 2**18
+        size = 2**14
         seconds = there_and_back(size)
         while seconds < 0.1 and size < 2**24:  # long enough to tell, and never long on a slow link
             size *= 4
@@ -350,7 +351,7 @@ class Context:
 
     def there(self, host: Host, command: str) -> str:
         """A command in the project's folder on a host."""
-        return f"ssh {host.name} {shlex.quote(f'cd {self.launching.directory} && {command}')}"
+        return f"ssh {host.name} {shlex.quote(f'cd {shlex.quote(self.launching.directory)} && {command}')}"
 
 
 Verdicts = list[tuple[str, str, str]]  # status, message, remedy
@@ -385,9 +386,10 @@ def _judge_project(host: Host, theirs: Mapping[str, str | None], context: Contex
     own = context.here["project"]
     differ = sorted(name for name in {**own, **theirs} if own.get(name) != theirs.get(name))
     to = f"{host.name}:{shlex.quote(context.launching.directory)}"
+    here = shlex.quote(str(ROOT))
     copy = (
-        f"rsync -a --checksum --delete --include='*.py' --exclude='*' {ROOT}/lib/ {to}/lib/"
-        f" && rsync -a --checksum {ROOT}/train.py {to}/"
+        f"rsync -a --checksum --delete --include='*.py' --exclude='*' {here}/lib/ {to}/lib/"
+        f" && rsync -a --checksum {here}/train.py {to}/"
     )
     return [("failed", f"{_few(differ)} not as on this machine", copy)] if differ else []
 
@@ -412,7 +414,8 @@ def _judge_files(host: Host, theirs: Mapping[str, str | None], context: Context)
             target = path if Path(path).is_absolute() else f"{context.launching.directory}/{path}"
             slash, delete = ("/", " --delete") if source.is_dir() else ("", "")
             # --checksum: rsync takes files of one size and second for equal.
-            copy = f"rsync -a --checksum --mkpath{delete} {shlex.quote(f'{source}{slash}')} {host.name}:{shlex.quote(f'{target}{slash}')}"
+            making = shlex.quote(ranks.rsync_making(target if slash else str(Path(target).parent)))
+            copy = f"rsync -a --checksum {making}{delete} {shlex.quote(f'{source}{slash}')} {host.name}:{shlex.quote(f'{target}{slash}')}"
             wrong = "is missing" if theirs[path] is None else "differs from the one here"
             verdicts.append(("failed", f"{path} {wrong}", copy))
     return verdicts
@@ -637,31 +640,29 @@ async def _ask(
     )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     began = time.time()
-    line = b""
+    answer = None
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
-        line = await asyncio.wait_for(process.stdout.readline(), ranks.CONNECT_SECONDS + LIMIT_SECONDS + 3)
+        limit_seconds = ranks.CONNECT_SECONDS + LIMIT_SECONDS + 3
+        answer = await asyncio.wait_for(ranks.first_words(process.stdout), limit_seconds)
     except (TimeoutError, ConnectionError):
         pass
-    if line:
+    finally:
+        last = await ranks.last_words(process) if answer is None else ""
+    if answer is not None:
         ended = time.time()
-        answer = json.loads(line)
         if isinstance(answer["clock"], float):
             ahead = answer["clock"] - (began + ended) / 2
             answer["clock"] = {"ahead_seconds": ahead, "unsure_seconds": (ended - began) / 2}
         return process, answer
-    ranks.kill(process)
-    said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-    await process.wait()
-    last = said[-1] if said else "no answer"
     directory = shlex.quote(launching.directory)
     if "cd:" in last or "can't cd" in last:
-        copy = f"rsync -a --mkpath --exclude=.git --exclude=.venv --exclude=runs {ROOT}/ {host.name}:{directory}/"
+        making, here = shlex.quote(ranks.rsync_making(launching.directory)), shlex.quote(f"{ROOT}/")
+        copy = f"rsync -a {making} --exclude=.git --exclude=.venv --exclude=runs {here} {host.name}:{directory}/"
         return None, Finding(host.name, "project", "failed", f"{launching.directory} is not there", copy)
-    if process.returncode in (126, 127) or "not found" in last:
-        return None, Finding(host.name, "packages", "failed", last, f"ssh {host.name} 'cd {directory} && make setup'")
-    if process.returncode != 255:
-        return None, Finding(host.name, "packages", "failed", last, f"ssh {host.name} 'cd {directory} && make setup'")
+    if process.returncode not in (255, -signal.SIGKILL):  # neither ssh's own, nor ended by us
+        setup = shlex.quote(f"cd {directory} && make setup")
+        return None, Finding(host.name, "packages", "failed", last, f"ssh {host.name} {setup}")
     return None, Finding(host.name, "ssh", "failed", last, mend_ssh(host.name, last))
 
 
@@ -680,6 +681,7 @@ async def _measure_links(
         try:
             line = await asyncio.wait_for(process.stdout.readline(), LIMIT_SECONDS)
         except TimeoutError:
+            ranks.kill(process)  # its answer, once it comes, would be taken for the next one
             return {"error": f"no answer within {LIMIT_SECONDS:g} s"}
         return json.loads(line) if line else {"error": "its end broke off"}
 
@@ -690,7 +692,7 @@ async def _measure_links(
     links = {}
     for one, other in itertools.combinations(hosts, 2):
         try:
-            address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other)
+            address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other, hosts)
             links[one.name, other.name] = await ask(one, address=address, port=listening[other.name].get("port", 0))
         except UserError as error:
             links[one.name, other.name] = {"error": str(error)}

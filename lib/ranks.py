@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import functools
+import io
 import itertools
 import json
 import os
@@ -104,17 +105,17 @@ def processes_of(launching: Launching, folders: Sequence[str]) -> list[tuple[lis
         for host in hosts:
             for _ in range(host.slots):
                 ring.append([])
-                for link in host.addresses or (hostfile.address(host),):
+                for link in host.addresses or (hostfile.address(host, hosts),):
                     for _ in range(launching.connections_per_ip):
                         ring[-1].append(f"{link}:{port}")
                         port += 1
         files, listed = {"hosts.json": json.dumps(ring)}, "MLX_HOSTFILE"
     elif launching.size > 1 and launching.backend == "jaccl":
         files, listed = {"hosts.json": json.dumps([list(host.rdma) for host in hosts])}, "MLX_IBV_DEVICES"
-        common = {"MLX_JACCL_COORDINATOR": f"{hostfile.address(hosts[0])}:{port}"}
+        common = {"MLX_JACCL_COORDINATOR": f"{hostfile.address(hosts[0], hosts)}:{port}"}
     elif launching.size > 1:
         common = {
-            "NCCL_HOST_IP": hostfile.address(hosts[0]),
+            "NCCL_HOST_IP": hostfile.address(hosts[0], hosts),
             "NCCL_PORT": str(port),
             "MLX_WORLD_SIZE": str(launching.size),
         }
@@ -265,6 +266,11 @@ def ssh_words(host: Host) -> list[str]:
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.name]
 
 
+def rsync_making(folder: str) -> str:
+    """rsync's option that makes a folder at the other end first. macOS's rsync has no --mkpath."""
+    return f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync"
+
+
 def is_this_machine(host: Host) -> bool:
     """Whether a host's name means the machine that this runs on, and no other user there."""
     if "@" in host.name:
@@ -285,8 +291,10 @@ async def connect(launching: Launching, host: Host) -> Link:
     Raises:
         ConnectionError: it did not answer; what ssh said, in one line.
     """
+    # On a thread: the name of a host that is away may take seconds to look up, in which the others are not pinged.
+    words, is_here = await asyncio.to_thread(lambda: (agent_words(launching, host), is_local(launching, host)))
     process = await asyncio.create_subprocess_exec(
-        *agent_words(launching, host),
+        *words,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -295,18 +303,25 @@ async def connect(launching: Launching, host: Host) -> Link:
         limit=LINE_BYTES,
     )
     assert process.stdout is not None and process.stderr is not None
-    hello = b""
+    hello = None
     try:
         with contextlib.suppress(asyncio.TimeoutError):
-            hello = await asyncio.wait_for(process.stdout.readline(), CONNECT_SECONDS + 2)
+            hello = await asyncio.wait_for(first_words(process.stdout), CONNECT_SECONDS + 2)
     finally:
-        if not hello:
-            kill(process)
-    if not hello:
-        told = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-        await process.wait()
-        raise ConnectionError(f"{host.name}: {told[-1] if told else 'no answer'}")
-    return Link(host, process, json.loads(hello)["host"], is_local(launching, host))
+        told = await last_words(process) if hello is None else ""
+    if hello is None:
+        raise ConnectionError(f"{host.name}: {told}")
+    return Link(host, process, hello["host"], is_here)
+
+
+async def first_words(stream: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The first JSON object that a host says, None if it says none; what its login shell prints before is passed over."""
+    while line := await stream.readline():
+        _, brace, rest = line.partition(b"{")
+        with contextlib.suppress(ValueError):
+            words: dict[str, Any] = json.loads(brace + rest)
+            return words
+    return None
 
 
 # ---- One start of all ranks
@@ -319,6 +334,9 @@ class Console:
         self.lines: queue.SimpleQueue[tuple[Any, str] | None] = queue.SimpleQueue()
         self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self.width = Voice(stderr=True).width
+        for output in (sys.stdout, sys.stderr):  # a letter that this terminal does not have ends no training
+            if isinstance(output, io.TextIOWrapper):
+                output.reconfigure(errors="replace")
         self.thread = threading.Thread(target=self._write, args=(stopped,), daemon=True)
         self.thread.start()
 
@@ -609,10 +627,25 @@ class Attempt:
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """asyncio's own kill() may reap a process that has just ended, and then wonder where it is."""
+    """Ends a process that leads a session of its own, and what it started, which would hold its pipes (ssh's ProxyCommand).
+
+    asyncio's own kill() may reap a process that has just ended, and then wonder where it is.
+    """
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+async def last_words(process: asyncio.subprocess.Process) -> str:
+    """Ends a process; returns the last line that it wrote to its standard error."""
+    assert process.stderr is not None
+    kill(process)
+    lines: list[str] = []
+    with contextlib.suppress(asyncio.TimeoutError):  # somebody whom it started, in a session of his own, has its pipes
+        read = await asyncio.wait_for(process.stderr.read(), END_SECONDS)
+        lines = read.decode(errors="replace").strip().splitlines()
+        await asyncio.wait_for(process.wait(), END_SECONDS)
+    return lines[-1] if lines else "no answer"
 
 
 async def prepared(launching: Launching, link: Link, host: Host) -> None:
@@ -638,7 +671,7 @@ async def reach_each_other(launching: Launching, links: Mapping[str, Link], host
     async def reaches(one: Host, place: int, other: Host) -> bool:
         port = launching.starting_port + place
         try:
-            address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other)
+            address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other, hosts)
             await links[one.name].ask("probe", PROBE_LIMIT_SECONDS, address=address, port=port)
         except (ConnectionError, UserError):
             return False

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lib import config, evaluate, scoring
+from lib import chunks, config, evaluate, scoring
 from lib import model as models
 from lib.chunks import Dispatcher, Journal, Local, Remote, Server, work
 from lib.config import UserError
@@ -107,7 +107,9 @@ def test_a_journal_has_whole_lines_only_whatever_the_disk_took(tmp_path: Path) -
     assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
 
 
-def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(tmp_path: Path) -> None:
+def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = Dispatcher(journal(tmp_path, chunks=30))
     server = Server(queue, everywhere=False)
     address = server.address
@@ -115,6 +117,8 @@ def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(tmp_path: P
         file.write(json.dumps({"secret": "0" * 32, "rank": 1}).encode() + b"\n")
         file.flush()
         assert file.readline() == b""
+    monkeypatch.setattr(chunks, "CONNECT_SECONDS", 0.1)
+    silent = socket.create_connection(("127.0.0.1", address["port"]))  # a port scanner, which says nothing
     killed = Remote(address, 2, 10.0)
     first = killed.next(None, [])
     assert first == 0 and killed.next(first, lines(first)) == 1
@@ -125,6 +129,8 @@ def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(tmp_path: P
     for thread in threads:
         thread.join(10)
     server.close(5.0)
+    assert not any(thread.is_alive() for thread in server._connections), "somebody is waited for who is no rank"
+    silent.close()
     assert queue.journal.done.all() and sum(queue.by_rank.values()) == 30 and queue.by_rank[2] == 1
     with pytest.raises(UserError, match="rank 1 reaches rank 0 at none of"):
         Remote({**address, "hosts": ["127.0.0.1"]}, 1, 1.0)

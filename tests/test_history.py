@@ -116,6 +116,7 @@ def test_broken_lines_and_strangers_records_harm_nobody(tmp_path: Path) -> None:
     ]
     whole = [json.dumps(step(n)).encode() for n in (1, 2)]
     path.write_bytes(b"\n".join([whole[0], *strange, whole[1]]) + b'\n{"kind": "st')
+    path.with_name("rank-001.jsonl").mkdir()  # what cannot be read
     run = read_all(Run(tmp_path))
     assert run.curve((0, "a"), "loss").values.tolist() == [1.0, 0.5]
     assert [event["kind"] for event in run.events] == ["start"] and figures(run, 2000.0).step == 2

@@ -222,6 +222,9 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
     settings = tiny.settings(tmp_path, train__steps=6)
     config = ["--config", str(tiny.config_file(tmp_path))]
     tiny.train(tmp_path, [*settings, "run.name=alone"])
+    # As Debian has it: to itself a machine is a loopback address.
+    (tmp_path / "hosts").write_text(f"127.0.1.1 host-a\n{three_hosts[1].address} host-b\n")
+    three_hosts[0].run(["mount", "--bind", tmp_path / "hosts", "/etc/hosts"])
     done = three_hosts[0].run(
         [
             *words(three_hosts[:2], backend=backend),
@@ -232,6 +235,7 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
             "plan.shares=[5,3]",
         ]
     )
+    three_hosts[0].run(["umount", "/etc/hosts"])
     assert done.returncode == 0, done.stdout + done.stderr
     runs = tmp_path / "runs"
     assert tiny.difference(runs / "alone", runs / "together") <= 1e-5

@@ -1,0 +1,125 @@
+"""Launching where things are a little odd: on this machine alone, with a stand-in for ssh where another host is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib import preflight, ranks
+from lib.hostfile import Host
+from lib.preflight import Needs
+from lib.ranks import Launching
+from tests.test_launch import python, wait_for, words
+
+FAR = Host("192.0.2.7", addresses=("192.0.2.7",))  # nobody's (RFC 5737)
+CHATTY = 'echo "Welcome to {lab}, 3 users"; for last; do :; done; exec sh -c "$last"'
+STUCK = (
+    'sleep 100 & child=$!; sleep 0.3; echo $child >> "$0.pids"; sleep 100'  # as behind a jump host that does not answer
+)
+
+
+NAMELESS = 'for i in $(seq 50); do [ -e "$0.go" ] && exit 0; sleep 0.1; done; touch "$0.blocked"'
+
+
+def stand_in(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ssh that reaches this machine, whatever it is asked for."""
+    ssh = folder / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{script}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return ssh
+
+
+def is_running(pid: str) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(") ")[2][0] != "Z"
+
+
+def launch(*command: str, **options: Any) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **pipes, **options)
+
+
+def test_a_rank_that_leaves_a_child_with_its_output_is_seen_to_end() -> None:
+    child = "subprocess.Popen(['sleep', '100']); time.sleep(0.2); sys.exit(7)"
+    done = subprocess.run([*words("localhost"), *python(child)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 7 and "ended with status 7" in done.stderr
+
+
+def test_a_launch_outlives_its_terminal_under_nohup_and_letters_that_the_terminal_lacks() -> None:
+    code = "os.write(1, 'η\\n'.encode()); print(sys.stdin.readline())"
+    process = launch(
+        *words("localhost"),
+        *python(code),
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert process.stdout is not None and process.stdout.readline() == "[0 localhost] ?\n"
+    process.send_signal(signal.SIGHUP)
+    output, errors = process.communicate("still here\n", timeout=20)
+    assert process.returncode == 0 and "still here" in output and not errors
+
+
+def test_a_machine_with_two_names_in_the_host_file_is_told_so_and_not_tried_again() -> None:
+    command = [*words("localhost,127.0.0.1", "--max-restarts", "3"), *python("time.sleep(100)")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and "names this machine twice" in done.stderr and "start 2" not in done.stderr
+
+
+def test_what_a_login_shell_prints_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, CHATTY, monkeypatch)
+
+    launching = Launching((FAR,), "ring", ("true",))
+
+    async def reach() -> bool:
+        link = await ranks.connect(launching, FAR)
+        await link.close()
+        return link.closed
+
+    assert asyncio.run(reach())
+
+    async def ask() -> dict[str, Any]:
+        process, facts = await preflight._ask(launching, FAR, {**asdict(Needs()), "ports": [], "ssh_to": [], "rdma": 0})
+        assert process is not None and isinstance(facts, dict), facts
+        ranks.kill(process)
+        await process.wait()
+        return facts
+
+    assert asyncio.run(ask())["packages"] == preflight.packages()
+
+
+def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = stand_in(tmp_path, STUCK, monkeypatch)
+    monkeypatch.setattr(ranks, "CONNECT_SECONDS", -1.0)
+    with pytest.raises(ConnectionError, match="no answer"):
+        asyncio.run(asyncio.wait_for(ranks.connect(Launching((FAR,), "ring", ("true",)), FAR), 10))
+    process = launch(sys.executable, "launch", "--hosts", FAR.name, "--preflight-only", "--", "true")
+    pids = ssh.with_name("ssh.pids")
+    wait_for(lambda: len(pids.read_text().split()) == 2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in errors
+    wait_for(lambda: not any(map(is_running, pids.read_text().split())), 5)
+
+
+def test_a_name_that_takes_long_to_look_up_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = stand_in(tmp_path, NAMELESS, monkeypatch)  # `ssh -G NAME` that waits for a name server
+
+    async def reach() -> None:
+        host = Host("no-such-host.invalid")
+        reaching = asyncio.ensure_future(ranks.connect(Launching((host,), "ring", ("true",)), host))
+        await asyncio.sleep(0.1)
+        ssh.with_name("ssh.go").touch()
+        with pytest.raises(ConnectionError):
+            await reaching
+
+    asyncio.run(reach())
+    assert not ssh.with_name("ssh.blocked").exists()
