@@ -91,6 +91,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         valid = open_held_out(config.data, config.record_kind, tokenizer, tell=say.line, **words)
         questions = evaluate.load_questions(config, tokenizer)
     world.require_equal("tokenised training data", data.digest)
+    world.require_equal("held-out data or questions", evaluate.digest_of(valid, questions))
     batch_size = config.train.global_batch_size
     steps = config.train.steps or config.train.epochs * -(-len(data) // batch_size)
     checkpoint_every = config.checkpoint.every or min(100, -(-steps // 10))
@@ -177,7 +178,6 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # Unlike devices pad unlike, but all ranks deal alike.
     lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
-
     make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers))
 
     def batches() -> Iterator[tuple[int, Position, int, list[float], list[int], list[Any]]]:

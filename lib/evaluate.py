@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -65,6 +66,11 @@ def policy_logps(
 ) -> np.ndarray:
     """log pi of every completion, float32 [N, K], as `scoring.dataset_logps` gives them at the evaluation batch size."""
     return scoring.dataset_logps(model, dataset, world, shares, settings.evaluate.batch_size, settings.data)
+
+
+def digest_of(valid: Dataset | None, questions: list[Question]) -> str:
+    """Of all that a run is judged by."""
+    return hashlib.sha256(repr([valid and valid.digest, questions]).encode()).hexdigest()
 
 
 def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config) -> Metrics:
@@ -302,6 +308,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
             **models.vocabulary(settings.model),
         )
         questions = load_questions(settings, tokenizer)
+    world.require_equal("data or questions", digest_of(dataset, questions))
     wants_reference = settings.train.loss != "sft" and (
         options.per_pair is not None or losses.needs_reference(settings.train.loss)
     )

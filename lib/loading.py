@@ -28,8 +28,10 @@ def load_reference(settings: Config, world: World) -> nn.Module:
     """The reference model; in parts, where the policy is.
 
     Raises:
-        AgreedError: it cannot be loaded or divided.
+        AgreedError: it cannot be loaded or divided, or ranks have unlike ones.
     """
+    if world.size > 1:
+        world.require_equal("reference model", models.reference_fingerprint(settings.model, settings.train.seed))
     weights = world.division.weights if isinstance(world, ShardedWorld) and world.division else None
     with world.agreeing("loading the reference"):
         model = models.load_reference(settings.model, settings.train.seed, lazy=weights is not None)

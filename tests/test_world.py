@@ -10,6 +10,7 @@ import pytest
 
 import train as script
 from lib import config, performance, runtime, sync
+from lib import model as models
 from lib.config import UserError
 from lib.performance import PerformanceTracker
 from lib.sync import AgreedError, World
@@ -78,6 +79,27 @@ def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, wo
         for record in steps_of(run, world.rank):
             assert record["pairs"] == len(record["rows"]) and record["step_seconds"] >= record["compute_seconds"]
         world.gather_text("checked")  # nobody goes on, or cleans up, while another still reads
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [("data.valid", "held-out data or questions"), ("model.reference", "reference model")],
+)
+def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: Path, place: str, what: str) -> None:
+    """Else their figures would be mixed, or, where there are more of them, be cut off."""
+    words = settings(world, folder)
+    if world.rank == 0:
+        tiny.write_jsonl(folder / "data.valid", tiny.pairs(300, seed=5))
+        for seed in (0, 1):
+            path = tiny.model_folder(folder / f"model.reference{seed}")
+            models.load(config.Model(path=str(path), random_init=True), seed).save_weights(
+                str(path / "model.safetensors")
+            )
+    world.gather_text("written")
+    words += [f"model.reference={folder}/model.reference{int(world.rank == 1 and place == 'model.reference')}"]
+    words += [f"data.valid={folder}/data.valid"] * (world.rank == 1 and place == "data.valid")
+    with pytest.raises(AgreedError, match=f"rank 1 has another {what} than rank 0"):
+        train(world, folder, words, "run")
 
 
 def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path) -> None:
