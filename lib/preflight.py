@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -113,7 +114,11 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "ssh_to": lambda: unreached(request["ssh_to"]),
         "calibration": lambda: calibrated(request["calibration_dir"]),
         "clock": time.time,
-        "load": lambda: {"average": os.getloadavg()[0], "cpus": machine.usable_cpus()},
+        "load": lambda: {
+            "average": os.getloadavg()[0],
+            "cpus": machine.usable_cpus(),
+            "training": training_among(processes()),
+        },
         "rdma": lambda: rdma_devices() if request["rdma"] else None,
     }
     found: dict[str, Any] = {}
@@ -240,6 +245,20 @@ def calibrated(folder: str | None) -> dict[str, Any] | None:
         for curve in kept.curves
     )
     return {"there": True, "measured_at": newest, "fresh": fresh}
+
+
+def processes() -> str:
+    """What runs on this host, `id command` a line; empty where nobody can tell."""
+    if shutil.which("ps") is None:
+        return ""
+    return subprocess.run(["ps", "-axo", "pid=,args="], capture_output=True, text=True, timeout=LIMIT_SECONDS).stdout
+
+
+def training_among(told: str) -> tuple[int, str] | None:
+    """The first training or calibration among `processes`: its process id and command."""
+    ours = re.compile(r"\s*(\d+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*|-m lib\.spare)")
+    found = next((match for match in map(ours.match, told.splitlines()) if match), None)
+    return (int(found[1]), found[2][:80]) if found else None
 
 
 def rdma_devices() -> dict[str, Any]:
@@ -485,6 +504,10 @@ def _judge_clock(host: Host, clock: Mapping[str, float], _: Context) -> Verdicts
 
 def _judge_load(host: Host, load: Mapping[str, Any], _: Context) -> Verdicts:
     told = f"{load['average']:.1f} on {load['cpus']} cores"
+    if load.get("training"):
+        process, words = load["training"]
+        told += f", and a training runs there already, process {process}: {words}"
+        return [("told", told, f"ssh {host.name} kill -INT {process}    # or wait for its end")]
     if load["average"] <= 0.5 * load["cpus"]:
         return [("ok", told, "")]
     return [("told", f"{told}: somebody else computes there", f"ssh -t {host.name} top")]

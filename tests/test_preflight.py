@@ -238,7 +238,7 @@ def test_nothing_is_started_where_a_check_fails_and_the_table_says_why(
     done = three_hosts[0].run(command)
     assert done.returncode == 1 and not (tmp_path / "started").exists() and done.stdout == ""
     assert "1 failed: nothing was started" in done.stderr and "ping -c 3 10.77.0.99" in done.stderr
-    assert re.search(r"10\.77\.0\.99 +FAILED", done.stderr)
+    assert re.search(r"ssh +FAILED on 10\.77\.0\.99", done.stderr)
 
 
 # ---- Pure
@@ -265,6 +265,12 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
     assert one("clock", clock={"ahead_seconds": 60.0, "unsure_seconds": 1.0}).status == "told"
     assert one("clock", clock={"ahead_seconds": 2.5, "unsure_seconds": 1.0}).status == "ok"
     assert one("load", load={"average": 4.0, "cpus": 2}).status == "told"
+    assert f"{os.getpid()} " in preflight.processes()
+    shown = "  1 /sbin/init\n 22 vi train.py\n 77 /opt/tandem/.venv/bin/python train.py train.beta=0.2\n"
+    assert preflight.training_among(shown) == (77, "train.py train.beta=0.2")
+    assert preflight.training_among(shown.replace("77", "78 vi")) is None
+    busy = one("load", load={"average": 0.1, "cpus": 2, "training": [77, "train.py"]})
+    assert busy.status == "told" and busy.remedy.startswith("ssh mac-b kill -INT 77 ")
     assert one("calibration", calibration={"there": False}).status == "told"
     strict = context(launching, require_calibration=True)
     stale = one(
