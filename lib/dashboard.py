@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import charts, config, pages
+from lib.chunks import own_addresses
 from lib.config import UserError
 from lib.history import Figures, RankFigures, Run, figures, runs_in
 
@@ -591,7 +592,8 @@ def _serve(app: Any, host: str, port: int) -> None:
     port = listener.getsockname()[1]
     server = make_server(host, port, app.server, threaded=True, fd=listener.fileno())
     # A page of somebody else's that names this address by its own domain gets no answer (DNS rebinding).
-    app.server.config["TRUSTED_HOSTS"] = ["localhost", "127.0.0.1", "[::1]", host]
+    names = [host] if host not in ("", "0.0.0.0") else own_addresses()
+    app.server.config["TRUSTED_HOSTS"] = ["localhost", "127.0.0.1", "[::1]", *names]
     print(f"dashboard: http://{host}:{port}    (Ctrl-C ends it)", flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
         print(f"dashboard: whoever reaches {host}:{port} can read it; there is no password", file=sys.stderr)

@@ -37,6 +37,7 @@ from lib.hostfile import Host, Hosts
 from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
+PATIENCE_SECONDS = 900.0  # while none of the hosts answers
 LOOK_OUT_SECONDS = 2.0  # between looks for a host that is missing
 
 # Names that people set and that nothing reads, with what does what they hope for.
@@ -92,7 +93,8 @@ async def supervise(
                 restarts += 1
             # Those that were there first: the checkpoints of the others may be older.
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
-            hosts = await _answering(launching, links, in_order, restart_with == "all", interrupts)
+            patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
+            hosts = await _answering(launching, links, in_order, restart_with == "all", patience_seconds, interrupts)
             if outcome.fault is not None and outcome.fault.kind in ("wedged", "late") and len(hosts) > 1:
                 hosts = await ranks.reach_each_other(launching, links, hosts)
             if not interrupts.empty():
@@ -129,15 +131,21 @@ async def _answering(
     links: dict[str, Link],
     hosts: tuple[Host, ...],
     all_of_them: bool,
+    patience_seconds: float,
     interrupts: asyncio.Queue[int],
 ) -> tuple[Host, ...]:
-    """The hosts that answer, in their order; where all are wanted, waits until they do (or for an interrupt)."""
+    """The hosts that answer, in their order; where all are wanted, waits until they do (or for an interrupt).
+
+    Where none does, it may be the network of this machine: they are asked again, for as long as patience lasts.
+    """
     connected = tuple(host for host in hosts if host.name in links and not links[host.name].closed)
     if connected and not all_of_them:  # a host that does not answer at once is taken in when it is back
         return connected
+    deadline = time.monotonic() + patience_seconds
     while True:
         answered = await asyncio.gather(*(_reach(launching, links, host) for host in hosts))
-        if not all_of_them or all(answered) or not interrupts.empty():
+        enough = all(answered) if all_of_them else any(answered) or time.monotonic() > deadline
+        if enough or not interrupts.empty():
             return tuple(host for host, there in zip(hosts, answered, strict=True) if there)
         await asyncio.sleep(1)
 
@@ -198,6 +206,7 @@ def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:
     with contextlib.suppress(OSError):
         if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
             return
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # after Ctrl-Z and bg there is no input, which stops nobody
     threading.Thread(target=read, daemon=True).start()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import json
 import logging
@@ -63,8 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def log(kind: str, **fields: Any) -> None:
-    """One record, as a line of JSON on standard output."""
-    print(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}, default=str), flush=True)
+    """One record, as a line of JSON on standard output; where its disk is full or its reader gone, serving goes on."""
+    with contextlib.suppress(OSError):
+        print(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}, default=str), flush=True)
 
 
 def serve(settings: Config, run: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -134,7 +135,7 @@ def check_manners(page: chromium.Page, address: str) -> None:
 
 
 def test_only_who_asks_for_this_machine_by_name_is_answered(tmp_path: Path) -> None:
-    with served("--runs", tmp_path) as address:
+    with served("--runs", tmp_path, "--host", "0.0.0.0") as address:
         port = int(address.rsplit(":", 1)[1])
 
         def ask(host: str, path: str = "/") -> http.client.HTTPResponse:
@@ -145,6 +146,7 @@ def test_only_who_asks_for_this_machine_by_name_is_answered(tmp_path: Path) -> N
         good = ask(f"127.0.0.1:{port}")
         assert good.status == 200 and "default-src 'self'" in (good.headers["Content-Security-Policy"] or "")
         assert not re.search(rb"https?://(?!127\.0\.0\.1)", good.read())
+        assert ask(f"{socket.gethostname()}:{port}").status == 200, "listening for all hosts, and none is answered"
         assert ask("evil.example").status == 400
 
 

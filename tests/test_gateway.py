@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import stat
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -363,3 +366,11 @@ def test_every_host_gets_one_backend(tmp_path: Path) -> None:
     assert here.words == (
         *("--model", "owner/name", "--concurrency", "7", "--revision", "abc", "--adapter", str(tmp_path), "--fuse"),
     )
+
+
+def test_a_log_that_nobody_can_take_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "w") as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        server.log("request", path="/")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -13,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from lib import preflight, ranks
+from lib import launcher, preflight, ranks
 from lib.hostfile import Host
 from lib.preflight import Needs
 from lib.ranks import Launching
 from tests.test_launch import python, wait_for, words
 
 FAR = Host("192.0.2.7", addresses=("192.0.2.7",))  # nobody's (RFC 5737)
+AWAY = '[ -e "$0.back" ] || exit 255; for last; do :; done; exec sh -c "$last"'
 CHATTY = 'echo "Welcome to {lab}, 3 users"; for last; do :; done; exec sh -c "$last"'
 STUCK = (
     'sleep 100 & child=$!; sleep 0.3; echo $child >> "$0.pids"; sleep 100'  # as behind a jump host that does not answer
@@ -123,3 +126,49 @@ def test_a_name_that_takes_long_to_look_up_holds_up_nobody(tmp_path: Path, monke
 
     asyncio.run(reach())
     assert not ssh.with_name("ssh.blocked").exists()
+
+
+def test_a_launch_waits_for_its_network_while_there_is_a_run_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = stand_in(tmp_path, AWAY, monkeypatch)
+
+    async def answering(patience_seconds: float) -> tuple[Host, ...]:
+        links: dict[str, ranks.Link] = {}
+        launching, none = Launching((FAR,), "ring", ("true",)), asyncio.Queue[int]()
+        asking = asyncio.ensure_future(launcher._answering(launching, links, (FAR,), False, patience_seconds, none))
+        await asyncio.sleep(0.5)
+        ssh.with_name("ssh.back").touch()
+        found = await asking
+        await asyncio.gather(*(link.close() for link in links.values()))
+        ssh.with_name("ssh.back").unlink()
+        return found
+
+    assert asyncio.run(answering(0.0)) == ()
+    assert asyncio.run(answering(30.0)) == (FAR,)
+
+
+BACKGROUND = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+launch = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, preexec_fn=lambda: os.setpgid(0, 0))
+os.tcsetpgrp(0, launch.pid)
+launch.stdout.readline()
+os.kill(launch.pid, signal.SIGTSTP)
+os.waitpid(launch.pid, os.WUNTRACED)
+os.tcsetpgrp(0, os.getpgrp())
+os.kill(launch.pid, signal.SIGCONT)
+sys.exit(launch.wait(15))
+"""
+
+
+def test_a_launch_goes_on_after_ctrl_z_and_bg() -> None:
+    code = python("print('ready', flush=True); time.sleep(1)")
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", BACKGROUND, *words("localhost"), *code])
+    with contextlib.suppress(OSError):  # its end
+        while os.read(terminal, 2**16):
+            pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
