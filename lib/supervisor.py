@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import os
 import random
 import secrets
 import shlex
@@ -30,6 +31,7 @@ from lib.pool import Backend, Pool
 
 HEALTH_EVERY_SECONDS = 2.0
 HEALTH_SECONDS = 10.0
+EXIT_SECONDS = 0.1  # between looks whether a backend's process has ended
 STEADY_SECONDS = 60.0  # up for so long, and the failures before are forgotten
 LONGEST_PAUSE_SECONDS = 30.0
 PROBE = {"prompt": "1", "max_tokens": 1, "temperature": 0.0}
@@ -89,14 +91,15 @@ class Process:
             self.last_lines.extend(line[:400] for line in block.decode(errors="replace").splitlines() if line.strip())
 
     async def _end(self) -> None:
-        await self.process.wait()
+        while self.process.returncode is None:  # wait() may last until its children let go of its output, too
+            await asyncio.sleep(EXIT_SECONDS)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.reading), 0.5)  # what it said last
 
     async def stop(self) -> None:
-        """Ends it, whatever it is doing."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGKILL)
+        """Ends it and what it started (mlx_lm.fuse), whatever they are doing."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         await self.ended
         self.reading.cancel()
 

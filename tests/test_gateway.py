@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -23,7 +24,7 @@ from lib.config import Serve, UserError
 from lib.gateway import Gateway
 from lib.hostfile import Host
 from lib.pool import Backend, Pool, QueueFull, choose
-from lib.supervisor import Recipe, pause_seconds
+from lib.supervisor import Process, Recipe, pause_seconds
 
 LIMITS = Limits("tiny", max_prompt_tokens=100, max_tokens=50, vocab_size=283, context_tokens=120)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -374,3 +375,16 @@ def test_a_log_that_nobody_can_take_ends_no_server(monkeypatch: pytest.MonkeyPat
     with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "w") as broken:
         monkeypatch.setattr(sys, "stdout", broken)
         server.log("request", path="/")
+
+
+def test_a_backend_that_leaves_a_child_is_seen_to_end_and_takes_it_along() -> None:
+    async def life() -> tuple[int | None, bytes]:
+        script = "sleep 100 & echo $!; sleep 0.3; exit 3"
+        process = await Process.start(["sh", "-c", script], "secret")
+        await asyncio.wait_for(process.ended, 20)
+        await process.stop()
+        child = subprocess.run(["ps", "-o", "stat=", "-p", process.last_lines[0]], capture_output=True).stdout
+        return process.process.returncode, child.strip()[:1]
+
+    status, child = asyncio.run(life())
+    assert status == 3 and child in (b"", b"Z")
