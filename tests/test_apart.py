@@ -1,6 +1,7 @@
 """Ranks that train apart, on real ranks: exact where it can be, every pair once, no rank left waiting."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import load_adapters, load_model
 
 from lib import exchange, rounds, step
 from lib.config import Stopped, Sync
 from lib.performance import read_records
 from lib.sync import AgreedError, World
+from tests import tiny
 from tests.test_world import folder, settings, train, world  # noqa: F401
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
@@ -173,6 +176,69 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
     assert [len(steps_of(run, rank)) for rank in range(world.size)] == [
         sum(record["steps"][rank] for record in merges_of(run)) for rank in range(world.size)
     ]
+    world.gather_text("checked")
+
+
+def test_a_run_goes_on_alone_from_a_rounds_end(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    shares: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*settings(world, folder, rows=40), "strategy=independent", "independent.pairs_per_round=16"]
+    words += ["train.epochs=2", "checkpoint.every=1", "checkpoint.keep=4"]
+    run = train(world, folder, [*words, shares], "run")
+    world.gather_text("finished")
+    if world.rank == 0:
+        shutil.rmtree(max((run / "checkpoints").glob("step-*")))  # the newest left is inside a round
+        assert max(path.name for path in (run / "checkpoints").glob("step-*")) == "step-00000009"
+        capsys.readouterr()
+        train(World(), folder, words, "run", resume=True)
+        told = capsys.readouterr().out
+        assert "inside a round" in told and f"{world.size} ranks instead of 1" in told and "after step 8 of 10" in told
+        assert rows_of_epochs(run) == {0: list(range(40)), 1: list(range(40))}
+        assert json.loads((run / "summary.json").read_text())["world_size"] == 1
+    world.gather_text("checked")
+
+
+def test_a_stacked_run_goes_on_at_its_rank(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    shares: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*settings(world, folder), "strategy=independent", "independent.merge=stack"]
+    run = train(world, folder, [*words, shares, "train.epochs=1"], "run")
+    world.gather_text("finished")
+    stacked, configured = weights(run), json.loads((run / "adapter_config.json").read_text())
+    name = next(name for name in stacked if name.endswith("lora_a"))
+    assert configured["lora_parameters"]["rank"] == 8 * world.size == stacked[name].shape[1]
+    capsys.readouterr()
+    train(world, folder, [*words, shares, "train.epochs=1"], "run", resume=True)  # finished: nothing changes
+    assert world.rank or "after step 3 of 3" in capsys.readouterr().out
+    world.gather_text("again")
+    assert all(np.array_equal(stacked[name], array) for name, array in weights(run).items())
+    world.gather_text("compared")
+    if world.rank == 0:
+        train(World(), folder, [*words, "train.epochs=2"], "run", resume=True)
+        assert weights(run)[name].shape[1] == 8 and rows_of_epochs(run)[1] == list(range(21))
+    world.gather_text("checked")
+
+
+def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+    words = [*settings(world, folder), "strategy=independent", shares, "train.steps=3"]
+    stored = folder / "stored"
+    if world.rank == 0:
+        assert tiny.stored_model(folder) == stored
+    world.gather_text("written")
+    for method in ("stack", "svd"):
+        stored_words = ["model.random_init=false", f"model.path={stored}", f"independent.merge={method}"]
+        run = train(world, folder, [*words, *stored_words], method)
+        world.gather_text("finished")
+        model, _ = load_model(stored)
+        before = np.array(model(mx.array([[3, 4, 5]])))
+        model = load_adapters(model, str(run))
+        assert not np.array_equal(before, np.array(model(mx.array([[3, 4, 5]])))), method
     world.gather_text("checked")
 
 

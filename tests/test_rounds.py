@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +18,7 @@ from lib import ledger, runtime
 from lib.performance import read_records
 from tests import tiny
 from tests.cluster import Host
-from tests.tiny import ROOT, difference, rows_of_epochs, steps_of, weights
+from tests.tiny import ROOT, difference, steps_of
 
 
 @settings(deadline=None, max_examples=80)
@@ -165,22 +163,6 @@ def _descendants_of_run(run: Path) -> list[int]:
     return found
 
 
-def test_a_run_of_two_goes_on_alone_from_a_rounds_end(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path, rows=40), "strategy=independent", "independent.pairs_per_round=16"]
-    words += ["plan.shares=[5,3]", "train.epochs=2", "checkpoint.every=1", "checkpoint.keep=4", "run.name=run"]
-    tiny.train(tmp_path, words, ranks=2)
-    run = tmp_path / "runs" / "run"
-    for path in sorted((run / "checkpoints").glob("step-*"))[-1:]:  # the last one: the newest left is inside a round
-        shutil.rmtree(path)
-    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
-    assert newest == "step-00000009"
-    result = tiny.train(tmp_path, ["--resume", str(run), "plan.shares=null"])
-    assert "inside a round" in result.stdout and "2 ranks instead of 1" in result.stdout
-    assert "after step 8 of 10" in result.stdout
-    assert rows_of_epochs(run) == {0: list(range(40)), 1: list(range(40))}
-    assert json.loads((run / "summary.json").read_text())["world_size"] == 1
-
-
 def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_hosts: list[Host]) -> None:
     """Killed on all hosts inside a round, and resumed: the bits of a run that nobody stopped, nothing on a shared disk."""
     hosts = fresh_hosts[:2]
@@ -219,20 +201,6 @@ def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_ho
     assert parts == {"001.safetensors"}, "each host has its own rank's parts and no other"
 
 
-def test_a_stacked_run_goes_on_at_its_rank(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "strategy=independent", "independent.merge=stack", "run.name=run"]
-    tiny.train(tmp_path, [*words, "plan.shares=[5,3]", "train.epochs=1"], ranks=2)
-    run = tmp_path / "runs" / "run"
-    config = json.loads((run / "adapter_config.json").read_text())
-    stacked = weights(run)
-    name = next(name for name in stacked if name.endswith("lora_a"))
-    assert config["lora_parameters"]["rank"] == 16 == stacked[name].shape[1]
-    again = tiny.train(tmp_path, ["--resume", str(run)], ranks=2)  # finished: nothing changes
-    assert "after step 3 of 3" in again.stdout and all(np.array_equal(stacked[n], a) for n, a in weights(run).items())
-    tiny.train(tmp_path, ["--resume", str(run), "train.epochs=2", "plan.shares=null"])
-    assert weights(run)[name].shape[1] == 8 and rows_of_epochs(run)[1] == list(range(21))
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -262,19 +230,3 @@ def test_rounds_smaller_than_a_batch_are_whole_batches(tmp_path: Path) -> None:
     tiny.train(tmp_path, [*words, "run.name=run"])
     records = read_records(tmp_path / "runs" / "run" / "logs" / "rank-000.jsonl")
     assert [sum(r["pairs"]) for r in records if r["kind"] == "merge"] == [8, 8, 5, 8]
-
-
-def test_a_merged_adapter_loads_in_mlx_lm(tmp_path: Path) -> None:
-    from mlx_lm.utils import load_adapters, load_model
-
-    from tests.test_train import stored_model
-
-    stored = stored_model(tmp_path)
-    words = [*tiny.settings(tmp_path), "model.random_init=false", f"model.path={stored}", "train.steps=3"]
-    for method in ("stack", "svd"):
-        name = f"run.name={method}"
-        tiny.train(tmp_path, [*words, "strategy=independent", f"independent.merge={method}", name], ranks=2)
-        model, _ = load_model(stored)
-        before = np.array(model(mx.array([[3, 4, 5]])))
-        model = load_adapters(model, str(tmp_path / "runs" / method))
-        assert not np.array_equal(before, np.array(model(mx.array([[3, 4, 5]])))), method

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from lib import checkpoint, exchange, runtime, scoring
+from lib import checkpoint, evaluate, exchange, runtime, scoring
 from lib.data import in_memory
 from lib.performance import PerformanceTracker, read_records
 from lib.sync import World
@@ -38,13 +38,6 @@ def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -
     assert summary["world_size"] == 2 and summary["steps"] == 20
 
 
-def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=6", "model.dropout=0.2", "plan.shares=[6,2]"]
-    for name in ("a", "b"):
-        tiny.train(tmp_path, [*words, f"run.name={name}"], ranks=2)
-    assert difference(tmp_path / "runs" / "a", tmp_path / "runs" / "b") == 0.0
-
-
 def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
     words = [
         *tiny.settings(tmp_path),
@@ -58,7 +51,7 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
     assert "resuming" not in whole.stdout
     reference = tiny.steps_of(tmp_path / "runs" / "whole")
     rng, kills = random.Random(7), 0
-    for attempt in range(4):
+    for attempt in range(3):
         run = tmp_path / "runs" / f"killed{attempt}"
         command = [sys.executable, str(ROOT / "train.py"), *words, f"run.name={run.name}"]
         # Kill when a chosen number of records has been written, somewhere inside what follows.
@@ -66,7 +59,7 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         log = run / "logs" / "rank-000.jsonl"
         while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < target):
-            pass
+            time.sleep(0.001)  # the processor is the run's
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
         resumed = tiny.train(tmp_path, ["--resume", str(run)])
@@ -195,7 +188,7 @@ def test_what_is_saved_loads_in_mlx_lm(tmp_path: Path) -> None:
             f"run.name={method}",
             "model.random_init=false",
         ]
-        stored = stored_model(tmp_path)
+        stored = tiny.stored_model(tmp_path)
         tiny.train(tmp_path, [*words, f"model.path={stored}"])
         model, _ = load_model(stored)
         before = model(mx.array([[3, 4, 5]]))
@@ -203,22 +196,8 @@ def test_what_is_saved_loads_in_mlx_lm(tmp_path: Path) -> None:
         assert not np.array_equal(np.array(before), np.array(model(mx.array([[3, 4, 5]])))), method
 
 
-def stored_model(folder: Path, quantised: bool = False, seed: int = 11, **shape: Any) -> Path:
-    """A model folder with weights, as mlx-lm saves it."""
-    from mlx_lm.utils import load_model, quantize_model, save_model
-
-    path = tiny.model_folder(folder / "stored", hidden_size=64, intermediate_size=64, **shape)
-    mx.random.seed(seed)
-    model, configuration = load_model(path, strict=False)
-    if quantised:
-        model, configuration = quantize_model(model, configuration, 32, 4)
-        (path / "config.json").write_text(json.dumps(configuration))
-    save_model(path, model)
-    return path
-
-
 def test_a_quantised_base_trains_its_adapters(tmp_path: Path) -> None:
-    stored = stored_model(tmp_path, quantised=True)
+    stored = tiny.stored_model(tmp_path, quantised=True)
     words = [
         *tiny.settings(tmp_path),
         "train.steps=12",
@@ -232,16 +211,6 @@ def test_a_quantised_base_trains_its_adapters(tmp_path: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"]
     full = tiny.train(tmp_path, [*words, "model.method=full", "run.name=f"], check=False)
     assert full.returncode == 2 and "quantised; use model.method=lora" in full.stderr
-
-
-def test_reference_log_probabilities_are_computed_once(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=2"]
-    first = tiny.train(tmp_path, [*words, "run.name=a"])
-    second = tiny.train(tmp_path, [*words, "run.name=b", "train.beta=0.3"], ranks=2)
-    changed = tiny.train(tmp_path, [*words, "run.name=c", "train.seed=9"])  # another random model
-    assert "reference log-probabilities" in first.stdout and "reference log-probabilities" in changed.stdout
-    assert "reference log-probabilities" not in second.stdout
-    assert tiny.steps_of(tmp_path / "runs" / "b")[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_runs_that_keep_the_same_reference_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -275,15 +244,15 @@ def test_a_loss_without_a_reference_asks_none(tmp_path: Path, loss: str) -> None
 
 
 def test_another_reference_model_is_used(tmp_path: Path) -> None:
-    stored = stored_model(tmp_path)
+    stored = tiny.stored_model(tmp_path)
     words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=a", f"model.reference={stored}"]
     tiny.train(tmp_path, words)
     assert abs(tiny.steps_of(tmp_path / "runs" / "a")[0]["reward_margin"]) > 1e-3
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "--dry-run", "plan.shares=[6,2]"], ranks=2)
-    assert "6 + 2 = 8" in result.stdout and "parameters" in result.stdout and "dry run" in result.stdout
+    """tests/test_world.py has the ranks' own."""
+    assert "dry run" in tiny.train(tmp_path, [*tiny.settings(tmp_path), "--dry-run"]).stdout
     assert not (tmp_path / "runs").exists()
 
 
@@ -296,22 +265,6 @@ def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
     assert tiny.steps_of(tmp_path / "runs" / "second")[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
     wrong = tiny.train(tmp_path, [*words, "run.name=third", f"model.adapter={first}", "model.rank=4"], check=False)
     assert wrong.returncode == 2 and "model.rank=8" in wrong.stderr
-
-
-def test_non_finite_updates_are_left_out_and_then_stop_the_run(tmp_path: Path) -> None:
-    words = [
-        *tiny.settings(tmp_path),
-        "train.optimizer=sgd",
-        "train.learning_rate=1e38",
-        "train.max_grad_norm=null",
-        "train.max_skipped_steps=3",
-        "run.name=run",
-    ]
-    result = tiny.train(tmp_path, [*words, "train.epochs=9"], ranks=2, check=False)
-    assert result.returncode == 1 and "3 updates in a row were not finite" in result.stderr
-    run = tmp_path / "runs" / "run"
-    assert [r["skipped"] for r in tiny.steps_of(run)] == [r["skipped"] for r in tiny.steps_of(run, 1)]
-    assert [r["skipped"] for r in tiny.steps_of(run)][-3:] == [True] * 3
 
 
 def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,27 +334,12 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path) -> None:
 
 
 def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
-    policy = stored_model(tmp_path / "policy")
-    reference = stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)
+    policy = tiny.stored_model(tmp_path / "policy")
+    reference = tiny.stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)
     records = list(tiny.pairs(9, seed=3))
     data, out = tiny.write_jsonl(tmp_path / "data.jsonl", records), tmp_path / "out.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "lib.evaluate",
-        "--model",
-        str(policy),
-        "--reference",
-        str(reference),
-        "--data",
-        str(data),
-        "--per-pair",
-        str(out),
-    ]
-    result = subprocess.run(
-        [*command, "evaluate.batch_size=4", "train.beta=0.3"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    words = ["--model", str(policy), "--reference", str(reference), "--data", str(data), "--per-pair", str(out)]
+    assert evaluate.main([*words, "evaluate.batch_size=4", "train.beta=0.3"]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     expected = []
     for record in records:

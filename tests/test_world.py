@@ -11,7 +11,7 @@ import pytest
 import train as script
 from lib import config, performance, runtime, sync
 from lib import model as models
-from lib.config import UserError
+from lib.config import Stopped, UserError
 from lib.performance import PerformanceTracker
 from lib.sync import AgreedError, World
 from tests import tiny
@@ -48,6 +48,11 @@ def settings(world: World, folder: Path, *words: str, **changes: Any) -> list[st
 SHARES = {2: [[4, 4], [6, 2], [8, 0]], 3: [[5, 2, 1]]}
 
 
+def unequal(world: World) -> list[int]:
+    """Shares of 8 pairs that give every rank something."""
+    return [9 - world.size, *[1] * (world.size - 1)]
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -63,7 +68,7 @@ def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, wo
     # 21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it.
     common = [*settings(world, folder), *words, "train.steps=20"]
     alone = train(World(rank=0), folder, common, f"alone{world.rank}")
-    for shares in SHARES.get(world.size, [[8 - world.size + 1] + [1] * (world.size - 1)]):
+    for shares in SHARES.get(world.size, [unequal(world)]):
         sizes = [max(1, (share + 1) // 2) for share in shares]
         run = train(
             world,
@@ -116,6 +121,52 @@ def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path)
     )
     assert difference(straight, run) <= 1e-5 < difference(alone, run)
     assert all(rows == list(range(27)) for rows in list(rows_of_epochs(run).values())[:3])
+    world.gather_text("checked")
+
+
+def test_the_same_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:
+    words = [*settings(world, folder), "train.steps=6", "model.dropout=0.2", f"plan.shares={unequal(world)}"]
+    runs = [train(world, folder, words, name) for name in ("a", "b")]
+    world.gather_text("finished")
+    assert difference(*runs) == 0.0
+    world.gather_text("checked")
+
+
+def test_reference_log_probabilities_are_computed_once(
+    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*settings(world, folder), "train.steps=2"]
+    if world.rank == 0:
+        train(World(), folder, words, "a")
+        assert "reference log-probabilities" in capsys.readouterr().out
+    world.gather_text("computed")
+    kept = train(world, folder, [*words, "train.beta=0.3"], "b")
+    assert "reference log-probabilities" not in capsys.readouterr().out
+    train(world, folder, [*words, "train.seed=9"], "c")  # another random model
+    assert ("reference log-probabilities" in capsys.readouterr().out) == (world.rank == 0)
+    assert steps_of(kept)[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+    world.gather_text("checked")
+
+
+def test_a_dry_run_writes_nothing(world: World, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = unequal(world)
+    words = [*settings(world, folder), f"plan.shares={shares}"]
+    script.train(config.load(None, words), world, resume=False, dry_run=True)
+    told = capsys.readouterr().out
+    if world.rank == 0:
+        assert f"{' + '.join(map(str, shares))} = 8" in told and "parameters" in told and "dry run" in told
+    world.gather_text("told")
+    assert not (folder / "runs").exists()
+
+
+def test_non_finite_updates_are_left_out_and_then_stop_the_run(world: World, folder: Path) -> None:
+    words = [*settings(world, folder), f"plan.shares={unequal(world)}", "train.optimizer=sgd", "train.epochs=9"]
+    words += ["train.learning_rate=1e38", "train.max_grad_norm=null", "train.max_skipped_steps=3"]
+    with pytest.raises(Stopped, match="3 updates in a row were not finite"):
+        train(world, folder, words, "run")
+    world.gather_text("stopped")
+    skipped = [[r["skipped"] for r in steps_of(folder / "runs" / "run", rank)] for rank in range(world.size)]
+    assert skipped == [skipped[0]] * world.size and skipped[0][-3:] == [True] * 3 and not all(skipped[0])
     world.gather_text("checked")
 
 

@@ -39,6 +39,20 @@ def model_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def stored_model(folder: Path, quantised: bool = False, seed: int = 11, **shape: Any) -> Path:
+    """A model folder with weights, as mlx-lm saves it."""
+    from mlx_lm.utils import load_model, quantize_model, save_model
+
+    path = model_folder(folder / "stored", hidden_size=64, intermediate_size=64, **shape)
+    mx.random.seed(seed)
+    model, configuration = load_model(path, strict=False)
+    if quantised:
+        model, configuration = quantize_model(model, configuration, 32, 4)
+        (path / "config.json").write_text(json.dumps(configuration))
+    save_model(path, model)
+    return path
+
+
 def write_jsonl(path: Path, records: list[Any]) -> Path:
     path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
     return path
