@@ -313,11 +313,13 @@ def save_all(
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one."""
+    """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one; and torn ones."""
     newest_whole = next((path for path in _checkpoints(folder) if not _inside_a_round(path)), None)
     for path in _checkpoints(folder)[keep:]:
         if _step(path) != best_step and path != newest_whole:
             shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".unfinished-*"):  # of a process that was killed: nobody else writes here
+        shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- Every rank's own part: what differs between ranks that train apart, or that compress what they send ---------------
@@ -372,6 +374,8 @@ def prune_parts(folder: Path, kept: list[int], rank: int, size: int) -> None:
         step, owner = (int(number) for number in re.findall(r"\d+", path.name))
         if step not in kept and (owner == rank or (rank == 0 and owner >= size)):
             path.unlink(missing_ok=True)
+    for path in (folder / "ranks").glob(f".unfinished-*-rank-{rank:03d}.safetensors"):
+        path.unlink(missing_ok=True)
 
 
 def _part(folder: Path, step: int, rank: int) -> Path:
