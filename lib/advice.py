@@ -13,6 +13,8 @@ from lib.config import Config, Train
 from lib.plan import ClusterPlan, plan_cluster, solo_pairs_per_second
 
 NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
+HIGHEST_RATE = 1e-2  # of Adam, whose steps are about as long as its rate
+STRAYED_NATS = 100.0  # of KL to the reference, a completion
 ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
 
 
@@ -25,6 +27,8 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
         not_calibrated(config, plan),
         one_outer_round(config, plan),
         unscaled_learning_rate(config.train),
+        high_learning_rate(config.train),
+        high_learning_rate(config.train),
     )
     return replace(plan, warnings=(*plan.warnings, *(warning for warning in found if warning)))
 
@@ -120,4 +124,24 @@ def unscaled_learning_rate(train: Train) -> str | None:
     return (
         f"train.global_batch_size is {batch}, but train.learning_rate={train.learning_rate:g} was chosen for {chosen_for}; "
         f"train.learning_rate_scaling={rule} scales it, train.learning_rate=... chooses another"
+    )
+
+
+def high_learning_rate(train: Train) -> str | None:
+    """A learning rate that no model survives under Adam, a slip of the exponent mostly."""
+    if train.optimizer == "sgd" or train.learning_rate <= HIGHEST_RATE:
+        return None
+    return (
+        f"train.learning_rate={train.learning_rate:g} is beyond what {train.optimizer} can train with: "
+        "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"
+    )
+
+
+def strayed(kl: float | None) -> str | None:
+    """A policy that ends so far from its reference that its answers are hardly the model's any more."""
+    if kl is None or abs(kl) < STRAYED_NATS:
+        return None
+    return (
+        f"KL to the reference is {kl:.3g} nats a completion: the model has left what it was, whatever its margins say; "
+        "a lower train.learning_rate, a larger train.beta, or fewer steps"
     )

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lib import checkpoint, machine, pages
+from lib import advice, checkpoint, machine, pages
 from lib.config import Config
 from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
@@ -445,6 +445,8 @@ def show_end(say: Report, log: Path, folder: Path, summary: dict[str, Any]) -> N
     if rows:
         say.line("")
         say.table("", ["held out", "before", "after"], rows)
+    if strayed := advice.strayed(summary["kl"]):
+        say.labelled("warning", strayed)
     if len(summary["ranks"]) > 1:
         say.line("")
         _show_ranks(say, summary["ranks"])

@@ -127,6 +127,15 @@ def test_a_learning_rate_that_was_chosen_for_another_batch(tmp_path: Path) -> No
     assert "chosen for 16" in said("train.global_batch_size=8")
 
 
+def test_a_learning_rate_that_is_a_slip() -> None:
+    assert "train.learning_rate=10 is beyond what adamw can train with" in warnings("train.learning_rate=10")
+    assert "beyond what" not in warnings("train.learning_rate=1e-3") + warnings(
+        "train.learning_rate=10", "train.optimizer=sgd"
+    )
+    assert "is 305 nats" in str(advice.strayed(305.1)) and "is -305 nats" in str(advice.strayed(-305.1))
+    assert advice.strayed(30.0) is None and advice.strayed(None) is None
+
+
 def test_outer_wants_several_rounds() -> None:
     told = ["strategy=independent", "independent.merge=outer"]
     hosts = ["one", "one"]

@@ -138,6 +138,12 @@ def test_the_mpi_library_and_mpirun_are_this_environments():
     assert python(show, MLX_MPI_LIBNAME="/opt/libmpi.so").stdout == "/opt/libmpi.so\n"
 
 
+def test_without_the_packages_it_is_one_line():
+    done = subprocess.run([sys.executable, "-S", "train.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "make setup" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_nobody_launched_us(launched):
     assert launched() == Launch(None, 0, 1, 1)
 
