@@ -197,7 +197,10 @@ def _panel(dash: Any, name: str, title: str) -> Any:
     """A chart under its title, with its newest value in words beside it."""
     html = dash.html
     graph = html.Div(
-        dash.dcc.Graph(id=f"graph-{name}", config=GRAPH, responsive=True, style={"height": "100%"}), className="chart"
+        dash.dcc.Graph(id=f"graph-{name}", config=GRAPH, responsive=True, style={"height": "100%"}),
+        className="chart",
+        role="img",
+        **{"aria-label": f"chart: {title}"},
     )
     head = html.Div([html.H2(title), html.Span("", id=f"value-{name}")], className="head")
     return html.Section([head, graph], className="panel", id=f"panel-{name}")

@@ -471,7 +471,7 @@ def figures(run: Run, now: float) -> Figures:
     steps = steps if isinstance(steps, int) else None
     step = math.ceil(done) if not steps else min(math.ceil(done), steps)
     left = None
-    if steps and pace and not ended:
+    if steps and pace and not (ended or silent):
         left = max(0.0, steps - done) * pace / (max(len(present), 1) if apart else 1)
     elapsed = (last if ended or silent else max(now, last)) - first if last else 0.0
     costs = _cost(hosts or [who[1] for who in series], start)

@@ -54,9 +54,10 @@ class Page:
             )
 
     def screenshot(self, path: Path) -> None:
-        """The whole page, not only what the window shows."""
+        """The whole page, not only what the window shows; a .png or a .webp."""
+        kind = {"format": path.suffix.removeprefix("."), **({"quality": 80} if path.suffix == ".webp" else {})}
         shot = self.driver.execute_cdp_cmd(
-            "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": self._all()}
+            "Page.captureScreenshot", {**kind, "captureBeyondViewport": True, "clip": self._all()}
         )
         path.write_bytes(base64.b64decode(shot["data"]))
 

@@ -259,7 +259,8 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert (first.pairs_per_second, first.planned_pairs_per_second) == (pytest.approx(12.0), pytest.approx(15.0))
     assert (second.peak_memory_bytes, second.memory_limit_bytes, second.host) == (140, 1000, "b")
     assert second.bytes_per_second == pytest.approx(1e7)
-    assert figures(read_all(Run(tmp_path)), 5000.0).state == "silent"
+    silent = figures(read_all(Run(tmp_path)), 5000.0)
+    assert silent.state == "silent" and silent.left_seconds is None, "nobody knows when what is silent ends"
     assert [(host, taken) for host, taken, _ in history.batch_curves(read_all(Run(tmp_path)))] == [("a", [3])]
     (tmp_path / "logs" / "rank-001.jsonl").rename(tmp_path / "elsewhere")
     assert figures(read_all(Run(tmp_path)), 1041.0).missing == [(1, "b")]
