@@ -337,7 +337,15 @@ def _figure(
             "plot_bgcolor": "rgba(0,0,0,0)",
             "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
             "font": {"size": 12, "family": "system-ui, sans-serif"},
-            "xaxis": {"automargin": True, "zeroline": False, **title},
+            # Unseen ticks keep the first number of this axis away from that of the other.
+            "xaxis": {
+                "ticks": "outside",
+                "ticklen": 5,
+                "tickcolor": "rgba(0,0,0,0)",
+                "automargin": True,
+                "zeroline": False,
+                **title,
+            },
             "yaxis": {"automargin": True, "zeroline": False, **y_axis, **unit},
             "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
             "showlegend": len(traces) > 1,

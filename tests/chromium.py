@@ -84,9 +84,14 @@ def chromium() -> Iterator[Page]:
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     with tempfile.TemporaryDirectory() as profile:
-        for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"):
+        for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
             options.add_argument(word)
-        for word in ("--disable-background-networking", "--disable-component-update", "--disable-default-apps"):
+        for word in (
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-default-apps",
+            "--no-first-run",
+        ):
             options.add_argument(word)
         options.add_argument(f"--user-data-dir={profile}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
