@@ -31,18 +31,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from lib import calibration as calibrations  # noqa: E402
 from lib import config as settings  # noqa: E402
-from lib import heartbeat, machine, runtime  # noqa: E402
+from lib import heartbeat, machine, runtime, terminal  # noqa: E402
 from lib.calibration import MEMORY_HEADROOM, BatchPoint, Curve, CurveKey, HostCalibration  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
+from lib.terminal import Voice  # noqa: E402
 
 if TYPE_CHECKING:
     from lib.sync import World
@@ -273,7 +272,7 @@ def measure_host(
     shapes: Sequence[Shape],
     key: CurveKey,
     options: argparse.Namespace,
-    say: Voice,
+    say: Report,
     sharing: int = 1,
 ) -> tuple[HostCalibration, dict[str, Any]]:
     """Measures what is stale, and writes the host's file.
@@ -357,7 +356,7 @@ def measure_host(
                 )
             speeds = ask("reference, generation", "passes", seconds=1.0, batch_size=found.best, **row)
             if isinstance(speeds, str):
-                say.line(f"warning: the reference pass and generation could not be measured: {speeds}")
+                say.labelled("warning", f"the reference pass and generation could not be measured: {speeds}")
             curves[one] = Curve(
                 points=tuple(found.points()),
                 key=one,
@@ -373,7 +372,7 @@ def measure_host(
         if not rates:
             answer = ask("matrix multiplication, memory", "machine", seconds=1.0)
             if isinstance(answer, str):
-                say.line(f"warning: the machine's rates could not be measured: {answer}")
+                say.labelled("warning", f"the machine's rates could not be measured: {answer}")
             else:
                 rates = {**answer, "measured_at": calibrations.time_now(), "versions": versions}
     links = known.links if known else ()
@@ -487,22 +486,14 @@ def verify(
 # ---- What a person sees ------------------------------------------------------------------------------------
 
 
-class Voice:
+class Report(Voice):
     """Rank 0 speaks; the others are silent."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        # mpirun gives its ranks a terminal even where its own output goes to a file.
-        terminal = False if world_size > 1 else None
-        self.console = Console(quiet=rank != 0, force_terminal=terminal, highlight=False, soft_wrap=True)
-
-    def line(self, text: str) -> None:
-        self.console.print(text, markup=False)
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[str], None]]:
         """Yields `advance(what comes next)`; a bar on a terminal, nothing elsewhere."""
         shown = (TextColumn(title), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-        hidden = not self.console.is_terminal
+        hidden = not self.is_live
         columns = (*shown, TextColumn("{task.description}"))
         with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
             task = bar.add_task("", total=total, completed=-1)
@@ -514,20 +505,22 @@ class Voice:
         room = f"{(curve.memory_limit_bytes or 0) / 1e9:.1f} GB for MLX"
         chip = f"{one.machine.device_name} ({one.machine.device})"
         self.line(f"{one.machine.host}: {chip}, {rates}{room}, {one.machine.os}")
-        table = Table(title=str(curve.key), title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for column in ("micro-batch", "seconds", "spread", "pairs/s", "peak memory", ""):
-            table.add_column(column, justify="right" if column else "left")
+        rows = []
         for point in curve.points:
             remark = "does not fit" if point.batch_size > curve.max_batch_size else ""
-            table.add_row(
-                str(point.batch_size),
-                f"{point.seconds_median:.4f}",
-                f"{point.seconds_spread:.4f}",
-                f"{point.pairs_per_second:.1f}",
-                f"{(point.peak_memory_bytes or 0) / 1e9:.2f} GB",
-                "fastest" if point == curve.best_point else remark,
+            rows.append(
+                [
+                    str(point.batch_size),
+                    f"{point.seconds_median:.4f} s",
+                    f"{point.seconds_spread:.4f} s",
+                    f"{point.pairs_per_second:.1f}",
+                    f"{(point.peak_memory_bytes or 0) / 1e9:.2f} GB",
+                    "fastest" if point == curve.best_point else remark,
+                ]
             )
-        self.console.print(table)
+        self.line("")
+        columns = ["micro-batch", "step", "spread", "pairs/s", "peak memory", ""]
+        self.table(str(curve.key), columns, rows, text_columns=0)
         parts = [f"each step {curve.step_overhead_seconds * 1e3:.1f} ms more"]
         if curve.reference_pairs_per_second and curve.generation_tokens_per_second:
             parts.append(f"reference pass {curve.reference_pairs_per_second:.1f} pairs/s")
@@ -538,9 +531,10 @@ class Voice:
         best = curve.best_point
         if best.seconds_spread > UNSTEADY * best.seconds_median:
             spread = f"{best.seconds_spread / best.seconds_median:.0%}"
-            self.line(
-                f"warning: steps of {one.machine.host} differ by {spread}; is something else running there? "
-                "Measure again when it is idle (--refresh)"
+            self.labelled(
+                "warning",
+                f"steps of {one.machine.host} differ by {spread}; is something else running there? "
+                "Measure again when it is idle (--refresh)",
             )
 
 
@@ -605,10 +599,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runtime.prepare()
         result = calibrate(options, launch)
         if launch.rank == 0:
-            print(json.dumps(result))
+            Voice().record(result)
     except UserError as error:
         if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
-            print(f"error: {error}", file=sys.stderr)
+            terminal.error(str(error))
         return 2
     return 0
 
@@ -619,7 +613,7 @@ def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, 
     from lib import model as models
     from lib import sync
 
-    say = Voice(launch.rank, launch.size)
+    say = Report(silent=launch.rank != 0)
     config = settings.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
     shapes = shapes_of(config, options)
     folder = models.resolve(config.model.path, config.model.revision)

@@ -22,7 +22,6 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,13 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from lib import calibration  # noqa: E402
+from lib import calibration, terminal  # noqa: E402
 from lib.calibration import Curve  # noqa: E402
 from lib.config import UserError  # noqa: E402
 from lib.plan import (  # noqa: E402
@@ -46,6 +43,7 @@ from lib.plan import (  # noqa: E402
     plan_cluster,
     solo_pairs_per_second,
 )
+from lib.terminal import Voice  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -252,29 +250,24 @@ def draw(rows: Sequence[dict[str, Any]], plans: dict[str, ClusterPlan], path: Pa
     figure.savefig(path, dpi=110)
 
 
-def show(console: Console, rows: Sequence[dict[str, Any]], plan: ClusterPlan) -> None:
+def show(say: Voice, rows: Sequence[dict[str, Any]], plan: ClusterPlan) -> None:
     """The plan of a named cluster, and the played efficiencies."""
     if len(rows) == 1:
-        table = Table(title=f"{plan.global_batch_size} pairs a step")
-        for column in plan.rows()[0]:
-            table.add_column(column)
-        for rank in plan.rows()[:32]:
-            table.add_row(*rank.values())
-        console.print(table)
-        console.print(plan.reason)
-        console.print(f"predicted {plan.predicted_step_seconds:.4f} s a step, efficiency {plan.efficiency:.3f}")
-    table = Table(title="efficiency: predicted / played with noise, drift and failures")
-    for column in ("hosts", "global batch", "sync s", "failures", *divisions(rows[0]), "ideal"):
-        table.add_column(column, justify="right")
+        ranks = plan.rows()[:32]
+        say.table(f"{plan.global_batch_size} pairs a step", list(ranks[0]), [list(rank.values()) for rank in ranks], 2)
+        say.line(plan.reason)
+        say.line(f"predicted {plan.predicted_step_seconds:.4f} s a step, efficiency {plan.efficiency:.3f}")
+        say.line("")
+    table = []
     for row in rows:
         cells = [f"{row[key]:,}" for key in ("hosts", "global_batch_size", "sync_seconds", "failures")]
         for name in divisions(row):
             predicted = row.get(f"{name}_predicted_efficiency")
             played = f"{row[f'{name}_efficiency']:.2f}"
             cells.append(f"{predicted:.2f} / {played}" if predicted is not None else played)
-        cells.append(f"{row['ideal_pairs_per_second'] / row['solo_sum_pairs_per_second']:.2f}")
-        table.add_row(*cells)
-    console.print(table)
+        table.append([*cells, f"{row['ideal_pairs_per_second'] / row['solo_sum_pairs_per_second']:.2f}"])
+    columns = ["hosts", "global batch", "sync s", "failures", *divisions(rows[0]), "ideal"]
+    say.table("efficiency: predicted / played with noise, drift and failures", columns, table, text_columns=0)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -332,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         counts = integers("--count", settings.count)
         clusters = [([f"host-{i}" for i in range(n)], invented_hosts(n, shapes, settings)) for n in counts]
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    say = Voice()
     rows: list[dict[str, Any]] = []
     first: dict[str, ClusterPlan] = {}
     pictured: dict[str, ClusterPlan] = {}
@@ -345,9 +338,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pictured = plans
         first = first or plans
     plan = first["given" if shares else "planned"]
-    show(console, rows, plan)
+    show(say, rows, plan)
     draw(rows, pictured, settings.output)
-    console.print(f"picture: {settings.output}", soft_wrap=True)
+    say.line(f"picture: {settings.output}")
     result = {
         "hosts": clusters[0][0] if settings.hosts else None,
         "global_batch_size": plan.global_batch_size,
@@ -359,12 +352,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seed": settings.seed,
         "rows": rows,
     }
-    print(json.dumps(result))
+    say.record(result)
 
 
 if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        terminal.error(str(error))
         sys.exit(2)

@@ -250,9 +250,10 @@ def show_changes(
     if not changed:
         return
     mended = sum(row[4] for row in changed)
+    say.line("")
+    back = len(changed) - mended
     say.line(
-        f"of {len(questions)} held-out questions {mended} are right now that were wrong, {len(changed) - mended} wrong that were right; for example",
-        "bold",
+        f"of {len(questions)} answers {mended} are right now that were wrong, {back} wrong that were right", "bold"
     )
     shown = changed[: settings.evaluate.samples]
     room = (say.width or SAMPLE_WIDTH) - 12
@@ -346,7 +347,8 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
             if reference is None:
                 raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
             write_per_pair(Path(options.per_pair), dataset, policy, reference, settings)
-    say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows: {describe(values)}")
+    say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows", "bold")
+    say.line(describe(values))
     say.record({"rows": len(dataset), **values})
 
 

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from lib import config, runtime, sources
+from lib import config, runtime, sources, terminal
 from lib.config import Config, Data, UserError
 from lib.data import Encoder, Pieces, parse, tokenised
 from lib.records import Kind, Unusable, Unwanted
 from lib.sources import Records
+from lib.terminal import Voice
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 NAMED = 5
@@ -49,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         base = {"model": {"path": options.model or "-"}, "data": {"train": files[0] if files else "-"}}
         inspect(files, config.load(None, words, base=base), options.model is not None, options.picture)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        terminal.error(str(error))
         return 2
     except OSError as error:
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
         return 2
     return 0
 
@@ -67,7 +66,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
     Raises:
         UserError: there is nothing to read; unusable records are counted and named, and no error here.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    say = Voice()
     data, kind = settings.data.model_copy(update={"skip_invalid": True}), settings.record_kind
 
     def tell(text: str) -> None:
@@ -95,27 +94,22 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         pieces, kept, truncated, filtered = result[0], result[1], result[2], result[3]
         unusable, unusable_count = [*unusable, *result[4]][:NAMED], unusable_count + result[5]
     facts = _facts(found, kept, data, kind, unusable_count, truncated, filtered, with_model)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in facts:
-        table.add_row(Text(name, style="dim"), Text(value))
-    console.print(Text(" + ".join(files), style="bold"))
-    console.print(table)
+    say.facts(" + ".join(files), facts)
     for name in unusable:
-        console.print(Text(f"  {name}", style="yellow"))
+        say.line(f"  {name}", "magenta")
     if not len(kept):
         raise UserError(f"{' + '.join(files)}: no record can be used")
     names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
     lengths = {name: pieces[:, k] for k, name in enumerate(names)}
     lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
-    console.print(_percentiles(lengths, unit))
+    _show_percentiles(say, lengths, unit)
     if kind == "preference":
-        for name, value in _sanity(found, kept, pieces, data):
-            console.print(f"{name}: {value}")
+        say.facts("", _sanity(found, kept, pieces, data))
     if picture is not None:
         _draw(Path(picture), lengths, unit, data.max_length if with_model else None)
-        console.print(f"histogram: {picture}")
+        say.line(f"histogram: {picture}")
     if tokenizer is not None:
-        _show_rows(console, found, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
+        _show_rows(say, found, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
 
 
 def _tokenised(
@@ -182,14 +176,14 @@ def _facts(
     return facts
 
 
-def _percentiles(lengths: dict[str, np.ndarray], unit: str) -> Table:
-    table = Table(title=f"lengths in {unit}, by percentile", title_justify="left", title_style="bold", box=None)
-    for name in ("", *(f"{p} %" for p in PERCENTILES), "mean"):
-        table.add_column(name, justify="right" if name else "left", header_style="dim", no_wrap=True)
+def _show_percentiles(say: Voice, lengths: dict[str, np.ndarray], unit: str) -> None:
+    rows = []
     for name, values in lengths.items():
         marks = np.percentile(values, PERCENTILES).astype(int)
-        table.add_row(name, *(f"{mark:,}" for mark in marks.tolist()), f"{values.mean():,.1f}")
-    return table
+        rows.append([name, *(f"{mark:,}" for mark in marks.tolist()), f"{values.mean():,.1f}"])
+    say.line("")
+    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
+    say.line("")
 
 
 def _sanity(found: Records, kept: np.ndarray, pieces: np.ndarray, data: Data) -> Iterator[tuple[str, str]]:
@@ -235,7 +229,7 @@ def _draw(picture: Path, lengths: dict[str, np.ndarray], unit: str, limit: int |
 
 
 def _show_rows(
-    console: Console,
+    say: Voice,
     found: Records,
     numbers: Sequence[int],
     data: Data,
@@ -246,9 +240,9 @@ def _show_rows(
     """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
     read = ((str(number), parse(found[number], data, kind)) for number in numbers)
     for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, None), strict=True):
-        console.print(Text(found.place(number), style="bold"))
+        say.line(found.place(number), "bold")
         if isinstance(result, Unusable):
-            console.print(Text(f"  {result}", style="yellow"))
+            say.line(f"  {result}", "magenta")
             continue
         prompt, *completions = result[0]
         colours = ("green", "red") if len(completions) > 1 else ("green",)
@@ -257,5 +251,5 @@ def _show_rows(
             text = Text(f"  {name}: ")
             text.append(tokenizer.decode(prompt.tolist()), style="dim")
             text.append("⟦" + tokenizer.decode(completion.tolist()) + "⟧", style=colour)  # brackets: for a pipe, too
-            console.print(text)
-    console.print("the loss is on what stands in ⟦⟧ alone")
+            say.line(text)
+    say.line("the loss is on what stands in ⟦⟧ alone")

@@ -795,8 +795,8 @@ def show(hosts: Sequence[Host], findings: Sequence[Finding], seconds: float) -> 
     for finding in findings:
         if finding.status != "ok" or finding.check == "links":
             say.line(f"{finding.host}, {finding.check}: {finding.message}")
-            if finding.remedy:
-                say.line(finding.remedy, lead="    ")
+            if finding.remedy:  # in one piece, to be copied
+                say.console.print(Text(f"    {finding.remedy}"), soft_wrap=True)
     failed = sum(finding.status == "failed" for finding in findings)
     say.line(f"{failed} failed: nothing was started" if failed else "nothing stands in the way", "bold")
 

@@ -18,7 +18,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from lib import advice, checkpoint, machine, pages
@@ -89,11 +88,21 @@ class Report(Voice):
                 said = time.perf_counter()
                 self.line(f"{what}: {done:,} of {total:,}, {_clock((said - began) * (total - done) / done)} left")
 
+        done = 0
+
+        def shown() -> Text:
+            texts = [what, f"{done:,}/{total:,}"]
+            if done:
+                texts.append(f"{_clock((time.perf_counter() - began) * (total - done) / done)} left")
+            return with_bar(texts, done / max(total, 1), self.console.width, self.bar)
+
+        def live(count: int) -> None:
+            nonlocal done
+            done = count
+
         if self.is_live:
-            columns = (TextColumn(what), BarColumn(20), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
-            with Progress(*columns, console=self.console, transient=True) as bar:
-                task = bar.add_task(what, total=total)
-                yield lambda done: bar.update(task, completed=done)
+            with Live(console=self.console, get_renderable=shown, refresh_per_second=4, transient=True):
+                yield live
         else:
             yield plain
         self.line(f"{what}: {total:,} in {time.perf_counter() - began:.1f} s")
@@ -106,26 +115,33 @@ class Report(Voice):
         def plain(step: int, result: StepResult) -> None:
             meter.add(step, result)
             if step == done + 1 or step == total or step % self.log_every == 0:
-                self.line(meter.shown(LINE_WIDTH, bar=""))
+                room = min(LINE_WIDTH, self.width or LINE_WIDTH)
+                self.line(meter.shown(room, bar="", place=f"step     {_of(step, total)}"))
 
         if not self.is_live:
             yield plain
             return
-        bar = "=-" if self.console.options.ascii_only else "━━"
         self.meter = meter
         try:
             with Live(
                 console=self.console,
-                get_renderable=lambda: meter.shown(self.console.width, bar),
+                get_renderable=lambda: meter.shown(self.console.width, self.bar),
                 refresh_per_second=4,
             ):
                 yield meter.add
         finally:
             self.meter = None
 
+    @property
+    def bar(self) -> str:
+        """The signs of a bar, done and to do."""
+        return "=-" if self.console.options.ascii_only else "━━"
+
     def held_out(self, step: int, total: int, values: dict[str, float | None]) -> None:
         """One evaluation."""
-        self.line(f"held out {step:,}/{total:,}  {describe(values)}", "bold")
+        if step == 0:
+            self.line("")
+        self.line(f"held out {_of(step, total)}  {describe(values)}", "bold")
 
 
 class Meter:
@@ -156,10 +172,13 @@ class Meter:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None
 
-    def shown(self, width: int, bar: str) -> Text:
-        """As many figures as fit in a line, the more important first; bar: its two signs, done and to do, or none."""
+    def shown(self, width: int, bar: str, place: str = "") -> Text:
+        """As many figures as fit in a line, the more important first.
+
+        bar: its two signs, done and to do, or none. place: how the step is written.
+        """
         step, elapsed = self.step, time.perf_counter() - self.began
-        fields = [(0, f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields)]
+        fields = [(0, place or f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields)]
         if step > self.done:
             left = elapsed / (step - self.done) * (self.total - step)
             fields.append((2, f"{_clock(left)} left" if step < self.total else f"in {_clock(elapsed)}"))
@@ -169,12 +188,24 @@ class Meter:
         for field in sorted(field for field in (*fields, (5, " " * SHORTEST_BAR * bool(bar))) if field[1]):
             if sum(len(text) + GAP for _, text in kept) + len(field[1]) <= width:
                 kept.append(field)
-        texts = [Text(field[1]) for field in fields if field in kept]
-        room = min(LONGEST_BAR, width - sum(text.cell_len + GAP for text in texts))
-        if bar and room >= SHORTEST_BAR:
-            full = round(room * step / max(self.total, 1))
-            texts.insert(1, Text.assemble((bar[0] * full, "green"), (bar[1] * (room - full), "dim")))
-        return Text(" " * GAP).join(texts)
+        return with_bar([field[1] for field in fields if field in kept], step / max(self.total, 1), width, bar)
+
+
+def with_bar(texts: Sequence[str], part: float, width: int, bar: str) -> Text:
+    """The texts in a line, and a bar after the first where there is room; bar: its signs, done and to do, or none."""
+    room = min(LONGEST_BAR, width - sum(len(text) + GAP for text in texts))
+    pieces = [Text(text) for text in texts]
+    if bar and room >= SHORTEST_BAR:
+        full = round(room * part)
+        pieces.insert(1, Text.assemble((bar[0] * full, "green"), (bar[1] * (room - full), "dim")))
+    line = Text(" " * GAP).join(pieces)
+    line.truncate(width)
+    return line
+
+
+def _of(step: int, total: int) -> str:
+    """` 7/63`, as wide as the last will be."""
+    return f"{step:{len(f'{total:,}')},}/{total:,}"
 
 
 def _labelled(name: str, value: float | None, form: str) -> str:
@@ -274,7 +305,7 @@ def show_run(
         rows.append(("held out", f"{valid.path}: {len(valid):,} rows"))
     shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
     rows += [
-        ("steps", f"{steps:,} of {shares}{batch:,} rows, {steps / -(-len(data) // batch):.3g} epochs"),
+        ("steps", f"{steps:,} of {shares}{batch:,} rows, {_epochs(steps / -(-len(data) // batch))}"),
         ("plan", plan.reason),
     ]
     if plan.calibrated and plan.predicted_step_seconds:
@@ -297,6 +328,10 @@ def show_run(
                 f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}"
                 + (" ..." if dataset.skipped_count > 5 else "")
             )
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.3g} epoch{'s' * (count != 1)}"
 
 
 def _predicted(plan: ClusterPlan, steps: int) -> str:

@@ -87,8 +87,8 @@ class Voice:
             else:
                 lines.append(word)
         for number, text in enumerate(lines):
-            before = lead if number == 0 else Text(" " * (lead.cell_len + HANG))
-            self.console.print(before + Text(text + " \\" * (number < len(lines) - 1)), soft_wrap=True)
+            before = lead if number == 0 else " " * (lead.cell_len + HANG)
+            self.console.print(Text.assemble(before, text + " \\" * (number < len(lines) - 1)), soft_wrap=True)
 
     def record(self, values: dict[str, Any]) -> None:
         """A line of JSON for programs; a person at a terminal has read the same before."""
@@ -126,12 +126,12 @@ def folded(text: Text, lead: Text, width: int | None) -> list[Text]:
     found = []
     for piece in text.split("\n"):
         blanks = Text(piece.plain[: len(piece.plain) - len(piece.plain.lstrip(" "))])
-        hang = Text(" " * (lead.cell_len or blanks.cell_len + HANG))
+        hang = Text(" " * ((lead.cell_len or HANG) + blanks.cell_len))
         if width is None or width - hang.cell_len < NARROW or lead.cell_len + piece.cell_len <= width:
-            found.append(lead + piece)
+            found.append(Text.assemble(lead, piece))
         else:
             first, *rest = piece[len(blanks) :].wrap(_RULER, width - hang.cell_len)
-            found += [(lead + blanks) + first, *(hang + part for part in rest)]
+            found += [Text.assemble(lead, blanks, first), *(Text.assemble(hang, part) for part in rest)]
         lead = Text(" " * lead.cell_len)
     for part in found:
         part.rstrip()
@@ -177,8 +177,8 @@ def _joined(row: Sequence[Text], block: Sequence[int], widths: Sequence[int], te
 
 
 def _padded(text: Text, width: int, right: bool) -> Text:
-    blanks = Text(" " * max(0, width - text.cell_len))
-    return blanks + text if right else text + blanks
+    blanks = " " * max(0, width - text.cell_len)
+    return Text.assemble(blanks, text) if right else Text.assemble(text, blanks)
 
 
 _RULER = Console(width=80, file=io.StringIO())  # Text.wrap asks for one, and prints nothing

@@ -1,0 +1,146 @@
+"""What is printed: it fits a terminal, it is plain in a file, and what was warned of is recorded."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.text import Text
+
+from lib import terminal
+from lib.performance import read_records
+from lib.report import Meter
+from lib.step import StepResult
+from tests.tiny import settings, train
+
+CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38|4[0-7]|48|9[0-7])[;m]")
+
+
+def at_terminal(monkeypatch: pytest.MonkeyPatch, words: list[str], columns: int, **environment: str) -> str:
+    """What train.py writes to a terminal of so many columns, codes and all; in this process."""
+    import train as script
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns), **environment}.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = pty.openpty()
+    written: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while piece := os.read(ours, 2**16):
+                written.append(piece)
+        except OSError:  # Linux's way to say that the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        status = script.main(words)
+        monkeypatch.undo()
+    reader.join()
+    os.close(ours)
+    assert status == 0, b"".join(written)
+    return b"".join(written).decode()
+
+
+def test_a_run_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # a path longer than a line is left whole
+    words = [*settings(Path()), "--config", str(config(tmp_path)), "train.steps=6", "run.name=fits"]
+    raw = at_terminal(monkeypatch, words, 80)
+    assert COLOURS.search(raw) and "━" in raw
+    lines = [line.rstrip(" ") for line in re.split(r"[\r\n]+", CODES.sub("", raw))]
+    assert max(map(cell_len, lines)) <= 80, max(lines, key=cell_len)
+    text = "\n".join(lines)
+    assert re.search(r"step 6/6  ━+  loss 0\.\d{4}  acc .* pairs/s  in 0:\d\d", text), text[-3000:]
+    assert "evaluating ..." in text and "held out 6/6  loss" in text and "…" not in text
+    assert '{"name"' not in text, "JSON is for programs"
+    commands = text[text.index("try it ") :].replace("\\\n", " ")
+    assert shlex.split(commands.splitlines()[0])[-2:] == ["--prompt", "..."]
+
+
+def test_without_colours_and_where_nothing_can_be_drawn_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = [*settings(tmp_path), "--config", str(config(tmp_path)), "--dry-run"]
+    assert not COLOURS.search(at_terminal(monkeypatch, [*words, "train.global_batch_size=4"], 80, NO_COLOR="1"))
+    assert not CODES.search(at_terminal(monkeypatch, words, 80, TERM="dumb"))
+
+
+def config(folder: Path) -> Path:
+    path = folder / "test.yaml"
+    path.write_text("model: {path: overruled}\ndata: {train: overruled}\ntrain: {learning_rate_batch_size: 16}\n")
+    return path
+
+
+def test_a_file_gets_plain_lines_and_the_log_the_warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    words = [*settings(tmp_path), "--config", str(config(tmp_path)), "train.steps=6", "run.name=plain"]
+    out = train(tmp_path, words).stdout
+    lines = out.splitlines()
+    assert "\x1b" not in out and "\r" not in out and not any(line != line.rstrip() for line in lines)
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/6", "6/6"]
+    warning = "train.global_batch_size is 8, but train.learning_rate=0.001 was chosen for 16"
+    (said,) = [line for line in lines if line.startswith("warning: ")]
+    assert warning in said and len(said) > 120, "one line, whole, for grep"
+    (record,) = [r for r in read_records(tmp_path / "runs/plain/logs/rank-000.jsonl") if r["kind"] == "warning"]
+    assert f"warning: {record['text']}" == said and record["step"] == 0 and record["rank"] == 0
+    summary = json.loads(lines[-1])
+    (rank,) = summary["ranks"]
+    assert rank["pairs"] == summary["pairs"] > 40 and rank["peak_memory_bytes"] == summary["peak_memory_bytes"] > 0
+    assert rank["compute_seconds"] + rank["sync_seconds"] + rank["wait_seconds"] <= rank["seconds"] * 1.01
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_tables_and_lines_fit_and_lose_nothing(width: int) -> None:
+    random = np.random.default_rng(width)
+    columns = ["rank", "host", *("".join(random.choice(list("abc de"), random.integers(3, 18))) for _ in range(9))]
+    rows = [[str(i), f"host-{i}", *(f"{x:.{i}f}" for x in random.normal(0, 1e3, 9))] for i in range(4)]
+    lines = [line.plain for line in terminal.laid_out(columns, rows, 2, width)]
+    assert max(map(len, lines)) <= width
+    for row in rows:
+        assert all(any(cell in line.split() for line in lines) for cell in row)
+    text = Text("    a sentence of words and of /a/path/that/is/long, with 漢字 that are wide " * 3)
+    for lead in ("", "warning: "):
+        parts = [part.plain for part in terminal.folded(text, Text(lead, "red"), width)]
+        assert max(map(cell_len, parts)) <= width
+        assert "".join("".join(parts).split()) == "".join((lead + text.plain).split())
+    assert [part.plain for part in terminal.folded(text, Text(""), None)] == [text.plain.rstrip()]
+
+
+@pytest.mark.parametrize("total", [9, 12_500, 10_000_000])
+def test_the_progress_line_keeps_what_matters(total: int) -> None:
+    meter = Meter(0, total, window=3)
+    for step, loss in enumerate((9.0, 0.3, 0.2, 0.1), 1):
+        meter.add(step, result(loss))
+    for width in (40, 60, 80, 160):
+        line = meter.shown(width, "━━").plain
+        assert cell_len(line) <= width and f"/{total:,}" in line and "loss 0.2000" in line, line
+    assert "kl" in line and "GB" in line and "━" * 10 in line, "there is room for all of it"
+    assert "pairs/s" in meter.shown(60, "").plain and " left" in meter.shown(60, "").plain
+    meter.busy_with = "evaluating"
+    assert "evaluating ..." in meter.shown(80, "━━").plain
+
+
+def result(loss: float) -> StepResult:
+    means: dict[str, float | None] = {"loss": loss, "reward_accuracy": 1.0, "reward_margin": -0.123, "kl": 0.1}
+    return StepResult(means, 1.0, 1e-4, False, 0.5, 64, 9, 9, 9, 0, [0.4], 0.1, 0.0, 10**9, 0, 0.5, 1)
+
+
+def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+    terminal.Voice().line("➜ 漢")
+    sys.stdout.flush()
+    assert written.getvalue() == b"? ?\n"
