@@ -59,8 +59,12 @@ def at_terminal(words: list[str], columns: int) -> str:
 
 def left_standing(raw: str) -> str:
     """The lines that are there at the end: of one that was drawn over, what was drawn last."""
-    lines = [line.rstrip("\r").rpartition("\x1b[2K")[2] for line in raw.split("\n")]
-    return "\n".join(re.sub(r"\x1b\[[?0-9;]*[a-ln-zA-Z]|\r", "", line) for line in lines)
+    lines: list[str] = []
+    for line in raw.split("\n"):
+        if taken_back := line.count("\x1b[1A"):
+            del lines[-taken_back:]
+        lines.append(re.sub(r"\x1b\[[?0-9;]*[a-ln-zA-Z]|\r", "", line.rstrip("\r").rpartition("\x1b[2K")[2]))
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -86,19 +86,17 @@ class Report(Voice):
             nonlocal said
             if time.perf_counter() - said > COUNTING_SECONDS:
                 said = time.perf_counter()
-                self.line(f"{what}: {done:,} of {total:,}, {_clock((said - began) * (total - done) / done)} left")
+                self.line(f"{what}: {done:,} of {total:,}, {_clock(_left(said - began, done, total, said))} left")
 
-        done = 0
+        done, counted = 0, began
 
         def shown() -> Text:
-            texts = [what, f"{done:,}/{total:,}"]
-            if done:
-                texts.append(f"{_clock((time.perf_counter() - began) * (total - done) / done)} left")
-            return with_bar(texts, done / max(total, 1), self.console.width, self.bar)
+            left = [f"{_clock(_left(counted - began, done, total, counted))} left"] if done else []
+            return with_bar([what, f"{done:,}/{total:,}", *left], done / max(total, 1), self.console.width, self.bar)
 
         def live(count: int) -> None:
-            nonlocal done
-            done = count
+            nonlocal done, counted
+            done, counted = count, time.perf_counter()
 
         if self.is_live:
             with Live(console=self.console, get_renderable=shown, refresh_per_second=4, transient=True):
@@ -149,7 +147,7 @@ class Meter:
 
     def __init__(self, done: int, total: int, window: int):
         self.done, self.total, self.step = done, total, done
-        self.began = time.perf_counter()
+        self.began = self.added = time.perf_counter()
         self.results: deque[StepResult] = deque(maxlen=window)
         self.busy_with = ""
         self.fields: list[tuple[int, str]] = []
@@ -165,7 +163,7 @@ class Meter:
         fields += [(6, _labelled("kl", self._mean("kl"), ".2f"))]
         fields += [(7, f"lr {result.learning_rate:.1e}"), (2, f"{_digits(speed)} pairs/s")]
         fields += [(8, f"{max(one.peak_memory_bytes for one in self.results) / 1e9:.2f} GB")]
-        self.fields, self.step = fields, step
+        self.fields, self.step, self.added = fields, step, time.perf_counter()
 
     def _mean(self, name: str) -> float | None:
         values = [one.means[name] for one in self.results]
@@ -177,10 +175,10 @@ class Meter:
 
         bar: its two signs, done and to do, or none. place: how the step is written.
         """
-        step, elapsed = self.step, time.perf_counter() - self.began
+        step, elapsed = self.step, self.added - self.began
         fields = [(0, place or f"step {step:,}/{self.total:,}"), *([] if self.busy_with else self.fields)]
         if step > self.done:
-            left = elapsed / (step - self.done) * (self.total - step)
+            left = _left(elapsed, step - self.done, self.total - self.done, self.added)
             fields.append((2, f"{_clock(left)} left" if step < self.total else f"in {_clock(elapsed)}"))
         if self.busy_with:
             fields.append((1, f"{self.busy_with} ..."))
@@ -228,6 +226,11 @@ def describe(values: dict[str, float | None]) -> str:
 def _digits(value: float) -> str:
     """Three digits that count."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _left(elapsed: float, done: int, total: int, since: float) -> float:
+    """Seconds to the end, if all goes on as it did; counted down from `since`, when so much was done."""
+    return max(0.0, elapsed / done * (total - done) - (time.perf_counter() - since))
 
 
 def _clock(seconds: float) -> str:

@@ -76,7 +76,7 @@ def load_blas() -> Path | None:
         return None
     library = Path(sys.prefix) / "lib" / "openblas" / reference.name
     try:
-        if _mapped(reference.name) and not _mapped(str(library)):
+        if _mapped(reference.name) and not _mapped(str(library.resolve())):
             raise OSError("mlx.core was imported before lib.runtime.prepare()")
         if not library.exists():
             wheel = _site_packages("scipy_openblas32") / "scipy_openblas32"
