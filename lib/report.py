@@ -162,7 +162,7 @@ class Meter:
         fields += [(4, _labelled("margin", self._mean("reward_margin"), ".3f"))]
         fields += [(6, _labelled("kl", self._mean("kl"), ".2f"))]
         fields += [(7, f"lr {result.learning_rate:.1e}"), (2, f"{_digits(speed)} pairs/s")]
-        fields += [(8, f"{max(one.peak_memory_bytes for one in self.results) / 1e9:.2f} GB")]
+        fields += [(8, _size(max(one.peak_memory_bytes for one in self.results)))]
         self.fields, self.step, self.added = fields, step, time.perf_counter()
 
     def _mean(self, name: str) -> float | None:

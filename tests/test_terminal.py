@@ -127,7 +127,7 @@ def test_the_progress_line_keeps_what_matters(total: int) -> None:
     for width in (40, 60, 80, 160):
         line = meter.shown(width, "━━").plain
         assert cell_len(line) <= width and f"/{total:,}" in line and "loss 0.2000" in line, line
-    assert "kl" in line and "GB" in line and "━" * 10 in line, "there is room for all of it"
+    assert "kl" in line and "1.00 GB" in line and "━" * 10 in line, "there is room for all of it"
     assert "pairs/s" in meter.shown(60, "").plain and " left" in meter.shown(60, "").plain
     meter.busy_with = "evaluating"
     assert "evaluating ..." in meter.shown(80, "━━").plain
