@@ -65,7 +65,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     import numpy as np
 
-    from lib import checkpoint, evaluate, heartbeat, loading, report, scoring, sinks, sync
+    from lib import ahead, checkpoint, evaluate, heartbeat, loading, report, scoring, sinks, sync
     from lib import model as models
     from lib.batches import MicroBatches
     from lib.data import prefetch, tokens_to_deal
@@ -75,7 +75,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.rounds import Rounds
     from lib.schedule import Schedule, first_plan
     from lib.step import is_compiled, make_optimizer, make_step
-    from lib.streaming import StreamedDataset, open_held_out, open_training
+    from lib.streaming import StreamedDataset
 
     launched = time.perf_counter()
     folder = Path(config.run.dir) / str(config.run.name)
@@ -85,11 +85,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     with world.agreeing("reading the data"), say.doing("reading the data"):
         feed = sinks.Feed(config.run.sinks if world.rank == 0 else (), folder)
-        tokenizer = models.load_tokenizer_of(config.model)
-        words = models.vocabulary(config.model)
-        data = open_training(config.data, config.record_kind, tokenizer, tell=say.line, **words)
-        valid = open_held_out(config.data, config.record_kind, tokenizer, tell=say.line, **words)
-        questions = evaluate.load_questions(config, tokenizer)
+        inputs = ahead.inputs(config, say.line)
+    tokenizer, data, valid, questions = inputs.tokenizer, inputs.data, inputs.valid, inputs.questions
     world.require_equal("tokenised training data", data.digest)
     world.require_equal("held-out data or questions", evaluate.digest_of(valid, questions))
     batch_size = config.train.global_batch_size
@@ -106,8 +103,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
     with world.agreeing("loading the model"), say.doing("loading the model"):
-        model = models.load(config.model, config.train.seed, lazy=dry_run or plan.division is not None)
-        models.make_trainable(model, config.model, config.train.seed)
+        model = ahead.policy(config, lazy=dry_run or plan.division is not None)
         if plan.gradient_checkpointing:
             models.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)

@@ -50,7 +50,7 @@ ENDURED = ("pause", "full", "nan")
 KINDS = SURVIVED + ENDURED
 HANG_SECONDS = 90.0  # without a new step: given up
 AWAY_SECONDS = 4.0  # that a cable stays out, or a firewall closed, once it was noticed
-SILENT_SECONDS = 1.5
+SILENT_SECONDS = 1.0
 WEDGED_SECONDS = 5.0
 DISK_BYTES = 256 * 2**20  # of each host's runs
 NOTICED = {
@@ -132,7 +132,7 @@ def rank_process(host: Host) -> int | None:
     """The rank that owns the run's folder on this host's disk, if it lives."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((mount(host) / "runs/run/.lock").read_text())
-        if re.search(r"train\.py|lib\.spare", host.processes().get(pid, "")):
+        if re.search(rb"train\.py|lib\.spare", Path(f"{host.root}/proc/{pid}/cmdline").read_bytes()):
             return pid
     return None
 
@@ -147,15 +147,15 @@ def do(
     """Brings a fault about. Returns what mends it, to be called once it was noticed, and the step of a torn checkpoint."""
     pid, torn = rank_process(victim), -1
     assert pid is not None, f"no rank on {victim.name}"
-    if kind == "torn":
+    if kind in ("kill", "torn"):
+        victim.signal(pid, signal.SIGKILL)
+    if kind == "torn":  # at once, before a start looks for it, and after the last one was made
         newest = max(name for host in hosts for name in checkpoints(host))
         for host in hosts:
             path = mount(host) / "runs/run/checkpoints" / newest / "optimizer.safetensors"
             with contextlib.suppress(FileNotFoundError):  # the other disk may not have it yet
                 path.write_bytes(path.read_bytes()[: rng.randrange(1, path.stat().st_size)])
         torn = int(newest.removeprefix("step-"))
-    if kind in ("kill", "torn"):
-        victim.signal(pid, signal.SIGKILL)
     elif kind == "stop":
         victim.signal(pid, signal.SIGSTOP)
         return lambda: victim.signal(pid, signal.SIGCONT), torn
@@ -174,7 +174,7 @@ def do(
     elif kind == "full":
         victim.run(["sh", "-c", f"cat /dev/zero > {victim.disk}/mnt/filler"])
         return lambda: (mount(victim) / "filler").unlink(), torn
-    else:
+    elif kind == "launcher":
         launcher = launch.pid()
         assert launcher is not None
         launch.host.signal(launcher, signal.SIGKILL)
@@ -215,7 +215,8 @@ def one_fault(kind: str, hosts: list[Host], launch: Launch, rng: random.Random, 
     if not mended:
         mend()
     ended = time.monotonic()
-    starts = [record for log in logs(hosts) for record in read_records(log) if record["kind"] == "start"]
+    lines = [line for log in logs(hosts) for line in log.read_bytes().split(b"\n")]
+    starts = [json.loads(line) for line in lines if line.startswith(b'{"kind": "start"')]
     resumed = max(starts, key=lambda record: record["time"], default={}).get("resumed_from_step")
     return {
         "kind": kind,
@@ -252,7 +253,7 @@ def ledger(steps: dict[int, list[dict[str, Any]]], rows_an_epoch: int) -> tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=28.0, help="from fault to fault, on average")
+    parser.add_argument("--seconds", type=float, default=29.0, help="from fault to fault, on average")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of these (default: all)")
     parser.add_argument("--backend", choices=("ring", "mpi"), default="ring")
     parser.add_argument("--seed", type=int, default=0)
@@ -293,13 +294,11 @@ def main() -> None:
         table_rows: list[dict[str, Any]] = []
         began, first_moment = time.monotonic(), time.time()
         for number, kind in enumerate(kinds, 1):
-            # All train, and no start is under way: a fault of a host that is alone is another one.
-            wait_for(lambda: all(rank_process(host) for host in hosts))
-            reached = newest_step(hosts)
-            wait_for(lambda reached=reached: newest_step(hosts) >= reached + 2)
             turn = began + (number - 1 + rng.uniform(0, 0.5)) * every
-            time.sleep(max(0.0, turn - time.monotonic()))
-            found = one_fault(kind, hosts, launch, rng, run)
+            # All train, and no start is under way: a fault of a host that is alone is another one.
+            while (ready := all_train(hosts)) and time.monotonic() < turn:
+                time.sleep(max(0.0, turn - time.monotonic()))
+            found = one_fault(kind, hosts, launch, rng, run) if ready else {**table_rows[-1], "hung": True}
             table_rows.append(found)
             noticed = "not noticed" if found["noticed_seconds"] is None else f"noticed {found['noticed_seconds']:.1f} s"
             print(
@@ -307,7 +306,7 @@ def main() -> None:
                 flush=True,
             )
             if found["hung"]:
-                print("\n".join(line for _, line in launch.lines[-20:]))
+                print("\n".join(line for _, line in launch.lines[-40:]))
                 break
         wait_for(lambda: all(rank_process(host) for host in hosts))
         seconds, last_moment = time.monotonic() - began, time.time()
@@ -383,10 +382,19 @@ def main() -> None:
     sys.exit(1 if any(result[name] for name in wrong) else 0)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> bool:
+    """Whether it came true in time."""
     deadline = time.monotonic() + HANG_SECONDS
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
+    return condition()
+
+
+def all_train(hosts: list[Host]) -> bool:
+    """Waits until every host has a rank, and these make steps; whether that was in time."""
+    there = wait_for(lambda: all(rank_process(host) for host in hosts))
+    reached = newest_step(hosts)
+    return there and wait_for(lambda: newest_step(hosts) >= reached + 2)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time
 LINE_BYTES = 2**26  # of the launcher's words
 EXIT_SECONDS = 0.02  # between looks whether a rank has ended
-PROBE_SECONDS = 1.5  # for another host to take a connection
 
 
 class Ranks:
@@ -50,6 +49,7 @@ class Ranks:
         self.folder.mkdir(mode=0o700)
         self.server: asyncio.Server | None = None
         self.tasks: set[asyncio.Future[None]] = set()
+        self.ending = asyncio.Event()
         self.typed: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's input
 
     def say(self, kind: str, **fields: Any) -> None:
@@ -152,7 +152,11 @@ class Ranks:
                     packed = base64.b64encode(zlib.compress(lines, 1)).decode()
                     self.say("log", rank=rank, run=run, offset=0 if begins else before, packed=packed)
                     await self.writer.drain()  # between two pieces, output and beats have their turn
-            await asyncio.sleep(0 if is_over else SECONDS)
+            if self.ending.is_set():
+                await asyncio.sleep(0.02)
+            elif not is_over:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.ending.wait(), SECONDS)
 
     async def end(self, number: int, grace_seconds: float) -> None:
         """Signals every rank, and kills what is left after the grace. mpirun is told first: it ends its ranks itself."""
@@ -166,6 +170,7 @@ class Ranks:
             _signal_group(pid, signal.SIGKILL)
         while self._left() and time.monotonic() < deadline + 2:
             await asyncio.sleep(0.02)
+        self.ending.set()
 
     def _left(self) -> list[int]:
         started = [process.pid for process in self.processes.values() if process.returncode is None]
@@ -210,6 +215,7 @@ class Agent:
         self.listener: asyncio.Server | None = None
         self.heard = time.monotonic()
         self.silent_seconds = 60.0
+        self.is_nice = False
 
     async def start(
         self,
@@ -224,9 +230,8 @@ class Agent:
     ) -> None:
         """Starts processes, after writing the `files` that they read into a folder of their own."""
         self._stop_listening()
+        self._be_nice(nice)
         if self.ranks is None:
-            if nice is not None:
-                self._be_nice(nice)
             if awake and sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
                 subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
         else:
@@ -251,14 +256,18 @@ class Agent:
                 spare = None
             await self.ranks.start(process["rank"], process["command"], process["environment"], directory, spare)
 
-    async def prepare(self, processes: list[dict[str, Any]], directory: str) -> None:
-        """Has a process ready for each that may be started later: all is imported, and it waits for its command."""
+    async def prepare(
+        self, processes: list[dict[str, Any]], directory: str, expected: list[str], nice: int | None
+    ) -> None:
+        """Has a process ready for each that may be started later: it has imported and read what `expected` wants."""
+        self._be_nice(nice)
         for place, process in enumerate(processes):
             if place in self.spares and self.spares[place].returncode is None:
                 continue
             spare = await _open([process["command"][0], "-m", "lib.spare"], process["environment"], directory, True)
             try:
-                assert spare.stdout is not None
+                assert spare.stdin is not None and spare.stdout is not None
+                spare.stdin.write(json.dumps({"command": expected}).encode() + b"\n")
                 if await spare.stdout.readline() == b"ready\n":
                     self.spares[place] = spare
             finally:
@@ -277,7 +286,7 @@ class Agent:
             self.listener = await asyncio.start_server(lambda _, writer: writer.close(), port=words["port"])
             return words["port"]
         reached = asyncio.open_connection(words["address"], words["port"])
-        _, writer = await asyncio.wait_for(reached, PROBE_SECONDS)
+        _, writer = await asyncio.wait_for(reached, words["seconds"])
         writer.close()
         return "reached"
 
@@ -315,7 +324,11 @@ class Agent:
             await self.ranks.end(signal.SIGTERM, grace_seconds=1.0)
             self.ranks.clear()
 
-    def _be_nice(self, nice: int) -> None:
+    def _be_nice(self, nice: int | None) -> None:
+        """What this process starts from now on has its priority."""
+        if nice is None or self.is_nice:
+            return
+        self.is_nice = True
         try:
             os.setpriority(os.PRIO_PROCESS, 0, nice)
         except PermissionError:

@@ -226,17 +226,16 @@ def save(
         arrays: dict[str, tuple[Described, models.Arrays]] = {models.WEIGHTS: weights, OPTIMIZER: state}
         texts = {
             models.ADAPTER_CONFIG: json.dumps(models.adapter_config(model, config.model), indent=2) + "\n",
-            "config.yaml": dump(config),
             "plan.json": json.dumps(plan, indent=2) + "\n",
             STATE: json.dumps(asdict(progress), indent=2) + "\n",
         }
         if not wait:  # out of MLX, whose arrays are this thread's
             for file, (described, each) in list(arrays.items()):
-                arrays[file] = described, [(name, models.raw(array)) for name, array in each]
+                arrays[file] = described, models.raw(dict(each))
         step, keep, best_step = progress.step, config.checkpoint.keep, progress.best_step
 
         def work() -> None:
-            _write_whole(final, arrays, texts)
+            _write_whole(final, arrays, {**texts, "config.yaml": dump(config)})
             prune(folder, keep, best_step)
             heartbeat.tell(checkpoint=step)
 
@@ -513,8 +512,11 @@ def go_back(logs: Path, progress: Progress, world: World, keeper: bool) -> None:
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Gives every rank rank 0's trained weights and optimizer state, of what ranks hold alike."""
+    """Gives every rank rank 0's trained weights and optimizer state, of what ranks hold alike, where any bit differs."""
     if world.size == 1:
+        return
+    held = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
+    if len(set(world.gather_text(models.digest(world.alike(held)), "every rank's weights"))) == 1:
         return
     model.update(world.align(model.trainable_parameters()))
     optimizer.state = world.align(optimizer.state)

@@ -34,11 +34,11 @@ from lib import config as settings
 from lib import hostfile, jobfile, preflight, ranks, terminal
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
-from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine
+from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine, resumed
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
 PATIENCE_SECONDS = 900.0  # while none of the hosts answers
-LOOK_OUT_SECONDS = 2.0  # between looks for a host that is missing
+LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
 
 # Names that people set and that nothing reads, with what does what they hope for.
 FOLKLORE = {
@@ -47,15 +47,6 @@ FOLKLORE = {
     "MLX_LOCAL_RANK": "the launcher sets MLX_RANK",
     "MLX_GLOBAL_RANK": "the launcher sets MLX_RANK",
 }
-
-
-def resumed(command: Sequence[str], run: str, same_world: bool) -> tuple[str, ...]:
-    """The command that goes on with a run: its own settings are in its folder, what was changed beside them stays."""
-    kept = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run."))]
-    if not same_world:  # shares were given for other ranks: plan again
-        kept = [word for word in kept if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
-        kept += ["plan.shares=null", "plan.micro_batch_sizes=null"]
-    return (command[0], "--resume", run, *kept)
 
 
 # ---- From the first start to the last
@@ -95,8 +86,10 @@ async def supervise(
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
             hosts = await _answering(launching, links, in_order, restart_with == "all", patience_seconds, interrupts)
-            if outcome.fault is not None and outcome.fault.kind in ("wedged", "late") and len(hosts) > 1:
-                hosts = await ranks.reach_each_other(launching, links, hosts)
+            if outcome.reached is not None:
+                hosts = tuple(host for host in hosts if host in outcome.reached)
+            elif outcome.fault is not None and outcome.fault.kind in ("wedged", "late") and len(hosts) > 1:
+                hosts = await ranks.reach_each_other(launching, links, hosts) or hosts
             if not interrupts.empty():
                 return 128 + interrupts.get_nowait()
             if not hosts:
@@ -152,21 +145,21 @@ async def _answering(
 
 async def _look_out(attempt: Attempt, missing: tuple[Host, ...]) -> None:
     """Says when one of the missing hosts could take part again, with processes that are ready for it."""
-    while True:
+    while not attempt.back.is_set():
+        await asyncio.sleep(LOOK_OUT_SECONDS)
         for host in missing:
+            known = attempt.links.get(host.name)  # its ports were closed, its agent and what that keeps ready are there
             try:
-                link = await asyncio.wait_for(connect(attempt.launching, host), ANSWER_SECONDS)
-            except (TimeoutError, ConnectionError):
+                link = known if known and not known.closed else await connect(attempt.launching, host)
+            except ConnectionError:
                 continue
             try:
                 if await _could_join(attempt, link, host):
                     attempt.links[host.name] = link
                     attempt.back.set()
-                    return
             finally:
                 if attempt.links.get(host.name) is not link:
                     await link.close()
-        await asyncio.sleep(LOOK_OUT_SECONDS)
 
 
 async def _could_join(attempt: Attempt, link: Link, host: Host) -> bool:
@@ -178,10 +171,11 @@ async def _could_join(attempt: Attempt, link: Link, host: Host) -> bool:
         address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, host, launching.hosts)
         if first is None or first.closed:
             return False
-        await first.ask("probe", ANSWER_SECONDS, address=address, port=port)
+        await first.ask("probe", ANSWER_SECONDS, address=address, port=port, seconds=ranks.PROBE_SECONDS)
     except (ConnectionError, UserError):
         return False
-    await ranks.prepared(launching, link, host)
+    if attempt.run is not None:
+        await ranks.prepared(launching, link, host, attempt.run)
     return not link.closed
 
 

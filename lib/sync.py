@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +32,7 @@ Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtyp
 
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 MESSAGE_BYTES = 1024
+RING_SECONDS = 0.02  # from a knock to a rank that listens
 
 
 class AgreedError(UserError):
@@ -116,13 +120,15 @@ class World:
             return tree
         # By name: a tree that was read from a file may hold the same arrays in another order.
         leaves = sorted(tree_flatten(tree), key=lambda leaf: leaf[0])
-        for bucket in _buckets([4 * array.nbytes for _, array in leaves]):
-            # Bytes, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
-            # one value and zeros is that value in any order.
-            flat = mx.concatenate([mx.view(leaves[i][1].reshape(-1), mx.uint8) for i in bucket]).astype(mx.int32)
-            flat = self.all_sum(flat if self.rank == 0 else mx.zeros_like(flat), "rank 0's arrays").astype(mx.uint8)
-            ends = np.cumsum([leaves[i][1].nbytes for i in bucket]).tolist()
-            for i, part in zip(bucket, mx.split(flat, ends[:-1]), strict=True):
+        for bucket in _buckets([array.nbytes for _, array in leaves]):
+            # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
+            # one number and zeros is that number in any order.
+            own = [mx.view(leaves[i][1].reshape(-1), mx.uint8) for i in bucket]
+            padding = mx.zeros(-sum(array.size for array in own) % 4, mx.uint8)
+            flat = mx.view(mx.concatenate([*own, padding]), mx.int32)
+            flat = mx.view(self.all_sum(flat if self.rank == 0 else mx.zeros_like(flat), "rank 0's arrays"), mx.uint8)
+            ends = np.cumsum([array.size for array in own]).tolist()
+            for i, part in zip(bucket, mx.split(flat, ends), strict=False):
                 name, array = leaves[i]
                 leaves[i] = (name, mx.view(part, array.dtype).reshape(array.shape))
         return tree_unflatten(leaves)
@@ -222,16 +228,20 @@ class World:
                     pass
 
     def scattered(self, whole: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-        """This rank's part of every array that rank 0 has whole, by name, one at a time; `whole` is emptied."""
-        for name, (shape, dtype) in self._told(whole).items():
-            mine = whole.pop(name) if self.rank == 0 else mx.zeros(shape, dtype)
-            array, part = self.broadcast({"whole": mine})["whole"], self.part(name)
-            if part is None:
-                yield name, array
-            elif part.size(self.rank):
-                array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
-                mx.eval(array)
-                yield name, array
+        """This rank's part of every array that rank 0 has whole, by name, some at a time; `whole` is emptied."""
+        told = self._told(whole)
+        names = list(told)
+        sizes = [math.prod(shape) * dtype.size for shape, dtype in told.values()]
+        for bucket in _buckets(sizes):
+            mine = [whole.pop(names[i]) if self.rank == 0 else mx.zeros(*told[names[i]]) for i in bucket]
+            for i, array in zip(bucket, self.broadcast(mine), strict=True):
+                name, part = names[i], self.part(names[i])
+                if part is None:
+                    yield name, array
+                elif part.size(self.rank):
+                    array = mx.contiguous(part.of(array, self.rank))  # the whole can be let go
+                    mx.eval(array)
+                    yield name, array
 
     def align(self, tree: Any) -> Any:
         """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""
@@ -421,6 +431,8 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
+        if launch.backend == "ring":
+            _meet(launch)
         group = mx.distributed.init(backend=launch.backend, strict=True)
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
@@ -428,6 +440,26 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
             f"{group.size()}; is the MPI that launched this the one in MLX_MPI_LIBNAME ({os.environ.get('MLX_MPI_LIBNAME', 'unset')})?"
         )
     return World(launch.rank, launch.size, group, stream, timeout_seconds, launch.backend or "")
+
+
+def _meet(launch: Launch) -> None:
+    """Has the last rank wait until the first listens: MLX's ring, refused once, asks again after 1, 2, 4 and 8 s only.
+
+    The last rank connects first there. It listens at its own port until the first rank, about to listen, knocks.
+    """
+    if launch.rank not in (0, launch.size - 1):
+        return
+    addresses = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
+    host, _, port = addresses[-1][0].rpartition(":")
+    if launch.rank:
+        with socket.create_server((host, int(port)), reuse_port=True) as listener:
+            listener.accept()[0].close()
+        time.sleep(RING_SECONDS)
+        return
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+            return
+        time.sleep(RING_SECONDS)
 
 
 def host_name() -> str:

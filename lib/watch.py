@@ -87,6 +87,18 @@ def diagnose(
     return Fault("wedged", told, tuple(hosts))
 
 
+def common_wait_seconds(now: float, ranks: Sequence[RankSeen]) -> float:
+    """How long all ranks have waited for each other; 0 where one works."""
+    working = [rank for rank in ranks if rank.status is None]
+    return min((now - rank.waiting_since if rank.waiting else 0.0 for rank in working), default=0.0)
+
+
+def cut_between(hosts: Sequence[str], cut_off: Sequence[str], seconds: float) -> Fault:
+    """That hosts can be asked, but take no connections from each other at the run's ports."""
+    told = f"{', '.join(cut_off)} and {', '.join(name for name in hosts if name not in cut_off)} do not reach each other at the run's ports"
+    return Fault("wedged", f"all ranks have waited for {seconds:.1f} s, and {told}", tuple(cut_off))
+
+
 def stragglers(now: float, ranks: Sequence[RankSeen], after_seconds: float) -> list[RankSeen]:
     """The ranks for which another has waited longer than that."""
     waits = [now - rank.waiting_since for rank in ranks if rank.status is None and rank.waiting]

@@ -45,7 +45,7 @@ FLOORS = [
         "ledger",
     }
     | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
-    {"evaluate", "bulk", "report", "dashboard", "pages", "charts", "server", "gateway", "listener", "spare"},
+    {"evaluate", "bulk", "report", "dashboard", "pages", "charts", "server", "gateway", "listener", "spare", "ahead"},
 ]
 
 
