@@ -14,6 +14,8 @@ export PRTE_ALLOW_RUN_AS_ROOT = 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
+# A file after the other on each of a few workers, the longest first (tests/conftest.py).
+PYTEST = pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
 .PHONY: help setup train test launch preflight calibrate serve dashboard bench lint coverage docs mutation clean
@@ -42,7 +44,7 @@ train: setup
 	$(BIN)/python train.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m $(PYTEST) $(ARGS)
 	$(BIN)/mpirun -n 2 $(MPI_PYTEST)
 	$(BIN)/mpirun -n 3 $(MPI_PYTEST)
 
@@ -76,7 +78,7 @@ lint: setup
 # Of lib/ and train.py, by the tests of one process and of two ranks; build/coverage/index.html shows the lines.
 coverage: setup
 	@rm -f .coverage .coverage.*
-	$(BIN)/python -m coverage run -m pytest $(ARGS)
+	$(BIN)/python -m coverage run -m $(PYTEST) $(ARGS)
 	$(BIN)/mpirun -n 2 $(BIN)/python -m coverage run -m pytest -x -p no:cacheprovider $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet --directory build/coverage

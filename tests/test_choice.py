@@ -129,6 +129,14 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
     fraction = (0.75 * blocks + head) / (blocks + head)
     activations = (27e9 - whole) * (fraction + (1 - fraction) * kept)
     assert way.memory_bytes == pytest.approx(0.75 * 2 * blocks + 4 * head + activations, rel=0.01)
+    told = planned([host("a", 128, gflops=3e3), host("b", 64, gflops=1e3)], "strategy=sharded")
+    held = sum(part.divided_bytes for part in told.parts) + told.parts[0].whole_bytes
+    fractions = [(part.share * blocks + head) / (blocks + head) for part in told.parts]
+    peaks = [
+        part.needed_bytes + (27e9 - held) * (fraction + (1 - fraction) * kept)
+        for part, fraction in zip(told.parts, fractions, strict=True)
+    ]
+    assert ways(told)["sharded"].memory_bytes == way.memory_bytes == pytest.approx(max(peaks), rel=1e-6)
     divided = ways(planned([host("a", 128), host("b", 64)], "strategy=sharded", "model.shard_vocabulary=true"))
     assert divided["sharded"].bytes_per_step == pytest.approx((4 * 32 + 1) * 4 * message)
     unknown = [one.model_copy(update={"links": ()}) for one in (host("a", 128), host("b", 64))]
@@ -149,7 +157,7 @@ def test_the_table_of_two_macs() -> None:
     assert taken["405B bf16"] == ["nothing: too large"] * 3
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_auto_trains_in_parts_where_a_limit_is_written_down(
     world: World,  # noqa: F811
     folder: Path,  # noqa: F811

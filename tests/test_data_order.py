@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.order import Position, advance, deal, epoch_order, global_batch, micro_batches, split
+from lib.order import Position, _deal_neighbours, advance, deal, epoch_order, global_batch, micro_batches, split
 
 lengths_lists = st.lists(st.integers(1, 2000), min_size=1, max_size=200).map(np.array)
 shares_lists = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)
@@ -77,6 +77,42 @@ def test_split_gives_every_rank_short_and_long_rows():
     parts = split(np.arange(64), lengths, [40, 16, 8])
     means = [lengths[part].mean() for part in parts]
     assert max(means) - min(means) < 10, means
+
+
+def test_split_ends_where_no_exchange_of_two_rows_helps():
+    """Of the rank that has most for its share against the one that has least: every pair of their rows."""
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        shares, count = random.integers(1, 6, 2).tolist(), int(random.integers(2, 14))
+        lengths = random.integers(1, 100, count)
+        parts = split(np.arange(count), lengths, shares)
+        if min(map(len, parts)):
+            loads = [lengths[part].sum() / share for part, share in zip(parts, shares, strict=True)]
+            most = int(np.argmax(loads))
+            wanted = (loads[most] - loads[1 - most]) / (1 / shares[0] + 1 / shares[1])
+            moved = lengths[parts[most]][:, None] - lengths[parts[1 - most]]
+            assert not ((moved > 0) & (moved < 2 * wanted)).any(), seed
+
+
+def test_neighbours_end_where_no_exchange_of_two_micro_batches_helps():
+    """Of one size, between the rank that costs most for its weight and any other."""
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        sizes = [[2] * int(random.integers(1, 4)) + [3] * int(random.integers(0, 3)) for _ in range(3)]
+        weights = np.array([sum(of_rank) for of_rank in sizes])
+        lengths = random.integers(1, 100, weights.sum())
+        cost = padded(lengths)
+        dealt, costs = _deal_neighbours(np.argsort(lengths, kind="stable"), sizes, weights, cost)
+        assert [sorted(map(len, batches)) for batches in dealt] == [sorted(of_rank) for of_rank in sizes]
+        assert costs == [sum(map(cost, batches)) for batches in dealt]
+        loads = np.array(costs) / weights
+        heaviest = int(np.argmax(loads))
+        for other in {0, 1, 2} - {heaviest}:
+            for mine in dealt[heaviest]:
+                for theirs in (batch for batch in dealt[other] if len(batch) == len(mine)):
+                    saved = cost(mine) - cost(theirs)
+                    after = max(loads[heaviest] - saved / weights[heaviest], loads[other] + saved / weights[other])
+                    assert after >= loads[heaviest] * (1 - 1e-8), seed
 
 
 @given(st.integers(0, 50), st.integers(1, 20))

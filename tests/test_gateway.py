@@ -290,11 +290,15 @@ def application(**words: Any) -> Gateway:
 
 
 def asked(
-    app: Any, headers: dict[str, str], send: Callable[[Any], Coroutine[Any, Any, None]], method: str = "GET"
+    app: Any,
+    headers: dict[str, str],
+    send: Callable[[Any], Coroutine[Any, Any, None]],
+    method: str = "GET",
+    path: str = "/v1/models",
 ) -> Any:
     encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
     aborted: list[bool] = []
-    scope = {"type": "http", "method": method, "path": "/v1/models", "headers": encoded, "query_string": b""}
+    scope = {"type": "http", "method": method, "path": path, "headers": encoded, "query_string": b""}
     scope |= {"state": {"abort": lambda: aborted.append(True)}, "client": ("127.0.0.1", 1)}
 
     async def receive() -> Any:
@@ -324,6 +328,26 @@ def test_without_keys_no_other_name_is_answered(host: str, status: int) -> None:
 
     asked(application(), {"host": host}, send)
     assert sent[0]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("POST", "/v1/models", 405, "/v1/models takes GET"),
+        ("GET", "/v1/chat/completions", 405, "/v1/chat/completions takes POST"),
+        ("GET", "/v1/models/other", 404, "the model does not exist"),
+        ("GET", "/v1/embeddings", 404, "there is nothing at this address"),
+    ],
+)
+def test_what_is_not_there_is_told(method: str, path: str, status: int, said: str) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asked(application(), {}, send, method, path)
+    error = json.loads(b"".join(message.get("body", b"") for message in sent))["error"]
+    assert (sent[0]["status"], error["message"]) == (status, said)
 
 
 def test_browsers_are_let_in_by_name_alone() -> None:

@@ -89,10 +89,9 @@ def test_words_arrive_unchanged_on_every_rank_and_run_nothing(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_status_is_the_worst_ranks_and_a_death_ends_the_others(three_hosts: list[Machine], backend: str) -> None:
     code = python("time.sleep(0.3); sys.exit({0: 0, 1: 7}[rank]) if rank < 2 else time.sleep(100)")
-    started = time.monotonic()
-    done = three_hosts[0].run([*words(three_hosts, backend=backend), *code])
+    done = three_hosts[0].run([*words(three_hosts, backend=backend), *code])  # within 60 s, before rank 2 would end
     assert done.returncode == 7 and "ended with status 7" in done.stderr
-    assert time.monotonic() - started < 20 and nothing_left(three_hosts)
+    wait_for(lambda: nothing_left(three_hosts))
 
 
 def test_a_rank_killed_by_a_signal_is_told_as_a_shell_tells_it(three_hosts: list[Machine]) -> None:
@@ -121,6 +120,9 @@ def test_a_command_that_is_not_there_or_a_host_that_does_not_answer_is_one_line(
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "lost: 10.77.0.99" in done.stderr
     done = three_hosts[0].run([*words("host-a,nowhere"), "true"])
     assert done.returncode != 0 and "nowhere" in done.stderr and "Traceback" not in done.stderr
+    done = three_hosts[0].run([*words("host-a,nowhere", "--sync", "configs"), "true"])
+    assert done.returncode == 2 and done.stderr.startswith("error: --sync configs: rsync to nowhere failed: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -189,11 +191,10 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     if how == "twice":
         time.sleep(0.1)
         three_hosts[0].signal(launch, signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    wait_for(lambda: nothing_left(three_hosts), 5)
-    seconds = time.monotonic() - began
-    print(f"{backend} {how}: {seconds:.1f} s")
-    assert seconds < 5 and "Traceback" not in errors
+    _, errors = process.communicate(timeout=20)
+    wait_for(lambda: nothing_left(three_hosts))
+    print(f"{backend} {how}: {time.monotonic() - began:.1f} s")  # 2 to 3 where nothing else runs
+    assert "Traceback" not in errors
     assert process.returncode == (130 if how != "killed" else -signal.SIGKILL)
 
 
@@ -204,14 +205,14 @@ def test_mpiruns_files_are_in_the_launchs_own_folder_and_go_with_it(three_hosts:
     assert done.returncode == 0, done.stderr
     folders = [Path(folder) for lines in tagged(done.stdout).values() for folder in lines[0].split()]
     assert len(tagged(done.stdout)) == 3 == len(set(folders)), done.stdout
-    wait_for(lambda: not any(folder.parent.exists() for folder in folders), 5)
+    wait_for(lambda: not any(folder.parent.exists() for folder in folders))
 
 
 def test_a_reader_that_has_seen_enough_ends_the_launch(three_hosts: list[Machine]) -> None:
     command = " ".join([*words(three_hosts[:2]), "yes", "|", "head", "-n", "3"])
-    done = three_hosts[0].run(["sh", "-c", command], timeout=20)
+    done = three_hosts[0].run(["sh", "-c", command])
     assert len(done.stdout.splitlines()) == 3 and "Traceback" not in done.stderr
-    wait_for(lambda: nothing_left(three_hosts), 5)
+    wait_for(lambda: nothing_left(three_hosts))
 
 
 # ---- Training
@@ -327,6 +328,9 @@ def test_job_files_start_the_same_command(capsys: pytest.CaptureFixture[str], tm
     launch = job["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     assert launch["command"][-7:] == ["sh", "-c", "true", *hostile] and launch["command"][2] == "4"
     assert {"name": "A", "value": "b c"} in launch["env"] and job["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
+    assert job["mpiReplicaSpecs"]["Launcher"]["replicas"] == 1 and job["slotsPerWorker"] == 2
+    assert launcher.main(["--hosts", "a:2,b:1", "--emit", "mpijob", *command]) == 2
+    assert "1 to 2 slots" in capsys.readouterr().err
     assert launcher.main(["--hosts", "a:2,b:1", "--emit", "slurm", *command]) == 2
     assert "1 to 2 slots" in capsys.readouterr().err
     show = ["--env", "A=b c", "--directory", str(tmp_path), "--python", sys.executable, "--"]

@@ -183,8 +183,16 @@ def test_simulation_of_the_published_machines(tmp_path: Path) -> None:
 def test_slow_link_leaves_a_host_out() -> None:
     plan = plan_cluster(["m4-max", "m3-ultra"], 128, curves=[M4_MAX, M3_ULTRA], sync_seconds=0.1)
     assert plan.shares == [128, 0] and plan.left_out == ["m3-ultra"] and plan.sync_seconds == 0
-    assert "leave out m3-ultra" in plan.reason and "no work" in plan.warnings[0]
+    assert plan.reason.startswith("leave out m3-ultra (rank 1): m4-max alone takes ") and "no work" in plan.warnings[0]
     assert plan.predicted_step_seconds == pytest.approx(128 / 776, rel=1e-6)
+
+
+def test_hosts_that_help_nobody_are_left_out_and_many_are_not_all_named() -> None:
+    """Eight pairs take as long as one: with whoever joins, a step is no shorter."""
+    flat = Curve.from_rates({1: 1.0, 8: 8.0})
+    plan = plan_cluster(names(12), 8, curves=[flat] * 12)
+    assert plan.shares == [8] + [0] * 11 and plan.predicted_step_seconds == 1.0
+    assert plan.reason.startswith("leave out host1 (rank 1), host2") and "host8 (rank 8) and 3 more:" in plan.reason
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 100])
@@ -332,6 +340,12 @@ def test_one_host_without_a_curve_makes_all_equal() -> None:
                 curves=[Curve.from_rates({1: 1, 2: 2}, {1: 12 * 10**9, 2: 20 * 10**9}, 8 * 10**9)],
             ),
             ["host mini", "one pair needs 12.00 GB", "8.00 GB", "gradient_checkpointing"],
+        ),
+        (
+            lambda: plan_cluster(
+                ["mini"], 8, curves=[Curve.from_rates({2: 1, 4: 2}, {2: 12 * 10**9, 4: 20 * 10**9}, 8 * 10**9)]
+            ),
+            ["host mini: 2 pairs need 12.00 GB"],
         ),
     ],
 )

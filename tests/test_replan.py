@@ -155,6 +155,32 @@ def test_a_rank_too_slow_for_one_pair_is_left_out() -> None:
     assert times[-1] == pytest.approx(0.08)
 
 
+@pytest.mark.parametrize(("asked", "is_changed"), [(76.0, True), (77.0, False)])
+def test_a_change_that_does_not_pay_in_the_steps_that_are_left_is_not_made(asked: float, is_changed: bool) -> None:
+    """64 + 64 pairs at 4 and 1 a second take 64 s; 103 + 25 would take 25.75 s, in the run's last two steps."""
+    config = configured(128, f"plan.replan_seconds={asked}")
+    decides = config.plan.replan_steps + 1
+    schedule = Schedule(make_plan(config, ["a", "b"]), config.plan, LEAD, steps=decides + LEAD + 1)
+    found = [schedule.observe(step, [64.0, 64.0], [16.0, 64.0]) for step in range(1, decides + 1)]
+    assert found[:-1] == [None] * (decides - 1) and (found[-1] is not None) == is_changed
+
+
+@pytest.mark.parametrize("fixed", ["plan.shares=[16,16]", "plan.replan=false"])
+def test_what_was_fixed_is_kept_and_remarked_upon_once(fixed: str) -> None:
+    schedule = uncalibrated(32, 2, fixed)
+    played(schedule, 60, constant(9.0, 1.0))
+    (said,) = schedule.remarks
+    what = fixed.replace("=[16,16]", "")
+    assert said.startswith(f"{what} keeps shares [16, 16], where [29, 3] would do: measured up to step")
+
+
+def test_a_new_plan_names_the_ranks_that_changed_most() -> None:
+    schedule = uncalibrated(120, 6)
+    decided, _ = played(schedule, 20, constant(1.0, 1.02, 0.98, 1.01, 8.0, 0.2))
+    reason = decided[0][1].reason
+    assert "rank 4 (host4)" in reason and "rank 5 (host5)" in reason and reason.count("(host") == 4
+
+
 # ---- In a checkpoint ---------------------------------------------------------------------------------------
 
 
@@ -218,6 +244,32 @@ def test_measured_hosts_are_planned_with_their_link_and_compared() -> None:
     assert apart.efficiency >= together.efficiency > alone.efficiency > equal.efficiency
     assert together.bytes_per_step == 10**6 and alone.bytes_per_step == 0
     assert json.dumps(plan.to_dict()) and len(plan.to_dict()["curves"]) == len(plan.ranks)
+
+
+def test_what_travels_is_told_for_every_compression_and_number_of_ranks() -> None:
+    def of(ranks: int, *words: str, **curve: Any) -> ClusterPlan:
+        hosts = [calibrated(name, {1: 10.0, 8: 30.0}, **curve) for name in "abc"[:ranks]]
+        return planned(configured(32, *words), list("abc"[:ranks]), hosts)
+
+    sizes = {"none": 1e6, "bf16": 5e5, "int8": 0.25e6 * (1 + 4 / 256), "topk": 2e4}  # of 10**6 bytes in float32
+    for kind, size in sizes.items():
+        two, three = of(2, f"sync.compression={kind}"), of(3, f"sync.compression={kind}")
+        assert two.sync_seconds == pytest.approx(0.001 + size / 1e8) and two.strategy == "synchronous"
+        assert two.predictions[0].step_seconds == pytest.approx(two.predicted_step_seconds)
+        # A ring's two passes over a part of it each, or everybody's whole to everybody else.
+        passes = [1.0, 4 / 3] if kind in ("none", "bf16") else [1, 2]
+        assert [plan.predictions[0].bytes_per_step for plan in (two, three)] == pytest.approx(
+            [p * size for p in passes]
+        )
+    unknown = of(2, gradient_bytes=None)
+    assert [way.bytes_per_step for way in unknown.predictions] == [None, None, None, 0, 0]
+
+
+def test_memory_beyond_what_was_measured_grows_as_between() -> None:
+    one = calibrated("a", {1: 10.0, 8: 30.0}, peaks={1: 10**9, 8: 8 * 10**9})
+    for size, expected in ((4, 4e9), (8, 8e9), (16, 16e9)):
+        (alone,) = planned(configured(32, f"plan.micro_batch_sizes=[{size}]"), ["a"], [one]).predictions
+        assert alone.memory_bytes == expected
 
 
 def test_the_strategy_follows_what_a_sync_costs() -> None:
@@ -356,7 +408,7 @@ def test_the_benchmark_of_balance_says_what_it_needs(monkeypatch: pytest.MonkeyP
 # ---- On real ranks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

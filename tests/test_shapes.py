@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +17,7 @@ from lib.batches import MicroBatches
 from lib.data import Batch, Dataset, Example, collate, tokens_to_deal
 from lib.losses import PREFERENCE_LOSSES
 from lib.order import Position, deal, epoch_order, global_batch
-from lib.shapes import NEED, Shape, few_shapes, need_of, shape_of
+from lib.shapes import NEED, Shape, few_shapes, first_that_holds, need_of, pad_length, padded_lengths, shape_of
 from tests import tiny
 from tests.test_forward import FAMILIES, assert_equal, draw, load
 from tests.test_step import build, examples, reference_logps, step_gradients
@@ -119,6 +121,73 @@ def test_any_rows_fit_into_one_of_the_shapes(seed: int, size: int, most: int, sh
         assert any(shape.holds(need(rows)) for shape in shapes)
         alone = shape_of(need(rows)[None], count, 4, shared)
         assert alone.holds(need(rows)) and alone.tokens >= tokens[rows].sum()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans(), st.sampled_from([1, 2]))
+def test_no_other_cut_into_groups_costs_less(seed: int, most: int, shared: bool, count: int) -> None:
+    """Against every way to cut seven micro-batches, in order of size, into at most `most` groups."""
+    random = np.random.default_rng(seed)
+    found = []
+    for rows in random.integers(1, 5, 7):
+        prompts, completions = random.integers(1, 40, rows), random.integers(2, 60, (rows, count))
+        found.append(need_of(prompts, prompts[:, None] + completions - 1, completions))
+    needs = np.array(found, NEED)
+    largest = np.array([tuple(needs[name].max() for name in NEED.names or ())], NEED)
+    largest["shortest_prompt"] = needs["shortest_prompt"].min()
+    shapes = few_shapes([needs, needs], largest[0], most, count, 4, shared)
+
+    size = needs["tokens"] if shared else needs["rows"] * needs["longest"]
+    ordered = needs[np.argsort(size, kind="stable")]
+    ordered["widest"] = largest["widest"]
+    least = np.inf
+    for cuts in (cuts for groups in range(most) for cuts in itertools.combinations(range(1, 7), groups)):
+        groups = np.split(ordered, cuts)
+        whole = [*groups[:-1], np.concatenate([groups[-1], largest])]
+        costs = [shape_of(group, count, 4, shared).cost for group in whole]
+        least = min(least, sum(cost * len(group) for cost, group in zip(costs, groups, strict=True)))
+    taken = [first_that_holds(shapes, need) for need in needs]
+    assert all(shape is not None for shape in taken)
+    # The largest shape has to stay where nobody needs it, and then takes the place of one that somebody does.
+    assert sum(shape.cost for shape in taken if shape) <= least * (1 + 1e-9) or shapes[-1] not in taken
+
+
+def test_a_shapes_cost_and_what_it_holds_by_hand() -> None:
+    dense = Shape(2, 2, prefix=8, length=16, behind=64, is_dense=True, uses=1, scored=20, width=8)
+    ragged = dataclasses.replace(dense, is_dense=False, behind=30)
+    assert dense.tokens == 80 and dense.cost == 80 + (2 * 2 * 16 + 20) / 32
+    assert ragged.tokens == 46 and ragged.cost == pytest.approx(46 * 1.03 + (2 * 2 * 16 + 20) / 32)
+    full = {
+        "rows": 2,
+        "shortest_prompt": 8,
+        "longest_prompt": 8,
+        "longest": 24,
+        "tokens": 46,
+        "scored": 20,
+        "widest": 8,
+    }
+
+    def holds(shape: Shape, **changes: int) -> bool:
+        return shape.holds(np.array(tuple((full | changes)[name] for name in NEED.names or ()), NEED))
+
+    assert holds(dense) and holds(ragged) and holds(dense, tokens=999, longest_prompt=20)
+    for name in ("rows", "longest", "scored", "widest"):
+        for shape in (dense, ragged):
+            assert not holds(shape, **{name: full[name] + 1}), name
+    assert not holds(dense, shortest_prompt=7) and not holds(ragged, tokens=47) and not holds(ragged, longest_prompt=9)
+    # A longer prompt's rest is behind the prefix: once where completions share it, or where there is but one.
+    assert holds(dataclasses.replace(ragged, uses=2), longest_prompt=9)
+    assert holds(dataclasses.replace(ragged, completions=1), longest_prompt=9)
+
+
+def test_lengths_are_padded_to_the_rungs_of_a_ladder() -> None:
+    """Sixteen multiples of 8, then eight rungs an octave."""
+    asked = [0, 1, 8, 9, 128, 129, 144, 145, 256, 257, 288, 512, 513]
+    rungs = [8, 8, 8, 16, 128, 144, 144, 160, 256, 288, 288, 512, 576]
+    assert [pad_length(length, 8) for length in asked] == rungs
+    assert pad_length(65, 1, steps=64) == 66
+    lengths = np.array([[129, 3], [8, 129]])
+    assert padded_lengths(lengths, 8).tolist() == [[144, 8], [8, 144]]
 
 
 def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> Shape:

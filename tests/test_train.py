@@ -419,12 +419,14 @@ def test_an_unusable_row_is_named_and_refused_or_left_out(tmp_path: Path, kind: 
         (["run.dir=/proc/nowhere"], ["/proc/nowhere"]),
         (["model.dropout=0.1", "model.gradient_checkpointing=true"], ["wrong gradients"]),
         (["model.blocks=9"], ["model.blocks=9", "2 blocks"]),
+        (["model.path={folder}/unknown"], ["mlx-lm cannot load it", "no-such-type"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_a_mistake_is_one_clear_line(tmp_path: Path, words: list[str], expected: list[str]) -> None:
     (tmp_path / "empty.jsonl").touch()
     tiny.write_jsonl(tmp_path / "text.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    tiny.model_folder(tmp_path / "unknown", model_type="no-such-type")
     words = [word.format(folder=tmp_path) for word in words]
     command = words if "--resume" in words else [*tiny.settings(tmp_path), *words]
     assert_one_clear_line(tiny.train(tmp_path, command, check=False), *expected)
