@@ -5,7 +5,7 @@
 EXTRA ?= $(or $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*)),$(if $(filter Darwin,$(shell uname)),metal,cpu))
 INSTALLED = .venv/installed-$(EXTRA)
 BIN = .venv/bin
-PYTHONS = $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14
+PYTHONS = $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14)
 
 # Open MPI refuses to start as root (a container, CI), or more ranks than cores, unless it is told to.
 export OMPI_ALLOW_RUN_AS_ROOT = 1

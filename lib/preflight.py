@@ -79,9 +79,11 @@ def needs_of(launching: Launching) -> Needs:
     if Path(launching.command[0]).name != "train.py":
         return Needs()
     with contextlib.chdir(ROOT):
-        config = command.read_config(command.parse(list(launching.command[1:]), None))
+        options = command.parse(list(launching.command[1:]), None)
+        config = command.read_config(options)
+    own_file = None if options.resume else options.config or command.QUICKSTART
     local_sources = [name for name in weights_of(config.data.train) if not glob.has_magic(name) and "://" not in name]
-    paths = [*local_sources, config.data.valid, config.evaluate.answers, config.model.adapter]
+    paths = [own_file, *local_sources, config.data.valid, config.evaluate.answers, config.model.adapter]
     models = [config.model.path, *([] if config.model.reference == "initial" else [config.model.reference])]
     local = [
         path for path in models if (ROOT / path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -147,7 +149,7 @@ def project_digests() -> dict[str, str | None]:
 
 def packages() -> dict[str, str]:
     """Versions of Python and of the packages that have to agree."""
-    versions = {"python": platform.python_version()}
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}  # 3.12.4 and 3.12.9 do the same
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
@@ -419,7 +421,10 @@ def _judge_packages(host: Host, theirs: Mapping[str, str], context: Context) -> 
         for name, version in context.here["packages"].items()
         if theirs.get(name) != version
     ]
-    return [("failed", _few(differ), context.there(host, "rm -f .venv/installed-* && make setup"))] if differ else []
+    python = context.here["packages"].get("python")
+    wanted = f" PYTHON=python{python}" if theirs.get("python") != python else ""
+    mend = context.there(host, f"rm -f .venv/installed-* && make setup{wanted}")
+    return [("failed", _few(differ), mend)] if differ else []
 
 
 def _judge_files(host: Host, theirs: Mapping[str, str | None], context: Context) -> Verdicts:

@@ -55,7 +55,7 @@ def data(three_hosts: list[Machine]) -> list[str]:
             ]
         )
         assert made.returncode == 0, made.stderr
-    config = tiny.config_file(host.outside / "run")
+        config = tiny.config_file(machine.outside / "run")
     return ["train.py", "--config", f"{host.disk}/run/{config.name}", *made.stdout.split()]
 
 
@@ -265,6 +265,10 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
     assert one("clock", clock={"ahead_seconds": 60.0, "unsure_seconds": 1.0}).status == "told"
     assert one("clock", clock={"ahead_seconds": 2.5, "unsure_seconds": 1.0}).status == "ok"
     assert one("load", load={"average": 4.0, "cpus": 2}).status == "told"
+    other = replace(context(launching), here={"packages": {"python": "3.12", "mlx": "1"}})
+    older = one("packages", other, packages={"python": "3.11", "mlx": "1"})
+    assert older.message == "python 3.11 (here 3.12)" and older.remedy.endswith("make setup PYTHON=python3.12'")
+    assert one("packages", other, packages={"python": "3.12", "mlx": "0"}).remedy.endswith("make setup'")
     assert f"{os.getpid()} " in preflight.processes()
     shown = "  1 /sbin/init\n 22 vi train.py\n 77 /opt/tandem/.venv/bin/python train.py train.beta=0.2\n"
     assert preflight.training_among(shown) == (77, "train.py train.beta=0.2")
@@ -341,7 +345,8 @@ def test_a_wrong_configuration_is_one_line_before_any_host_is_asked(capsys: pyte
 def test_what_a_run_needs_is_read_off_its_configuration() -> None:
     launching = Launching((Host("a"),), "ring", ("train.py",))
     needs = preflight.needs_of(launching)
-    assert needs.files[0] == "configs/quickstart/train.jsonl" and "configs/quickstart/model" in needs.files
+    assert needs.files[:2] == ("configs/quickstart.yaml", "configs/quickstart/train.jsonl")
+    assert "configs/quickstart/model" in needs.files
     needs = preflight.needs_of(replace(launching, command=("train.py", "model.path=org/name", "checkpoint.keep=5")))
     assert needs.models == ("org/name",) and needs.checkpoints == 6
     assert preflight.needs_of(replace(launching, command=("hostname",))) == Needs()
