@@ -33,7 +33,7 @@ PREFETCHED = 2  # batches made ahead of the step
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 anything else."""
-    launch = None
+    launch, again = None, "--resume"
     try:
         options = command.parse(arguments, __doc__)
         launch = runtime.launch_environment()
@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         with world.agreeing("the configuration"):
             config = command.read_config(options)
         name = world.broadcast_text(config.run.name or "")  # it may hold the time, which ranks see differently
+        again = f"--resume {Path(config.run.dir) / name}"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         world.require_equal("configuration", settings.learning_digest(config))
         world = dataclasses.replace(world, timeout_seconds=config.sync.timeout_seconds)
@@ -53,10 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
             terminal.error(str(error))
         return runtime.leave(2, launch, alone=type(error) is UserError)
     except OSError as error:  # a full or read-only disk: what was saved before is whole
-        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with --resume")
+        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with {again}")
         return runtime.leave(2, launch, alone=True)
     except (Stopped, KeyboardInterrupt) as error:
-        terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with --resume", "stopped")
+        terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with {again}", "stopped")
         return 1
     return 0
 

@@ -154,6 +154,7 @@ class Writer:
         self.unsaved_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._written: list[tuple[int, Path]] = []
+        self._faults: list[tuple[int, str]] = []
 
     def is_due(self, elapsed_seconds: float) -> bool:
         """Counts a step, and tells whether it and one more would exceed what a fault may undo."""
@@ -179,14 +180,18 @@ class Writer:
                 work()
                 self._written.append((step, path))
             except OSError as error:
-                told = f"warning: {error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
-                print(told, file=sys.stderr, flush=True)
+                told = f"{error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
+                print(f"warning: {told}", file=sys.stderr, flush=True)
+                self._faults.append((step, told))
 
         self._thread = threading.Thread(target=run, name="checkpoint")
         self._thread.start()
 
     def record(self, tracker: PerformanceTracker) -> None:
-        """Records the checkpoints that became whole since the last call; of all disks rank 0 tells."""
+        """Records the checkpoints that became whole since the last call, of all disks rank 0, and those that did not."""
+        while self._faults:
+            step, text = self._faults.pop(0)
+            tracker.record("warning", step=step, text=text)
         while self._written:
             step, path = self._written.pop(0)
             if tracker.rank == 0:

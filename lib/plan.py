@@ -737,7 +737,7 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
 
     reason = plan.reason
     if choice.curves is None:
-        reason = choice.reason if plan.reason.startswith("equal shares") else f"{plan.reason}; {choice.reason}"
+        reason = choice.reason if plan.reason.startswith("equal shares") else plan.reason
     elif config.plan.shares is None:
         reason = f"{plan.reason} ({choice.reason})"
     if len(hosts) == 1 and choice.curves is None:

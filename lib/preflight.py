@@ -791,7 +791,7 @@ def show(hosts: Sequence[Host], findings: Sequence[Finding], seconds: float) -> 
         if not of_check:
             continue
         parts = []
-        for status, word, style in (("failed", "FAILED on", "bold red"), ("told", "a word on", "bold magenta")):
+        for status, word, style in (("failed", "FAILED on", "bold red"), ("told", "note on", "bold magenta")):
             if found := list(dict.fromkeys(finding.host for finding in of_check if finding.status == status)):
                 parts.append(Text.assemble((word, style), f" {', '.join(found)}"))
         if unasked := sorted(names - {finding.host for finding in of_check}):

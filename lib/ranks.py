@@ -38,7 +38,7 @@ from lib.tail import Copy
 from lib.terminal import Voice, folded
 
 ROOT = Path(__file__).resolve().parent.parent
-COLOURS = (36, 33, 35, 32, 34, 31)
+COLOURS = (36, 35, 32)  # that can be read on light and on dark, and are not an error's
 TICK_SECONDS = 0.03
 PING_SECONDS = 1.0
 CONNECT_SECONDS = 10
@@ -343,7 +343,7 @@ class Console:
 
     def __init__(self, stopped: Any):
         self.lines: queue.SimpleQueue[tuple[Any, str] | None] = queue.SimpleQueue()
-        self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.colour = Voice().is_live and not os.environ.get("NO_COLOR")
         self.width = Voice(stderr=True).width
         for output in (sys.stdout, sys.stderr):  # a letter that this terminal does not have ends no training
             if isinstance(output, io.TextIOWrapper):

@@ -75,7 +75,8 @@ def test_a_run_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_without_colours_and_where_nothing_can_be_drawn_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = [*settings(tmp_path), "--config", str(config(tmp_path)), "--dry-run"]
     assert not COLOURS.search(at_terminal(monkeypatch, [*words, "train.global_batch_size=4"], 80, NO_COLOR="1"))
-    assert not CODES.search(at_terminal(monkeypatch, words, 80, TERM="dumb"))
+    dumb = at_terminal(monkeypatch, [*words[:-1], "train.steps=2", "run.name=dumb"], 80, TERM="dumb")
+    assert not CODES.search(dumb) and "\r" not in dumb.replace("\r\n", "") and "\nstep     1/2  loss" in dumb
 
 
 def config(folder: Path) -> Path:
@@ -108,7 +109,7 @@ def test_tables_and_lines_fit_and_lose_nothing(width: int) -> None:
     columns = ["rank", "host", *("".join(random.choice(list("abc de"), random.integers(3, 18))) for _ in range(9))]
     rows = [[str(i), f"host-{i}", *(f"{x:.{i}f}" for x in random.normal(0, 1e3, 9))] for i in range(4)]
     lines = [line.plain for line in terminal.laid_out(columns, rows, 2, width)]
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
     for row in rows:
         assert all(any(cell in line.split() for line in lines) for cell in row)
     text = Text("    a sentence of words and of /a/path/that/is/long, with 漢字 that are wide " * 3)

@@ -1,6 +1,7 @@
 """train.py end to end, as a user runs it: equal on any ranks, resumed as if never stopped, clear about mistakes."""
 
 import concurrent.futures
+import errno
 import fcntl
 import json
 import random
@@ -96,7 +97,8 @@ def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=20)
     assert (
         process.returncode == 1
-        and errors.startswith("stopped: interrupted; go on from the last checkpoint")
+        and errors.startswith("stopped: interrupted; go on from the last checkpoint with --resume ")
+        and errors.strip().endswith("runs/run")
         and errors.count("\n") == 1
     )
     resumed = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run"), "train.steps=20"])
@@ -278,7 +280,9 @@ def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(exchange, "sum_gradients", poisoned)
     result = tiny.train(tmp_path, [*words, "run.name=poisoned"])
-    assert "step 4: loss or gradient is not finite; computed once more" in result.stdout
+    said = "step 4: loss or gradient is not finite; computed once more"
+    log = read_records(tmp_path / "runs/poisoned/logs/rank-000.jsonl")
+    assert said in result.stdout and [(r["step"], r["text"]) for r in log if r["kind"] == "warning"] == [(4, said)]
     assert tiny.difference(tmp_path / "runs/plain", tmp_path / "runs/poisoned") == 0.0
 
 
@@ -312,6 +316,19 @@ def test_a_checkpoint_comes_before_more_would_be_lost_than_is_allowed() -> None:
     assert [writer.is_due(1.0) for _ in range(9)] == [False] * 8 + [True], "this step and one more have to fit"
     writer.unsaved_seconds = 0.0
     assert writer.is_due(6.0) and not checkpoint.Writer().is_due(1e9)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "weights")
+
+    writer, tracker = checkpoint.Writer(), PerformanceTracker(tmp_path / "log.jsonl")
+    writer.write_beside(3, tmp_path, fail)
+    writer.write(4, tmp_path, lambda: None)
+    writer.record(tracker)
+    records = read_records(tmp_path / "log.jsonl")
+    assert [(record["kind"], record["step"]) for record in records] == [("warning", 3), ("checkpoint", 4)]
+    assert f"warning: {records[0]['text']}" in capsys.readouterr().err
 
 
 def test_evaluate_command_agrees_with_the_run(tmp_path: Path) -> None:
