@@ -294,6 +294,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         evaluate.show_changes(say, tracker, questions, answers[0], answers[-1], config)
     else:
         evaluate.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "after")
+    report.warn_of_the_end(say, progress.step, latest.get("kl"))
     totals = tracker.totals() | (latest if apart and apart.method == "none" else {})
     each = world.gather_long_text(json.dumps(totals), "every rank's figures")
     with world.agreeing("finishing"), world.gathering(model.trainable_parameters()) as [weights]:
@@ -306,7 +307,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     writer.record(tracker)
     tracker.record("end", step=progress.steps_of(world.rank))
     tracker.gather(world, everything=True)
-    tracker.close()
+    tracker.close(progress.step)
     if world.rank == 0:
         report.show_end(say, tracker.log_path, folder, summary)
     if lock is not None:

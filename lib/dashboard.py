@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lib import charts, config, pages
+from lib import charts, config, pages, terminal
 from lib.chunks import own_addresses
 from lib.config import UserError
 from lib.history import Figures, RankFigures, Run, figures, runs_in
@@ -551,7 +551,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app = make_app(watcher)
         _serve(app, options.host, options.port)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        terminal.error(str(error))
         return 2
     except KeyboardInterrupt:
         return 0

@@ -65,7 +65,16 @@ class PerformanceTracker:
             line = json.dumps(_finite(entry), allow_nan=False)
             self._began = self._file.tell(), line.encode()
             self._write(line)
-            return entry
+        else:
+            self._append(entry)
+        self._record_faults(entry.get("step", 0))
+        return entry
+
+    def _record_faults(self, step: int) -> None:
+        while self.feed is not None and self.feed.faults:
+            self.record("warning", step=step, text=self.feed.faults.pop(0))
+
+    def _append(self, entry: dict[str, Any]) -> None:
         had_room = not self._unwritten
         try:
             self._write(json.dumps(_finite(entry), allow_nan=False))
@@ -75,7 +84,6 @@ class PerformanceTracker:
             if had_room:
                 told = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"
                 print(told, file=sys.stderr, flush=True)
-        return entry
 
     def _write(self, line: str = "") -> None:
         assert self._file is not None
@@ -191,13 +199,15 @@ class PerformanceTracker:
         did = {"pairs": self.examples, "seconds": self.seconds, **self.parts}
         return {"rank": self.rank, "host": self.host, **did, "peak_memory_bytes": self.peak_memory_bytes}
 
-    def close(self) -> None:
+    def close(self, step: int = 0) -> None:
+        """Closes the sinks and the log; step: the last."""
+        if self.feed is not None:
+            self.feed.close()
         if self._file is not None:
+            self._record_faults(step)
             self.flush()
             self._file.close()
             self._file = None
-        if self.feed is not None:
-            self.feed.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import platform
 import subprocess
 import time
@@ -167,9 +168,11 @@ class Meter:
         self.fields, self.step, self.added = fields, step, time.perf_counter()
 
     def _mean(self, name: str) -> float | None:
-        values = [one.means[name] for one in self.results]
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
+        """Each pair counted once; steps that were left out count nowhere."""
+        known = [(value, one.pairs) for one in self.results if (value := one.means.get(name)) is not None]
+        known = [(value, pairs) for value, pairs in known if math.isfinite(value)]
+        pairs = sum(count for _, count in known)
+        return sum(value * count for value, count in known) / pairs if pairs else None
 
     def shown(self, width: int, bar: str, place: str = "") -> Text:
         """As many figures as fit in a line, the more important first.
@@ -341,7 +344,7 @@ def _epochs(count: float) -> str:
 def _predicted(plan: ClusterPlan, steps: int) -> str:
     """What the hosts' curves say of the plan."""
     seconds, speed = plan.predicted_step_seconds or 0.0, plan.predicted_pairs_per_second or 0.0
-    efficiency = f", {plan.efficiency:.0%} of what the hosts do alone, added up" if plan.efficiency else ""
+    efficiency = f", {100 * plan.efficiency:.0f} % of what the hosts do alone, added up" if plan.efficiency else ""
     each = f"{seconds:.3g} s a step, {_digits(speed)} pairs/s{efficiency if len(plan.ranks) > 1 else ''}"
     return f"{each}; {_duration(steps * seconds)} of training"
 
@@ -358,7 +361,7 @@ def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int
     rows = []
     for way in plan.predictions:
         row = [f"{'➜' if way.chosen else ' '} {way.strategy}"]
-        row.append("-" if way.efficiency is None else f"{way.efficiency:.0%}")
+        row.append("-" if way.efficiency is None else f"{100 * way.efficiency:.0f} %")
         seconds = None if way.step_seconds is None else steps * way.step_seconds
         if way.step_seconds is None:
             row += ["-", "-"]
@@ -468,6 +471,12 @@ def _beside_plan(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> list[dic
     return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
 
 
+def warn_of_the_end(say: Report, step: int, kl: float | None) -> None:
+    """What is likely to be wrong with where training ended, while it can still be recorded."""
+    if strayed := advice.strayed(kl):
+        say.warning(strayed, step)
+
+
 def show_end(say: Report, log: Path, folder: Path, summary: dict[str, Any]) -> None:
     """The closing tables, where the files are, which it leaves there, what to type next, and in a file the summary as JSON."""
     leave_pages(log, folder)
@@ -485,8 +494,6 @@ def show_end(say: Report, log: Path, folder: Path, summary: dict[str, Any]) -> N
     if rows:
         say.line("")
         say.table("", ["held out", "before", "after"], rows)
-    if strayed := advice.strayed(summary["kl"]):
-        say.labelled("warning", strayed)
     if len(summary["ranks"]) > 1:
         say.line("")
         _show_ranks(say, summary["ranks"])
@@ -500,7 +507,7 @@ def show_end(say: Report, log: Path, folder: Path, summary: dict[str, Any]) -> N
             ),
             ("speed", f"{_digits(summary['pairs_per_second'])} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s"),
             *(
-                [("efficiency", f"{summary['efficiency']:.1%} of what the hosts do alone, added up")]
+                [("efficiency", f"{100 * summary['efficiency']:.1f} % of what the hosts do alone, added up")]
                 if summary["efficiency"] is not None
                 else []
             ),

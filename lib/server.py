@@ -34,7 +34,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from lib import config, hostfile, hub, keys, ranks
+from lib import config, hostfile, hub, keys, ranks, terminal
 from lib.completions import Limits
 from lib.config import Config, Serve, Stopped, UserError
 from lib.gateway import Gateway
@@ -55,10 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         settings = _read_config(options)
         serve(settings, None if options.run is None else Path(options.run))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        terminal.error(str(error))
         return 2
     except Stopped as error:
-        print(f"error: {error}", file=sys.stderr)
+        terminal.error(str(error))
         return 1
     return 0
 

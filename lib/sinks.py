@@ -30,6 +30,7 @@ class Feed:
 
     def __init__(self, names: Sequence[str], folder: Path):
         self.names, self.folder = tuple(dict.fromkeys(names)), folder
+        self.faults: list[str] = []  # not yet recorded
         self._open: dict[str, tuple[AbstractContextManager[Write], Write]] = {}
         for name in self.names:
             try:
@@ -63,8 +64,8 @@ class Feed:
         except Exception as error:  # whatever a foreign package raises
             self._open.pop(name, None)
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            told = f"warning: run.sinks: {name} gets no more of this run, whose own logs are whole ({why})"
-            print(told, file=sys.stderr, flush=True)
+            self.faults.append(f"run.sinks: {name} gets no more of this run, whose own logs are whole ({why})")
+            print(f"warning: {self.faults[-1]}", file=sys.stderr, flush=True)
 
 
 def figures(prefix: str, entry: dict[str, Any]) -> dict[str, float]:

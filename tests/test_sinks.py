@@ -110,4 +110,6 @@ def test_a_failing_sink_is_told_once_and_ends_nothing(
     result = tiny.train(tmp_path, [*words, "run.sinks=[trackio,tensorboard]"])
     assert result.stderr.count("warning: run.sinks: trackio") == 1 and "no route to host" in result.stderr
     assert [record["step"] for record in tiny.steps_of(run)] == [1, 2, 3, 4]
+    (warning,) = [r for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "warning"]
+    assert warning["step"] == {"opening": 0, "writing": 2, "closing": 4}[breaks] and "trackio" in warning["text"]
     assert (4, "train/loss") in scalars(events(run)), "the other sink has all"
