@@ -52,6 +52,8 @@ def test_the_weights_of_a_mixture_of_experts_by_hand() -> None:
 
 def test_dimensions_that_a_configuration_leaves_out_or_says_in_its_own_way() -> None:
     everywhere = shape_of({**MIXTURE, "decoder_sparse_step": None, "mlp_only_layers": None})
+    every_third = {**MIXTURE, "num_hidden_layers": 7, "decoder_sparse_step": 3}  # the third and the sixth
+    assert [shape_of({**every_third, "mlp_only_layers": only}).expert_blocks for only in ([], [5])] == [2, 1]
     assert everywhere.expert_blocks == 5 and everywhere.mlp_columns == 0 and everywhere.expert_columns == 6
     dense = shape_of(
         {**MIXTURE, "model_type": "llama", "num_experts": 0, "num_key_value_heads": None, "head_dim": None}
@@ -106,6 +108,7 @@ def test_columns_are_tidy_where_there_are_enough_and_whole_groups_in_any_case() 
     quantised = {**llama, "intermediate_size": 96, "quantization": {"group_size": 32, "bits": 4}, "head_dim": 32}
     assert all(count % 32 == 0 for count in divide(shape_of(quantised), [1, 2]).mlp_columns)
     rows = divide(shape_of({**llama, "vocab_size": 64 * 32 * 2}), [1, 3], vocabulary=True).vocabulary
+    assert divide(shape_of({**llama, "vocab_size": 7}), [3, 4], vocabulary=True).vocabulary == (3, 4)
     assert rows == (1024, 3072) and divide(shape_of(llama), [1, 3]).vocabulary == ()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.watch import Fault, HostSeen, RankSeen, diagnose, exit_status, stragglers
+from lib.watch import Fault, HostSeen, RankSeen, common_wait_seconds, cut_between, diagnose, exit_status, stragglers
 
 
 def found(ranks: list[RankSeen], hosts: list[HostSeen] | None = None) -> Fault | None:
@@ -83,6 +83,17 @@ def test_stragglers_are_those_for_whom_another_waits() -> None:
     assert stragglers(100.0, everyone, 20.0) == [] == stragglers(100.0, [late, mute], 0.0)
     ended = RankSeen(4, "a", status=0, waiting="x", waiting_since=0.0)
     assert stragglers(100.0, [late, ended], 20.0) == [], "who has ended waits no more"
+
+
+def test_all_wait_only_as_long_as_the_last_that_came() -> None:
+    waits = [RankSeen(i, "a", waiting="x", waiting_since=since) for i, since in ((0, 80.0), (1, 95.0))]
+    assert common_wait_seconds(100.0, waits) == 5.0
+    done, working = RankSeen(2, "b", status=0, waiting_since=99.0), RankSeen(3, "b", waiting_since=0.0)
+    assert common_wait_seconds(100.0, [*waits, done]) == 5.0
+    assert common_wait_seconds(100.0, [*waits, working]) == 0.0 == common_wait_seconds(100.0, [done])
+    fault = cut_between(["a", "b", "c"], ["b"], 5.0)
+    assert fault.kind == "wedged" and fault.hosts == ("b",)
+    assert fault.message.startswith("all ranks have waited for 5.0 s, and b and a, c do not reach each other")
 
 
 @given(
