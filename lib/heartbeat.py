@@ -1,8 +1,9 @@
 """What a rank says of itself while it works: that it lives, and what it waits for.
 
 The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT` and this host's name). A thread of its own tells it, twice a second,
-how many waits for other ranks are over and which one goes on, so that a rank that was stopped, one that is late and one
-that waits for a dead peer look different from outside. Where nobody listens nothing is sent.
+how many waits for other ranks are over, which one goes on, and which pass through the model, so that a rank that was stopped,
+one that is late, one that hangs and one that waits for a dead peer look different from outside. Where nobody listens nothing
+is sent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 ADDRESS = "TANDEM_AGENT"
 SECONDS = 0.5
+NO_PASS: dict[str, Any] = {"passing": None, "passing_since": 0.0, "passes": 1}
 
 _facts: dict[str, Any] = {}
 _ended = threading.Event()
@@ -34,7 +36,7 @@ def start(rank: int) -> None:
     """Begins to beat, if a launcher's agent listens."""
     if ADDRESS not in os.environ or _facts:
         return
-    _facts.update(rank=rank, pid=os.getpid(), waits=0, waiting=None, since=time.monotonic())
+    _facts.update(rank=rank, pid=os.getpid(), waits=0, waiting=None, since=time.monotonic(), **NO_PASS)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.connect(f"{agent_folder()}/agent")
@@ -69,12 +71,23 @@ def waiting(what: str) -> Iterator[None]:
         _facts.update(waiting=None, since=time.monotonic(), waits=_facts["waits"] + 1) if _facts else None
 
 
+@contextlib.contextmanager
+def passing(what: str, passes: int = 1) -> Iterator[None]:
+    """Says that this rank computes while the block runs, which is so many passes long: without end, it hangs."""
+    _facts.update(passing=what, passing_since=time.monotonic(), passes=passes) if _facts else None
+    try:
+        yield
+    finally:
+        _facts.update(NO_PASS) if _facts else None
+
+
 def _beat(listener: socket.socket) -> None:
     with listener, contextlib.suppress(OSError):  # the agent is gone
         listener.sendall(b'{"kind": "beat"}\n')
         while True:
             facts = dict(_facts)
-            facts["seconds"] = time.monotonic() - facts.pop("since")
+            now = time.monotonic()
+            facts["seconds"], facts["passing_seconds"] = now - facts.pop("since"), now - facts.pop("passing_since")
             listener.sendall(json.dumps(facts).encode() + b"\n")
             if _ended.is_set():
                 return

@@ -38,6 +38,8 @@ from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, conne
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
 PATIENCE_SECONDS = 900.0  # while none of the hosts answers
+QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
+LONGEST_PAUSE_SECONDS = 30.0
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
 
 # Names that people set and that nothing reads, with what does what they hope for.
@@ -50,6 +52,12 @@ FOLKLORE = {
 
 
 # ---- From the first start to the last
+
+
+def pause_seconds(fruitless: int) -> float:
+    """Before another start, after so many in a row that brought no checkpoint: none at first, then 1, 2, 4 ... 30 s."""
+    late = min(fruitless, 100) - QUICK_STARTS
+    return min(2.0**late, LONGEST_PAUSE_SECONDS) if late >= 0 else 0.0
 
 
 async def supervise(
@@ -65,7 +73,7 @@ async def supervise(
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
     attempt = Attempt(launching, console, here, links, spares=max_restarts > 0)
     _hand_on_input(loop, lambda: attempt)
-    everyone, hosts, run, starts, restarts = launching.hosts, launching.hosts, None, 1, 0
+    everyone, hosts, run, starts, restarts, fruitless = launching.hosts, launching.hosts, None, 1, 0, 0
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
@@ -82,6 +90,10 @@ async def supervise(
                 if outcome.status == 2 or restarts >= max_restarts:  # 2: the user's input is wrong, and stays so
                     return outcome.status
                 restarts += 1
+                fruitless = 0 if attempt.checkpoint is not None else fruitless + 1
+                with contextlib.suppress(TimeoutError):
+                    interrupt = await asyncio.wait_for(interrupts.get(), pause_seconds(fruitless))
+                    return 128 + interrupt
             # Those that were there first: the checkpoints of the others may be older.
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose

@@ -69,6 +69,15 @@ def free_memory_bytes() -> int | None:
     return min(1024 * int(available[1]), limit or 2**60) if available else None
 
 
+def keep_wired() -> None:
+    """Keeps what MLX holds on Metal in memory, as far as the GPU may use it: what macOS compresses stalls every step."""
+    device, facts = mlx_device()
+    if device == "metal":
+        import mlx.core as mx
+
+        mx.set_wired_limit(facts["max_recommended_working_set_size"])
+
+
 def versions() -> dict[str, str]:
     """Of the packages whose change makes a measurement stale."""
     return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}

@@ -656,7 +656,9 @@ class Attempt:
     def _note_beat(self, host: str, facts: dict[str, Any]) -> None:
         seen = self.ranks.setdefault(facts["rank"], watch.RankSeen(facts["rank"], host))
         seen.beats, seen.waiting = True, facts["waiting"]
-        seen.waiting_since = time.monotonic() - facts["seconds"]
+        now = time.monotonic()
+        seen.waiting_since, seen.passing_since = now - facts["seconds"], now - facts["passing_seconds"]
+        seen.passing, seen.passes = facts["passing"], facts["passes"]
         if facts["rank"] == 0:
             self.run, self.checkpoint = facts.get("run"), facts.get("checkpoint")
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib import heartbeat
+from lib import heartbeat, machine
 from lib.config import UserError
 from lib.division import Division, Part
 from lib.runtime import Launch
@@ -32,6 +32,7 @@ Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtyp
 
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 MESSAGE_BYTES = 1024
+ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
 RING_SECONDS = 0.02  # from a knock to a rank that listens
 
 
@@ -79,16 +80,15 @@ class World:
             return [arrays]
         gathered: list[list[mx.array]] = [[] for _ in range(self.size)]
         for bucket in _buckets([array.nbytes for array in arrays]):
-            flat = mx.concatenate([mx.view(arrays[i].reshape(-1), mx.uint8) for i in bucket])
+            own = [arrays[i] for i in bucket]
+            flat = _packed(own)
             mx.eval(flat)
             with self.deadline(what):
                 together = mx.distributed.all_gather(flat, group=self.group, stream=self.stream)
                 mx.eval(together)
             self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
-            ends = np.cumsum([arrays[i].nbytes for i in bucket]).tolist()
             for rank, theirs in enumerate(together.reshape(self.size, -1)):
-                for i, part in zip(bucket, mx.split(theirs, ends[:-1]), strict=True):
-                    gathered[rank].append(mx.view(part, arrays[i].dtype).reshape(arrays[i].shape))
+                gathered[rank] += _unpacked(theirs, own)
         return gathered
 
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
@@ -123,14 +123,11 @@ class World:
         for bucket in _buckets([array.nbytes for _, array in leaves]):
             # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
             # one number and zeros is that number in any order.
-            own = [mx.view(leaves[i][1].reshape(-1), mx.uint8) for i in bucket]
-            padding = mx.zeros(-sum(array.size for array in own) % 4, mx.uint8)
-            flat = mx.view(mx.concatenate([*own, padding]), mx.int32)
-            flat = mx.view(self.all_sum(flat if self.rank == 0 else mx.zeros_like(flat), "rank 0's arrays"), mx.uint8)
-            ends = np.cumsum([array.size for array in own]).tolist()
-            for i, part in zip(bucket, mx.split(flat, ends), strict=False):
-                name, array = leaves[i]
-                leaves[i] = (name, mx.view(part, array.dtype).reshape(array.shape))
+            own = [leaves[i][1] for i in bucket]
+            flat = mx.view(_packed(own), mx.int32)
+            flat = self.all_sum(flat if self.rank == 0 else mx.zeros_like(flat), "rank 0's arrays")
+            for i, array in zip(bucket, _unpacked(mx.view(flat, mx.uint8), own), strict=True):
+                leaves[i] = (leaves[i][0], array)
         return tree_unflatten(leaves)
 
     def gather_text(self, text: str, what: str = "a message from every rank") -> list[str]:
@@ -189,7 +186,7 @@ class World:
 
     def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
         """Passes through the model, in which ranks may have to wait for each other. Here they do not."""
-        return contextlib.nullcontext()
+        return heartbeat.passing(what, passes)
 
     def decide(self, x: mx.array) -> mx.array:
         """What a rank decides for itself: a token, a layout."""
@@ -426,6 +423,7 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
         RuntimeError: the backend is not there, or the world has another size than the launcher said.
     """
     heartbeat.start(launch.rank)
+    machine.keep_wired()
     if launch.size == 1:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
@@ -465,6 +463,21 @@ def _meet(launch: Launch) -> None:
 def host_name() -> str:
     """This machine's name, without its domain."""
     return socket.gethostname().split(".")[0]
+
+
+def _packed(arrays: Sequence[mx.array]) -> mx.array:
+    """The bits of arrays as uint8, one after the other; each begins at a multiple of ALIGNED_BYTES."""
+    bits = [mx.view(array.reshape(-1), mx.uint8) for array in arrays]
+    return mx.concatenate([piece for own in bits for piece in (own, mx.zeros(-own.size % ALIGNED_BYTES, mx.uint8))])
+
+
+def _unpacked(flat: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
+    """What _packed was given, by arrays of the same shapes and types."""
+    begins = np.cumsum([0, *(-(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for array in like)]).tolist()
+    return [
+        mx.view(flat[begin : begin + array.nbytes], array.dtype).reshape(array.shape)
+        for begin, array in zip(begins, like, strict=False)
+    ]
 
 
 def _buckets(sizes: list[int]) -> list[list[int]]:

@@ -27,11 +27,14 @@ class RankSeen:
     waiting: str | None = None  # what it waits for, in the words of lib/sync.py
     waiting_since: float = 0.0
     beats: bool = False  # it is one of ours, and tells what it waits for
+    passing: str | None = None  # the pass through the model that it is in, in the words of its caller
+    passing_since: float = 0.0
+    passes: int = 1  # that this is long
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a world cannot go on. kind: died, lost, silent, stopped, late, wedged."""
+    """Why a world cannot go on. kind: died, lost, silent, stopped, hung, late, wedged."""
 
     kind: str
     message: str
@@ -49,7 +52,7 @@ def diagnose(
 
     Args:
         silent_seconds: a host that says nothing, or a rank that is stopped, for longer is given up.
-        wedged_seconds: so is a wait for other ranks that goes on for longer.
+        wedged_seconds: so are a wait for other ranks and a pass through the model that go on for longer.
     """
     died = [rank for rank in ranks if rank.status]
     if died:
@@ -69,6 +72,11 @@ def diagnose(
         if rank.stopped_since is not None and now - rank.stopped_since > silent_seconds:
             told = f"rank {rank.rank} on {rank.host} has been stopped for {now - rank.stopped_since:.1f} s (SIGSTOP, Ctrl-Z, a debugger)"
             return Fault("stopped", told, (rank.host,))
+    for rank in working:
+        seconds = now - rank.passing_since
+        if rank.passing and not rank.waiting and seconds > rank.passes * wedged_seconds:
+            told = f"rank {rank.rank} on {rank.host} has been computing for {seconds:.1f} s ({rank.passing}), and lives: it hangs"
+            return Fault("hung", told, (rank.host,))
     waiting = [rank for rank in working if rank.waiting]
     longest = max(waiting, key=lambda rank: now - rank.waiting_since, default=None)
     if longest is None or now - longest.waiting_since <= wedged_seconds:

@@ -355,6 +355,10 @@ def test_the_command_that_goes_on() -> None:
     )  # fmt: skip
 
 
+def test_only_starts_that_bring_nothing_wait() -> None:
+    assert [launcher.pause_seconds(n) for n in (0, 1, 2, 3, 4, 6, 7, 10_000)] == [0, 0, 1, 2, 4, 16, 30, 30]
+
+
 def test_faults_are_told_apart() -> None:
     def found(hosts: dict[str, HostSeen] | None = None, **changes: Any) -> watch.Fault | None:
         seen = {"a": HostSeen("a", 99.0), "b": HostSeen("b", 99.0)} | (hosts or {})
@@ -374,6 +378,11 @@ def test_faults_are_told_apart() -> None:
     assert fault and fault.kind == "lost"
     fault = found(stopped_since=(1, 89.0))
     assert fault and (fault.kind, fault.hosts) == ("stopped", ("b",)) and found(stopped_since=(1, 91.0)) is None
+    hangs: dict[str, Any] = {"passing": (1, "step 7"), "passing_since": (1, 69.0)}
+    fault = found(**hangs)
+    assert fault and (fault.kind, fault.hosts) == ("hung", ("b",)) and "31.0 s (step 7)" in fault.message
+    assert found(**hangs, passes=(1, 2)) is None, "of two passes that take so long"
+    assert found(**hangs, waiting=(1, "the sum"), waiting_since=(1, 99.0)) is None, "in it, it waits for others"
     late: dict[str, Any] = {"waiting": (0, "the sum"), "waiting_since": (0, 69.0)}
     fault = found(**late)
     assert fault and (fault.kind, fault.hosts) == ("late", ("b",)) and "rank 1 on b did not come" in fault.message

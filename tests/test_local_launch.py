@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lib import launcher, preflight, ranks
 from lib.hostfile import Host
 from lib.preflight import Needs
 from lib.ranks import Launching
+from tests import tiny
 from tests.test_launch import python, wait_for, words
 
 FAR = Host("192.0.2.7", addresses=("192.0.2.7",))  # nobody's (RFC 5737)
@@ -172,3 +174,34 @@ def test_a_launch_goes_on_after_ctrl_z_and_bg() -> None:
             pass
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+HANG = """
+import signal, time
+
+def hang(number, frame):
+    import mlx.core as mx
+    from lib import heartbeat
+    plain = mx.async_eval
+    mx.async_eval = lambda *arrays: time.sleep(100) if heartbeat._facts["passing"] else plain(*arrays)
+
+signal.signal(signal.SIGUSR1, hang)
+"""
+
+
+def test_a_rank_that_hangs_while_nobody_waits_for_it_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANG)
+    run = tmp_path / "runs/run"
+    settings = tiny.settings(tmp_path, train__steps=2000, checkpoint__every=10, run__name="run", run__dir=run.parent)
+    command = ["train.py", "--config", str(tiny.config_file(tmp_path)), *settings, "evaluate.samples=0"]
+    limits = ["--max-restarts", "1", "--wedged-seconds", "1", "--env", f"PYTHONPATH={tmp_path}"]
+    with launch(*words("localhost", *limits), *command) as process:
+        wait_for(lambda: (run / "checkpoints").exists() and any((run / "checkpoints").glob("step-*")), 30)
+        os.kill(int((run / ".lock").read_text()), signal.SIGUSR1)
+        assert process.stderr is not None
+        notes = (line for line in iter(process.stderr.readline, "") if line.startswith("launch: "))
+        first, second = next(notes), next(notes)
+        wait_for(lambda: re.search(r'"resumed_from_step": \d', (run / "logs/rank-000.jsonl").read_text()), 20)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert "hung: rank 0 on localhost has been computing for" in first and "start 2, " in second
