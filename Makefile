@@ -87,7 +87,7 @@ coverage: setup
 # The reference of every module from its docstrings, build/docs/index.html; then every link of the documents and of it.
 docs: setup
 	@rm -rf build/docs
-	$(BIN)/python -m pdoc --docformat google --no-show-source --output-directory build/docs train lib
+	$(BIN)/python -m pdoc --docformat google --output-directory build/docs train lib
 	$(BIN)/python -m pytest -q tests/test_docs.py -k link
 
 mutation: setup
