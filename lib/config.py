@@ -481,6 +481,8 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
     """
     tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
+    sections = {key.partition(".")[0] for key, *_ in settings() if "." in key}
+    tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
     chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
     for word in overrides:
         key, separator, text = word.partition("=")
@@ -493,8 +495,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         section = tree
         *parents, leaf = key.split(".")
         for parent in parents:
-            section[parent] = section.get(parent) or {}  # a section that the file leaves empty is null
-            section = section[parent]
+            section = section.setdefault(parent, {})
         section[leaf] = _parse_value(key, text)
         origins[key] = word
     if chosen_for is not None:

@@ -81,6 +81,12 @@ def test_a_wrong_file_names_its_line(tmp_path: Path, text: str, expected: str) -
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("model: {path: m}\ndata: {train: t}\ncheckpoint:\n  # every: 25\ntrain:\n")
+    assert config.load(path).checkpoint.keep == 3 and config.load(path, ["train.beta=0.3"]).train.beta == 0.3
+
+
 def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:
     before = load("train.beta=0.3", "plan.shares=[10,6]", "train.optimizer_options={betas: [0.9, 0.95]}")
     path = tmp_path / "config.yaml"
