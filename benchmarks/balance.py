@@ -235,7 +235,8 @@ class Bench:
     def row(self, skew: float) -> dict[str, Any]:
         """One skew: alone, equal, planned."""
         from lib.calibration import Curve
-        from lib.plan import equal_shares, plan_cluster, sufficient_global_batch
+        from lib.plan import plan_cluster, sufficient_global_batch
+        from lib.shares import equal_shares
 
         self.throttle(skew)
         curves = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
@@ -344,7 +345,7 @@ class Bench:
 
     def alone(self, curve: Any, batch: int) -> float:
         """Pairs/s of this rank by itself, at its best micro-batch."""
-        from lib.plan import solo_pairs_per_second
+        from lib.shares import solo_pairs_per_second
         from lib.sync import World
 
         best = curve.best_point.batch_size

@@ -3,7 +3,7 @@
     python benchmarks/decide.py                                       an M4 Max of 128 GB and an M3 Ultra of 512 GB
     python benchmarks/decide.py --links tb5:1e-5:1e10 lan:5e-4:1.2e8  other links: name:latency in s:bytes/s
 
-On paper: the planner (lib/plan.py) is real; a host's speed is what its published matmul rate would make of a model's weights
+On paper: the planner (lib/choice.py) is real; a host's speed is what its published matmul rate would make of a model's weights
 (4 operations a weight and token for LoRA: forward, and backward to the inputs; 6 for full training), and a link's time latency +
 bytes / bandwidth, both of them invented. So the columns compare ways to run a model, and promise no times. Pairs of two completions
 of 1,024 tokens, LoRA of rank 8 on every layer unless it says full, a global batch of 64. The last line is one JSON object.
@@ -25,8 +25,9 @@ from rich.table import Table  # noqa: E402
 
 from lib import config, division  # noqa: E402
 from lib.calibration import Curve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
+from lib.choice import plan_run  # noqa: E402
 from lib.config import UserError  # noqa: E402
-from lib.plan import ClusterPlan, plan_run  # noqa: E402
+from lib.plan import ClusterPlan  # noqa: E402
 
 HOSTS = ("m4-max", "m3-ultra")
 TOKENS, BATCH, RANK, DATASET = 1024, 64, 8, 10_000

@@ -42,6 +42,7 @@ from lib import runtime
 LIMIT_SECONDS = 90  # of one module's tests
 TESTS = {  # of every pure module, the tests that are about it
     "advice": "tests/test_advice.py",
+    "choice": "tests/test_choice.py tests/test_replan.py",
     "compression": "tests/test_compression.py",
     "division": "tests/test_division.py tests/test_shard.py tests/test_plan.py -k 'not mpi and (divi or dealt or smallest or larger)'",
     "hostfile": "tests/test_hostfile.py",
@@ -53,6 +54,7 @@ TESTS = {  # of every pure module, the tests that are about it
     "plan": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
     "schedule": "tests/test_replan.py",
     "shapes": "tests/test_shapes.py -k 'any_rows or depend or cut or by_hand or ladder'",
+    "shares": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
     "watch": "tests/test_watch.py tests/test_launch.py -k 'watch or faults'",
 }
 SWAPS: dict[type, type] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}

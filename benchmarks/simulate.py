@@ -36,13 +36,8 @@ sys.path[0] = str(ROOT)
 from lib import calibration, terminal  # noqa: E402
 from lib.calibration import Curve  # noqa: E402
 from lib.config import UserError  # noqa: E402
-from lib.plan import (  # noqa: E402
-    ClusterPlan,
-    distribute_work,
-    equal_shares,
-    plan_cluster,
-    solo_pairs_per_second,
-)
+from lib.plan import ClusterPlan, plan_cluster  # noqa: E402
+from lib.shares import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
 from lib.terminal import Voice  # noqa: E402
 
 

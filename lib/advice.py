@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from lib.config import Config, Train
-from lib.plan import ClusterPlan, plan_cluster, solo_pairs_per_second
+from lib.plan import ClusterPlan, plan_cluster
+from lib.shares import solo_pairs_per_second
 
 NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
 HIGHEST_RATE = 1e-2  # of Adam, whose steps are about as long as its rate

@@ -27,7 +27,8 @@ from lib.checkpoint import Progress
 from lib.compression import decode, encode
 from lib.config import Config, Stopped, UserError
 from lib.order import Position
-from lib.plan import DEFAULT_MICRO_BATCH_SIZE, ClusterPlan, distribute_work
+from lib.plan import ClusterPlan
+from lib.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.step import StepResult
 from lib.sync import AgreedError, World
 

@@ -20,20 +20,14 @@ from lib import calibration, machine
 from lib import model as models
 from lib.advice import advised
 from lib.calibration import Curve, HostCalibration
+from lib.choice import plan_run, slower
 from lib.config import Config, UserError
 from lib.config import Plan as PlanSettings
 from lib.division import shape_of
 from lib.forward import length_multiple
-from lib.plan import (
-    DEFAULT_MICRO_BATCH_SIZE,
-    ClusterPlan,
-    plan_cluster,
-    plan_run,
-    plan_sharded,
-    slower,
-    with_micro_batches,
-)
+from lib.plan import ClusterPlan, plan_cluster, plan_sharded, with_micro_batches
 from lib.shapes import padded_lengths
+from lib.shares import DEFAULT_MICRO_BATCH_SIZE
 from lib.sync import World
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from lib import division, evaluate
 from lib.calibration import BatchPoint, Curve, HostCalibration, Link, write_calibration
+from lib.choice import plan_run
 from lib.config import Config, UserError, load
 from lib.machine import Machine
-from lib.plan import ClusterPlan, Prediction, plan_run, whole_bytes
+from lib.plan import ClusterPlan, Prediction, whole_bytes
 from lib.sync import World, host_name
 from tests import tiny
 from tests.test_plan import LLAMA_8B

@@ -28,6 +28,7 @@ FLOORS = [
         "chunks",
         "sinks",
         "terminal",
+        "shares",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {
@@ -37,6 +38,7 @@ FLOORS = [
         "step",
         "batches",
         "advice",
+        "choice",
         "schedule",
         "scoring",
         "loading",

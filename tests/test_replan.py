@@ -13,10 +13,11 @@ import pytest
 
 from lib import config as settings
 from lib.calibration import Curve, CurveKey, HostCalibration, Link
+from lib.choice import plan_run
 from lib.config import Config, Cost, UserError
 from lib.machine import Machine
 from lib.performance import calculate_training_cost, hosts_cost
-from lib.plan import ClusterPlan, make_plan, plan_cluster, plan_run
+from lib.plan import ClusterPlan, make_plan, plan_cluster
 from lib.schedule import Schedule
 from tests import tiny
 
