@@ -1,6 +1,6 @@
 """Do the tests notice when the code is wrong? Changes the pure modules, one place at a time, and runs their tests.
 
-    python benchmarks/mutation.py                               40 places of every pure module, about twenty minutes
+    python benchmarks/mutation.py                               40 places of every pure module, about half an hour
     python benchmarks/mutation.py --modules merge,losses --places 1000
     python benchmarks/mutation.py --quick                       10 places of losses and hostfile
 
@@ -10,7 +10,20 @@ messages, types and assertions are not. Each mutant is tried in a forked process
 module's, so that what all have in common (numpy, MLX, hypothesis, pytest) is imported once: Linux. Small on purpose: mutmut
 brings six other packages (a terminal interface among them), cosmic-ray more.
 
-FIGURES
+November 2026, seed 0, on two busy cores:
+
+    module       noticed    what survived
+    losses       20 of 20   of 70 by an earlier run four: a branch that is not taken, a sum with zero
+    watch        37 of 40   two have a test since; nobody dies of status 0
+    division     38 of 40   both have a test since
+    jobfile      15 of 18   two have a test since; JSON's indentation
+    compression  24 of 25   the scale of a block of zeros, whatever it is
+    hostfile     18 of 20   two bounds of messages' and documents' numbers
+    schedule     14 of 20   three are only met by ranks, under mpirun; a bound, an unused default; the fixed part of a
+                            step's time, which no test weighs against a new plan
+    merge        19 of 25   three were `strict=` of zip, left out since; two change nothing; one has a test since
+
+order, shapes, plan, ledger and advice were not run to their end yet.
 """
 
 from __future__ import annotations
