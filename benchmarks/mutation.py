@@ -18,7 +18,7 @@ November 2026, seed 0, on two busy cores:
     division     38 of 40   both have a test since
     jobfile      15 of 18   two have a test since; JSON's indentation
     compression  24 of 25   the scale of a block of zeros, whatever it is
-    hostfile     18 of 20   two bounds of messages' and documents' numbers
+    hostfile     18 of 20   ssh's time limit; how much of a long line a message shows
     schedule     14 of 20   three are only met by ranks, under mpirun; a bound, an unused default; the fixed part of a
                             step's time, which no test weighs against a new plan
     merge        19 of 25   three were `strict=` of zip, left out since; two change nothing; one has a test since
