@@ -357,7 +357,7 @@ def _without_unknown(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[li
 
 def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int) -> None:
     """What each way to run would give; its time and cost only where they were measured with this model."""
-    columns = ["", "efficiency", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
+    columns = ["", "η", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
     rows = []
     for way in plan.predictions:
         row = [f"{'➜' if way.chosen else ' '} {way.strategy}"]
@@ -373,7 +373,12 @@ def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int
         cost = hosts_cost(way.hosts, seconds, config.cost) if seconds is not None else None
         rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
     width = min(map(len, rows)) if plan.calibrated or plan.division else 2
-    say.table("ways to run it, as predicted", columns[:width], [row[:width] for row in rows])
+    say.line("")
+    say.table(
+        "ways to run it, as predicted; η: of what the hosts do alone, added up",
+        columns[:width],
+        [row[:width] for row in rows],
+    )
 
 
 def _duration(seconds: float) -> str:
