@@ -328,8 +328,8 @@ def test_rows_are_indices_and_lengths_are_what_the_model_sees(load):
 
 def test_scored_tokens_are_what_a_batch_scores(load):
     pair = {"prompt_ids": [5], "chosen_ids": [8, 9], "rejected_ids": [10]}
-    dataset = load([pair, pair | {"prompt_ids": []}], tokenizer=None)
-    assert dataset.scored_tokens.tolist() == [[2, 1], [1, 0]]
+    dataset = load([pair, pair | {"prompt_ids": [], "rejected_ids": [10, 11, 12]}], tokenizer=None)
+    assert dataset.scored_tokens.tolist() == [[2, 1], [1, 2]]
     batch = collate(list(dataset), 1, False)
     assert batch.mask.sum(axis=2).tolist() == dataset.scored_tokens.tolist()
 
