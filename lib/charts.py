@@ -46,6 +46,7 @@ MEASURED = {
 PARTS = (("compute_seconds", "compute"), ("sync_seconds", "sync"), ("wait_seconds", "wait"))
 LANES = {"start": "triangle-right", "restart": "triangle-right-open", "plan": "diamond", "merge": "star"}
 LANES |= {"evaluation": "circle", "checkpoint": "square", "warning": "x", "end": "triangle-left"}
+LEGEND_LINES = 9  # more leave no room for the chart; the page's tables have keys, too
 LANE_POINTS = 500  # of more events of a kind some are left out, at even distances
 
 
@@ -60,7 +61,7 @@ def learning(runs: Sequence[Run], name: str) -> Figure:
         each = learners(run)
         for index, who in enumerate(each):
             line = style(number if several else index)
-            label = run.name[:40] if several else _label(who) if len(each) > 1 else "training"
+            label = run.name[:40] if several else label_of(who) if len(each) > 1 else "training"
             curve = run.curve(who, name)
             if np.isnan(curve.values).all():
                 continue
@@ -111,16 +112,16 @@ def speed(run: Run, now: Figures) -> Figure:
     planned = {(rank.rank, rank.host): rank.planned_pairs_per_second for rank in now.ranks}
     for index, who in enumerate(run.series):
         curve, line = run.curve(who, "pairs", over="step_seconds"), style(index)
-        traces.append(_line(curve.steps, curve.values, _label(who), line))
+        traces.append(_line(curve.steps, curve.values, label_of(who), line))
         if (goal := planned.get(who)) is not None and len(curve.steps):
             ends = [curve.steps[0], curve.steps[-1]]
-            traces.append(_line(ends, [goal, goal], f"{_label(who)}, plan", {**line, "dash": "dot", "width": 1}))
+            traces.append(_line(ends, [goal, goal], f"{label_of(who)}, plan", {**line, "dash": "dot", "width": 1}))
     return _figure(traces, "step", {"rangemode": "tozero"}, "pairs/s")
 
 
 def seconds(now: Figures) -> Figure:
     """Where each rank's step goes, its last steps' means, as stacked bars: one colour and one pattern a part."""
-    names = [_label((rank.rank, rank.host)) for rank in now.ranks]
+    names = [html.escape(label_of((rank.rank, rank.host)), quote=False) for rank in now.ranks]
     traces = []
     for (column, label), colour, shape in zip(PARTS, COLOURS, ("", "/", "."), strict=False):
         marker = {"color": colour, "pattern": {"shape": shape, "solidity": 0.35}}
@@ -137,35 +138,40 @@ def network(run: Run) -> Figure:
     traces = []
     for index, who in enumerate(run.series):
         curve = run.curve(who, "sync_seconds")
-        traces.append(_line(curve.steps, 1000 * curve.values, _label(who), style(index)))
+        traces.append(_line(curve.steps, 1000 * curve.values, label_of(who), style(index)))
     return _figure(traces, "step", {"rangemode": "tozero"}, "ms")
 
 
 def measured(run: Run, name: str) -> Figure | None:
     """One of MEASURED over the time, a rank a line, or a host where ranks ask their host; None where nobody tells it."""
     _, factor, unit = MEASURED[name]
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    traces: dict[str, dict[str, Any]] = {}
     for who in run.measured:
         times, values = run.measure(who, name)
-        if len(values):
-            found.setdefault(who[1] if name in SENSORS else _label(who), (times, values))
-    traces = []
-    for index, (label, (times, values)) in enumerate(found.items()):
-        line = _line([_clock(time) for time in times], factor * values, label, style(index))
-        traces.append({**line, "mode": "lines+markers" if len(values) < 40 else "lines"})
+        label = who[1] if name in SENSORS else label_of(who)
+        if len(values) and label not in traces:
+            line = _line([_clock(time) for time in times], factor * values, label, style(place(run, who)))
+            traces[label] = {**line, "mode": "lines+markers" if len(values) < 40 else "lines"}
     axis = {} if name == "temperature_celsius" else {"rangemode": "tozero"}
-    return _figure(traces, None, axis, unit) if traces else None
+    return _figure(list(traces.values()), None, axis, unit) if traces else None
+
+
+def place(run: Run, who: Who) -> int:
+    """Which of a run's ranks it is, so that it looks alike in every chart; one more where it is none of them."""
+    everyone = list(run.series)
+    return everyone.index(who) if who in everyone else len(everyone)
 
 
 def batch_curves(run: Run) -> Figure | None:
     """Pairs a second by the size of a micro-batch, as every host was measured, and where on it the plan is."""
     traces = []
-    for index, (host, taken, curve) in enumerate(history.batch_curves(run)):
+    for who, taken, curve in history.batch_curves(run):
+        look, label = style(place(run, who)), label_of(who)
         rates = [point.pairs_per_second for point in curve.points]
-        line = _line([point.batch_size for point in curve.points], rates, host, style(index))
+        line = _line([point.batch_size for point in curve.points], rates, label, look)
         traces.append({**line, "mode": "lines+markers", "marker": {"symbol": "circle-open", "size": 7}})
         if taken:
-            at = _line(taken, np.array(taken) / curve.seconds(np.array(taken)), f"{host}, planned", style(index))
+            at = _line(taken, np.array(taken) / curve.seconds(np.array(taken)), f"{label}, planned", look)
             traces.append({**at, "mode": "markers", "marker": {"symbol": "diamond", "size": 10}})
     if not traces:
         return None
@@ -272,7 +278,8 @@ def told_once(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _label(who: Who) -> str:
+def label_of(who: Who) -> str:
+    """A rank by name; several may be on one host."""
     return f"rank {who[0]}, {who[1]}"
 
 
@@ -288,7 +295,7 @@ def _line(x: Any, y: Any, name: str, line: dict[str, Any], **more: Any) -> dict[
         "mode": "lines",
         "x": _plain(x),
         "y": _plain(y),
-        "name": name,
+        "name": html.escape(name, quote=False),  # Plotly would take a host named <b> for a bold one
         "line": line,
         **more,
     }
@@ -348,7 +355,7 @@ def _figure(
             },
             "yaxis": {"automargin": True, "zeroline": False, **y_axis, **unit},
             "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-            "showlegend": len(traces) > 1,
+            "showlegend": 1 < sum(trace.get("showlegend", True) for trace in traces) <= LEGEND_LINES,
             "hovermode": "x unified",
             "hoverlabel": {"namelength": 40},
             "dragmode": "zoom",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import socket
 import sys
 import threading
@@ -244,6 +245,7 @@ def _callbacks(dash: Any, app: Any, watcher: Watcher) -> None:
 
 def _update(dash: Any, watcher: Watcher, chosen: list[str], seen: Any) -> dict[str, Any]:
     html, same = dash.html, dash.no_update
+    chosen = chosen or [str(path) for path in watcher.listed()[:1]]  # the first run of a folder may have begun by now
     runs = [run for run in map(watcher.look, chosen) if run is not None]
     options = [{"label": path.name, "value": str(path)} for path in watcher.listed()]
     with watcher.lock:
@@ -285,7 +287,7 @@ def _update(dash: Any, watcher: Watcher, chosen: list[str], seen: Any) -> dict[s
 
 
 def _nothing(watcher: Watcher) -> str:
-    return f"No run in {watcher.folder.resolve()} has logs yet; this page shows the first one as soon as it begins, after a reload."
+    return f"No run in {watcher.folder.resolve()} has logs yet; this page shows the first one as soon as it begins."
 
 
 def _values(run: Run, now: Figures) -> dict[str, str]:
@@ -375,7 +377,10 @@ def _counted(number: int, what: str) -> str:
 def _so_far(now: Figures) -> str:
     if now.state == "finished":
         return ""
-    end = time.strftime(", ends at %H:%M", time.localtime(time.time() + now.left_seconds)) if now.left_seconds else ""
+    end = ""
+    if now.left_seconds:
+        day = "%a %d %b, " if now.left_seconds > 12 * 3600 else ""
+        end = time.strftime(f", ends at {day}%H:%M", time.localtime(time.time() + now.left_seconds))
     return f"{duration(now.elapsed_seconds)} so far{end}"
 
 
@@ -393,7 +398,7 @@ def _plan(html: Any, now: Figures) -> Any:
 
 def _machines(html: Any, run: Run, now: Figures) -> list[Any]:
     columns: list[tuple[str, Any]] = [
-        ("rank", lambda rank: str(rank.rank)),
+        ("rank", lambda rank: [_key(html, charts.place(run, (rank.rank, rank.host))), str(rank.rank)]),
         ("host", lambda rank: rank.host),
         ("pairs a step", lambda rank: "–" if rank.share is None else str(rank.share)),
         (
@@ -423,8 +428,10 @@ def _missing(html: Any, run: Run, now: Figures) -> list[Any]:
         return []
     names = ", ".join(f"rank {rank} ({host})" for rank, host in now.missing)
     host, logs = now.missing[0][1], run.folder.resolve() / "logs"
-    text = f"Not shown: {names}. The records are on those hosts, and come with the next checkpoint; now, by "
-    return [html.P([text, html.Code(f"rsync -a {host}:{logs}/ {logs / host}/")], className="note missing")]
+    text = f"Not shown: {names}. The records are on those hosts"
+    text += "; bring them by " if now.state == "finished" else ", and come with the next checkpoint; now, by "
+    words = ["rsync", "-a", f"{host}:{logs}/", f"{logs / host}/"]
+    return [html.P([text, html.Code(shlex.join(words))], className="note missing")]
 
 
 def _warnings(html: Any, now: Figures) -> list[Any]:
@@ -504,7 +511,7 @@ def _comparison(html: Any, runs: Sequence[Run], now: Sequence[Figures]) -> Any:
 
 
 def _key(html: Any, number: int) -> Any:
-    """How the lines of a run look."""
+    """How the lines of a run, or of a rank, look."""
     line = charts.style(number)
     border = {"solid": "solid", "dash": "dashed"}.get(line["dash"], "dotted")
     return html.I(className="key", style={"borderTop": f"3px {border} {line['color']}"})

@@ -43,6 +43,7 @@ GLANCE_RECORDS = 1500
 LINE_BYTES = 2**13  # most step records are shorter
 STEP = b'{"kind": "step", '
 SILENT_SECONDS = 60.0
+LATE_SECONDS = 20.0  # into a run its ranks have told of themselves, or do so elsewhere
 LATEST_TIME = 1e11  # whoever says to be of the year 5138 is none of ours
 
 SENSORS = {"temperature_celsius", "power_watts", "speed_limit"}
@@ -150,7 +151,7 @@ class Log:
         for who, table in steps.items():
             self.series.setdefault(who, Series()).append(_numbers(table))
         for who, table in measured.items():
-            self.measured.setdefault(who, Series(columns=MEASURES)).append(_numbers(table))
+            self.measured.setdefault(who, Series(CAPACITY // 4, MEASURES)).append(_numbers(table))
 
 
 def _measures(record: dict[str, Any]) -> list[Any]:
@@ -166,11 +167,7 @@ def _measures(record: dict[str, Any]) -> list[Any]:
 def _glance(path: Path, length: int) -> Log | None:
     """A log as samples at even distances, with its beginning and its end whole; None where it is gone by now."""
     seen = Log(path)
-    try:
-        file = path.open("rb")
-    except OSError:
-        return None
-    with file:
+    with contextlib.suppress(OSError), path.open("rb") as file:
         seen._take(file.read(LINE_BYTES * 8).splitlines()[:-1])
         begun = file.tell()
         places = np.linspace(begun, length - LINE_BYTES * 16, GLANCE_RECORDS, dtype=np.int64)
@@ -182,7 +179,8 @@ def _glance(path: Path, length: int) -> Log | None:
         seen._take(samples)
         file.seek(length - LINE_BYTES * 16)
         seen._take(file.read().split(b"\n")[1:-1])
-    return seen
+        return seen
+    return None
 
 
 def _size(path: Path) -> int:
@@ -196,12 +194,12 @@ def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
     """Records of lines, at once where all are whole; a line that is none is left out."""
     try:
         found = json.loads(b"[" + b",".join(lines) + b"]")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = []
         for line in lines:
             try:
                 found.append(json.loads(line))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
     return [record for record in found if isinstance(record, dict)]
 
@@ -499,7 +497,7 @@ def figures(run: Run, now: float) -> Figures:
         warnings=_warnings(events),
         solo_pairs_per_second=solo if plan.get("calibrated") else None,
         ranks=ranks,
-        missing=[who for who in enumerate(hosts) if series and who not in series],
+        missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
     )
 
 
@@ -590,15 +588,16 @@ def _or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def batch_curves(run: Run) -> list[tuple[str, list[int], BatchCurve]]:
-    """What the plan of a run rests on: of each host its name, the micro-batches that it was given, and its batch curve."""
+def batch_curves(run: Run) -> list[tuple[Who, list[int], BatchCurve]]:
+    """What the plan of a run rests on: every rank's micro-batches and batch curve; one of those of a host that are alike."""
     plans = [event["plan"] for event in run.events if event["kind"] == "start" and event.get("plan")]
     plan = plans[-1] if plans else {}
-    found: dict[str, tuple[str, list[int], BatchCurve]] = {}
-    for rank, curve in zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False):
+    found: dict[tuple[str, str], tuple[Who, list[int], BatchCurve]] = {}
+    for number, (rank, curve) in enumerate(zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False)):
         with contextlib.suppress(ValidationError):
+            told = BatchCurve.model_validate(curve)
             sizes = sorted({size for size in rank.get("micro_batch_sizes") or [] if isinstance(size, int) and size > 0})
-            found.setdefault(rank["host"], (rank["host"], sizes, BatchCurve.model_validate(curve)))
+            found.setdefault((rank["host"], told.model_dump_json()), ((number, rank["host"]), sizes, told))
     return list(found.values())
 
 

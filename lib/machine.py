@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -197,6 +198,8 @@ def _sysctl(name: str) -> str:
 
 def _output(command: list[str]) -> str:
     """What a command prints; nothing if it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""  # without a fork, which some MPI networks do not bear well
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

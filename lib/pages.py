@@ -94,7 +94,7 @@ def report_html(run: Run, now: Figures, summary: dict[str, Any]) -> str:
     parts += [_table(None, facts(run, now, summary)), table, "<h2>Curves</h2>", curves_svg(run)]
     parts += ["<h2>Ranks</h2>", _table(*ranks(now)), *_missing(now)]
     if curves := history.batch_curves(run):
-        drawn = [(host, curve) for host, _, curve in curves]
+        drawn = [(charts.label_of(who), curve) for who, _, curve in curves]
         key = curves[0][2].key
         parts += [f"<h2>Batch curves</h2><p class=soft>{html.escape(str(key or curves[0][2].source))}</p>"]
         parts += [f'<div class="scroll">{svg_of(batch_curves_figure(drawn))}</div>']

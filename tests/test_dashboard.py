@@ -88,6 +88,9 @@ def test_a_training_of_two_ranks_is_seen_live_and_as_it_was_logged(tmp_path: Pat
             last = [tiny.steps_of(run, rank) for rank in (0, 1)]
             wait_for(lambda: page.text("#now-step").startswith(f"{last[0][-1]['step']:,} /"), 5)
             check_figures(page, run)
+            assert "plan.shares" in page.text("#warnings"), "what the plan warns of"
+            shown = "getComputedStyle(document.querySelector(arguments[0])).display !== 'none'"
+            assert not page.run(shown, "#panel-batch_curves"), "nothing was calibrated"
             check_manners(page, address)
     finally:
         training.kill()
@@ -126,6 +129,9 @@ def check_manners(page: chromium.Page, address: str) -> None:
         page.resize(width)
         wait_for(lambda width=width: page.run("window.innerWidth") == width)
         wait_for(lambda: page.run("document.documentElement.scrollWidth <= window.innerWidth"), 5)
+    unnamed = "[...document.querySelectorAll('button, a, input, summary, [tabindex=\"0\"], [role=img]')].filter(e => "
+    unnamed += "!(e.innerText || e.ariaLabel || e.labels?.length || e.getAttribute('aria-labelledby'))).length"
+    assert page.run(unnamed) == 0, "a screen reader has nothing to say"
     ground = page.run("getComputedStyle(document.body).backgroundColor")
     page.theme("dark")
     assert page.run("getComputedStyle(document.body).backgroundColor") != ground

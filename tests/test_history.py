@@ -109,7 +109,7 @@ def test_broken_lines_and_strangers_records_harm_nobody(tmp_path: Path) -> None:
     ]
     strange += [b"\xff\xfe", b"", b"null", b'{"time": 1}', b'{"kind": "start", "time": 999.0, "plan": null}']
     strange += [b'{"kind": ["x"], "time": 1}', b'{"kind": "end", "time": NaN}', b'{"kind": "end", "time": 1e300}']
-    strange += [b'{"kind": "end", "time": 1, "rank": "0"}', b'{"kind": "step", "time": 1, "step": 1e999}']
+    strange += [b"[" * 100_000, b'{"kind": "end", "time": 1, "rank": "0"}', b'{"kind": "step", "time": 1, "step": 1e999}']
     strange += [
         b'{"kind": "step", "time": 1, "step": ' + b"9" * 400 + b"}",
         b'{"kind": "network", "time": 1, "connections": 3}',
@@ -261,7 +261,7 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert second.bytes_per_second == pytest.approx(1e7)
     silent = figures(read_all(Run(tmp_path)), 5000.0)
     assert silent.state == "silent" and silent.left_seconds is None, "nobody knows when what is silent ends"
-    assert [(host, taken) for host, taken, _ in history.batch_curves(read_all(Run(tmp_path)))] == [("a", [3])]
+    assert [(who, taken) for who, taken, _ in history.batch_curves(read_all(Run(tmp_path)))] == [((0, "a"), [3])]
     (tmp_path / "logs" / "rank-001.jsonl").rename(tmp_path / "elsewhere")
     assert figures(read_all(Run(tmp_path)), 1041.0).missing == [(1, "b")]
     (tmp_path / "elsewhere").rename(tmp_path / "logs" / "rank-001.jsonl")
