@@ -109,7 +109,11 @@ def test_broken_lines_and_strangers_records_harm_nobody(tmp_path: Path) -> None:
     ]
     strange += [b"\xff\xfe", b"", b"null", b'{"time": 1}', b'{"kind": "start", "time": 999.0, "plan": null}']
     strange += [b'{"kind": ["x"], "time": 1}', b'{"kind": "end", "time": NaN}', b'{"kind": "end", "time": 1e300}']
-    strange += [b"[" * 100_000, b'{"kind": "end", "time": 1, "rank": "0"}', b'{"kind": "step", "time": 1, "step": 1e999}']
+    strange += [
+        b"[" * 100_000,
+        b'{"kind": "end", "time": 1, "rank": "0"}',
+        b'{"kind": "step", "time": 1, "step": 1e999}',
+    ]
     strange += [
         b'{"kind": "step", "time": 1, "step": ' + b"9" * 400 + b"}",
         b'{"kind": "network", "time": 1, "connections": 3}',
