@@ -324,21 +324,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--directory", help="the project's folder on the hosts (default: as here)")
     add("--python", help="the interpreter on the hosts (default: as here)")
     add("command", nargs="*", help="after --: train.py and its words")
-    if "--" in arguments:  # what follows is not ours, whatever it looks like
-        cut = arguments.index("--")
-        options = parser.parse_args(arguments[:cut])
-        if options.command:
-            raise UserError(
-                f"{options.command[0]!r}: the command comes after --, e.g. ./launch --hosts a,b -- train.py"
-            )
-        options.command = arguments[cut + 1 :]
-    else:
-        options = parser.parse_args(arguments)
-        if options.command:
-            raise UserError(
-                f"{options.command[0]!r}: the command comes after --, e.g. ./launch --hosts a,b -- train.py"
-            )
-    options.command = options.command or ["train.py"]
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:cut])  # what follows is not ours, whatever it looks like
+    if options.command:
+        raise UserError(f"{options.command[0]!r}: the command comes after --, e.g. ./launch --hosts a,b -- train.py")
+    options.command = arguments[cut + 1 :] or ["train.py"]
     if (options.hostfile is None) == (options.hosts is None):
         raise UserError("give --hostfile FILE or --hosts A,B (one of them); hostfile.example shows a file")
     for name, least, most in (
