@@ -316,5 +316,7 @@ def test_what_is_gathered_arrives_bit_for_bit(world: World) -> None:  # noqa: F8
         assert np.array(arrays[3]).tobytes() == own[3].tobytes()
     sent = world.traffic.bytes_sent
     decoded, left_out = exchange.gather(world, {"w": mx.array(own[0])}, Sync(compression="int8"), {}, "a test")
-    assert world.traffic.bytes_sent - sent == (15 + 4) * (world.size - 1)
+    assert world.traffic.bytes_sent - sent == (16 + 8) * (world.size - 1), (
+        "15 numbers and a scale, each from a multiple of 8"
+    )
     np.testing.assert_allclose(np.array(decoded[world.rank]["w"] + left_out["w"]), own[0], rtol=1e-6)
