@@ -163,6 +163,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         **report.provenance(),
         resumed_from_step=progress.step if resume else None,
         resumes=progress.resumes,
+        resume_ids=progress.resume_ids,
         steps=steps,
         config=config.model_dump(mode="json"),
         plan=plan.to_dict(),

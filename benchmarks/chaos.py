@@ -12,6 +12,10 @@ stopped for less than the limit (`pause`), a disk full for a while (`full`), a g
 At the end the logs of all disks have to show every example exactly once an epoch, and every loss, the weights and the exact
 match have to be those of a run without faults. Goodput is the time in steps that live on, of all time from the first fault's
 turn to the last one's end. The last line is one JSON object.
+
+On 21 November 2026, two cores, `--faults 60 --seconds 24.5`: 60 faults in 25 minutes, no hang, none unnoticed, no example lost,
+median recovery 2.7 s, goodput 0.91 over the first 54 faults (22 minutes) and 0.87 over all: others took up their work on the two
+cores then, and a limit of one second was too short. 9 steps were in two logs; docs/reliability.md has the table, and what was mended.
 """
 
 from __future__ import annotations
@@ -277,7 +281,7 @@ def main() -> None:
             rows, batch = 45, 8
         else:
             # A rate at which an hour of steps neither breaks the model nor makes much of roundings.
-            words = ["--config", str(ROOT / "configs/quickstart.yaml"), "train.learning_rate=1e-5"]
+            words = ["--config", str(ROOT / "configs/quickstart.yaml"), "train.learning_rate=1e-6"]
             rows, batch = sum(1 for _ in (ROOT / "configs/quickstart/train.jsonl").open()), 32
         # A constant rate and no end: how long it trains is decided when the faults are over.
         words += ["train.schedule=constant", "plan.replan=false", "evaluate.every=1000000", "evaluate.samples=0"]

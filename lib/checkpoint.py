@@ -5,6 +5,7 @@ A checkpoint is written beside its place, flushed to the disk, hashed and rename
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -35,6 +36,7 @@ from lib.sync import AgreedError, Described, World
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
+GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
 COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
 
 
@@ -59,6 +61,9 @@ class Progress:
     )  # the plans in force and to come, as lib/schedule.py keeps them
     rounds: dict[str, Any] = field(default_factory=dict)  # of ranks that train apart, as lib/rounds.py keeps them
     resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
+    resume_ids: list[str] = field(
+        default_factory=list
+    )  # of each of them: hosts that are alone may resume from one step
     parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
     def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:
@@ -151,7 +156,7 @@ class Writer:
 
     def __init__(self, keeps_disk: bool = True, max_lost_seconds: float | None = None):
         self.keeps_disk, self.max_lost_seconds = keeps_disk, max_lost_seconds
-        self.unsaved_seconds = 0.0
+        self.unsaved_seconds = self.ungathered_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._written: list[tuple[int, Path]] = []
         self._faults: list[tuple[int, str]] = []
@@ -159,6 +164,7 @@ class Writer:
     def is_due(self, elapsed_seconds: float) -> bool:
         """Counts a step, and tells whether it and one more would exceed what a fault may undo."""
         self.unsaved_seconds += elapsed_seconds
+        self.ungathered_seconds += elapsed_seconds
         return self.max_lost_seconds is not None and self.unsaved_seconds + 2 * elapsed_seconds > self.max_lost_seconds
 
     def write(self, step: int, path: Path, work: Callable[[], None]) -> None:
@@ -216,14 +222,11 @@ def save(
     """Writes `folder/step-XXXXXXXX`, all of it or nothing, and removes old ones. All ranks call it, one on every disk writes.
 
     Args:
-        wait: else training goes on meanwhile, where every rank holds whole arrays and a copy of them is small.
+        wait: else training goes on meanwhile; not where `has_to_wait`.
 
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are untouched. Meanwhile, it is a warning.
     """
-    whole = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
-    parts = any(world.part(name) is not None for name in whole)
-    wait = wait or parts or sum(array.nbytes for array in whole.values()) > COPIED_BYTES
     with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, state):
         if not writer.keeps_disk:
             return
@@ -245,6 +248,12 @@ def save(
             heartbeat.tell(checkpoint=step)
 
         (writer.write if wait else writer.write_beside)(progress.steps_of(world.rank), final, work)
+
+
+def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
+    """Whether training waits for a checkpoint: ranks hold parts of arrays, or a copy of them would be large."""
+    whole = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
+    return any(world.part(name) is not None for name in whole) or sum(a.nbytes for a in whole.values()) > COPIED_BYTES
 
 
 def _write_whole(final: Path, arrays: Mapping[str, tuple[Described, models.Arrays]], texts: Mapping[str, str]) -> None:
@@ -296,20 +305,23 @@ def save_all(
         AgreedError: the last one cannot be written.
     """
     what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
-    folder, wait, writer.unsaved_seconds = folder / "checkpoints", is_last or own is not None, 0.0
+    folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
+    wait = is_last or own is not None or has_to_wait(world, model, optimizer)
     try:
         with world.agreeing(what):
             tracker.flush()
             part = save_part(folder, progress.step, world.rank, own) if own is not None else ""
         if own is not None:
             progress.parts = world.gather_text(part)
-        with world.agreeing(what):
+        with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each tells by itself
             save(folder, progress, model, optimizer, config, plan, world, writer, wait)
     except AgreedError as error:
         if is_last:
             raise
         return f"training goes on without {error}"
-    tracker.gather(world)
+    if own is not None or writer.ungathered_seconds >= GATHER_SECONDS:
+        tracker.gather(world)
+        writer.ungathered_seconds = 0.0
     if own is not None:
         kept = json.dumps([_step(path) for path in _checkpoints(folder)]) if world.rank == 0 else ""
         prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
@@ -507,13 +519,20 @@ def resume(
 
 
 def go_back(logs: Path, progress: Progress, world: World, keeper: bool) -> None:
-    """Notes the resume, and cuts every log on this disk back to the history that lives on."""
+    """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
+    progress.resume_ids += [""] * (len(progress.resumes) - len(progress.resume_ids))  # a run of an earlier version
     progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
+    progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
+    history = progress.resumes, progress.resume_ids
     with world.agreeing("going back in the logs"):
-        for log in sorted(logs.glob("rank-*.jsonl")) if keeper else ():
+        found = sorted(logs.glob("rank-*.jsonl")) if keeper else []
+        lived = max((first_missed(log, *history) for log in found), default=progress.step)
+        for log in found:
             place = 1 + int(log.stem.removeprefix("rank-"))
-            steps = [resume[place] if place < len(resume) else resume[0] for resume in progress.resumes]
-            rewind(log, first_missed(log, steps) if progress.step else -1)
+            rewind(log, first_missed(log, *history, place) if progress.step else -1)
+        for path in _checkpoints(logs.parent / "checkpoints") if found and progress.step else ():
+            if _step(path) > lived:  # of steps that are undone: they would be taken for the newest
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:

@@ -405,6 +405,11 @@ class Config(_Section):
             raise ValueError(
                 f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, where every rank has the whole model"
             )
+        if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
+            raise ValueError(
+                "checkpoint.max_lost_seconds is not for strategy=independent: ranks that train apart are saved at steps of their own; "
+                "leave it out, and give checkpoint.every"
+            )
         if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
             raise ValueError(
                 f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal"

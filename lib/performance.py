@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -164,7 +165,7 @@ class PerformanceTracker:
             piece = ""
             if self.rank in self._missed:
                 before = self._tail.offset
-                begins, lines = self._tail.read(PIECE_BYTES)
+                begins, lines = self._tail.read(PIECE_BYTES if everything else PIECE_BYTES // 8)
                 piece = json.dumps([self.host, 0 if begins else before, lines.decode("latin-1")]) if lines else ""
             pieces = world.gather_long_text(piece, "every rank's records")
             if world.rank == 0:
@@ -250,14 +251,21 @@ def rewind(path: Path, step: int) -> int:
     return len(lines) - keep
 
 
-def first_missed(path: Path, resumes: Sequence[int]) -> int:
-    """The step up to which a log tells the history that lives on, where its host took no part in some of the `resumes`.
+def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], place: int = 0) -> int:
+    """The step up to which a log tells the history that lives on, which a run that was resumed so often goes on with.
 
-    A host that was lost and is back still has the steps that the others undid without it.
+    A host that was lost and is back still has the steps that the others undid without it. Two that were lost in turn each
+    went on alone from where they had been together: what either did then is in its own log, and one of it lives on.
+
+    resumes: at each its step and, where ranks count their own, every rank's; ids: of each of them, made when it happened;
+    place: of this log's steps in a resume.
     """
     starts = [entry for entry in read_records(path) if entry["kind"] == "start"]
-    seen = len(starts[-1].get("resumes", [])) if starts else 0
-    return min(resumes[seen:], default=resumes[-1])
+    own: Sequence[Sequence[int]] = starts[-1].get("resumes", []) if starts else []
+    own_ids = starts[-1].get("resume_ids", [""] * len(own)) if starts else []
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own_ids, ids, strict=False)))
+    undone = [*resumes[common:], *own[common:]] or resumes[-1:]
+    return min(resume[place] if place < len(resume) else resume[0] for resume in undone)
 
 
 # ---- Costs -------------------------------------------------------------------------------------------------

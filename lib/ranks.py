@@ -533,7 +533,7 @@ class Attempt:
     def _look_between(self, now: float) -> watch.Fault | None:
         """Where all ranks wait, whether their hosts still reach each other: none has to wait for the limit to know."""
         waited, limit = watch.common_wait_seconds(now, list(self.ranks.values())), self.launching.silent_seconds
-        if len(self.hosts_to_start) < 2 or self.launching.backend != "ring" or self.run is None or waited <= limit:
+        if len(self.hosts_to_start) < 2 or self.launching.backend != "ring" or self.run is None or waited <= limit / 2:
             self.look = None
         elif self.look is None:
             hosts = self.launching.hosts

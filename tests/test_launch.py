@@ -390,6 +390,11 @@ def test_faults_are_told_apart() -> None:
     seen = {"a": HostSeen("a", 99.0), "b": HostSeen("b", 99.0)}
     fault = diagnose(100.0, seen, ranks, 10, 30)
     assert fault and fault.kind == "wedged" and set(fault.hosts) == {"a", "b"} and "network" in fault.message
+    assert watch.common_wait_seconds(100.0, ranks) == 31.0
+    busy = RankSeen(2, "c", beats=True)
+    assert watch.common_wait_seconds(100.0, [*ranks, busy]) == watch.common_wait_seconds(100.0, []) == 0.0
+    fault = watch.cut_between(["a", "b"], ["b"], 31.0)
+    assert (fault.kind, fault.hosts) == ("wedged", ("b",)) and "b and a do not reach each other" in fault.message
     ranks[1].waiting = "y"
     fault = diagnose(100.0, seen, ranks, 10, 30)
     assert fault and "different things" in fault.message

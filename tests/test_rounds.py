@@ -131,7 +131,7 @@ def test_killed_inside_a_round_and_resumed_is_bit_identical(tmp_path: Path) -> N
     tiny.train(tmp_path, [*common, "run.name=whole"], ranks=2)
     process = launch([*common, "run.name=run"], 2)
     log = run / "logs" / "rank-001.jsonl"
-    while process.poll() is None and not (log.exists() and len(log.read_bytes().splitlines()) > 23):
+    while process.poll() is None and not (log.exists() and len(log.read_bytes().splitlines()) > 24):
         time.sleep(0.002)
     assert process.poll() is None, process.communicate()[0]
     os.killpg(process.pid, signal.SIGKILL)
@@ -210,6 +210,7 @@ def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_ho
         (["independent.pairs_per_round=0"], ["independent.pairs_per_round", "greater than 0"]),
         (["sync.compression=topk", "sync.topk_fraction=0"], ["sync.topk_fraction", "greater than 0"]),
         (["strategy=sharded", "sync.compression=int8"], ["sync.compression", "strategy=sharded", "none"]),
+        (["checkpoint.max_lost_seconds=1"], ["checkpoint.max_lost_seconds", "checkpoint.every"]),
         (["sync.topk_fraction=1.5"], ["sync.topk_fraction"]),
         (["sync.compression=zip"], ["sync.compression"]),
         (["independent.outer_momentum=1"], ["independent.outer_momentum", "less than 1"]),
