@@ -26,6 +26,7 @@ from lib.config import UserError
 
 BACKENDS = ("ring", "mpi", "jaccl", "nccl")
 MOST_SLOTS = 1024
+SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -135,7 +136,7 @@ def _towards(peers: Sequence[Host]) -> str | None:
 def _ssh_name(name: str) -> str:
     """The HostName that ~/.ssh/config gives a name; the name itself where ssh is missing."""
     try:
-        said = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10).stdout
+        said = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=SSH_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         said = ""
     found = re.search(r"^hostname (\S+)$", said, re.MULTILINE)

@@ -682,6 +682,7 @@ async def last_words(process: asyncio.subprocess.Process) -> str:
         read = await asyncio.wait_for(process.stderr.read(), END_SECONDS)
         lines = read.decode(errors="replace").strip().splitlines()
         await asyncio.wait_for(process.wait(), END_SECONDS)
+    process._transport.close()  # type: ignore[attr-defined]  # else its pipes outlast the loop, which complains
     return lines[-1] if lines else "no answer"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,11 @@ from tests.cluster import Host, Unavailable, cluster
 # Tests have more ranks than cores: one that waits in MPI leaves its core to others instead of asking again at once.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 LAUNCH = runtime.launch_environment()
+MPI_FOLDER = "PRTE_MCA_prte_tmpdir_base"
+if LAUNCH.size == 1 and MPI_FOLDER not in os.environ:
+    # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
+    os.environ.update({MPI_FOLDER: tempfile.mkdtemp(prefix="mpi-")})
+    atexit.register(shutil.rmtree, os.environ[MPI_FOLDER], ignore_errors=True)
 runtime.prepare()
 
 if LAUNCH.size > 1:

@@ -44,8 +44,8 @@ def test_everything_is_counted_once(file: Path, tmp_path: Path, capsys: pytest.C
     assert table["cut"].startswith("1 have more than data.max_length=64")
     assert 2 < int(table["held out"].split()[0]) < 18
     assert f"{file}:46: empty completion: 'rejected' is blank" in said and f"{file}:45: the prompt alone has" in said
-    assert "chosen is longer: 97.7% of pairs" in said and "length alone tells them apart" in said
-    assert "contradictions: 1 pairs are there the other way round" in said
+    assert table["chosen is longer"].startswith("97.7% of pairs") and "length alone tells them apart" in said
+    assert table["contradictions"].startswith("1 pairs are there the other way round")
     assert "chosen: What is 0 + 30?⟦The answer is 42. 0</s>⟧" in said
     assert (tmp_path / "a.png").stat().st_size > 5000
 
