@@ -306,3 +306,13 @@ def test_a_copy_follows_its_log_and_writes_nothing_where_the_disk_is_the_same(tm
     ]
     Copy(here, "../../etc").write(1, 0, b"x\n")
     assert (here / "______etc" / "rank-001.jsonl").exists()
+
+
+def test_a_warning_is_told_once_whoever_says_it(tmp_path: Path) -> None:
+    said = [{"kind": "warning", "time": 1000.5 + rank, "host": "a", "step": 3, "text": "hot"} for rank in range(2)]
+    plan = {"plan": {"warnings": ["equal shares"]}, "kind": "start", "time": 1000.0, "host": "a", "steps": 9}
+    for rank in range(2):
+        records = [{**plan, "rank": rank}, step(1, rank), {**said[rank], "rank": rank}, {**said[rank], "rank": rank}]
+        write(tmp_path / f"logs/rank-{rank:03d}.jsonl", records)
+    now = figures(read_all(Run(tmp_path)), 1010.0)
+    assert [text for _, _, text in now.warnings] == ["equal shares", "hot"]
