@@ -1,10 +1,11 @@
+#!/usr/bin/env python3
 """Tandem: preference training on machines that do not match.
 
 python train.py                                            the quickstart, offline, in about two minutes
 python train.py --config configs/X.yaml train.beta=0.2     any setting as key=value
 python train.py --config configs/X.yaml --dry-run          the plan, and what would be trained
 python train.py --resume runs/NAME                         go on from the last good checkpoint
-mpirun -n 2 python train.py plan.shares=[12,4]             the same file on two unequal ranks
+mpirun -n 2 python train.py 'plan.shares=[24,8]'           the same file on two unequal ranks, 24 + 8 pairs a step
 """
 
 from __future__ import annotations

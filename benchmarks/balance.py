@@ -31,6 +31,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from lib import environment
+
+environment.enter()
+
 import numpy as np  # noqa: E402
 
 from lib import runtime  # noqa: E402

@@ -30,11 +30,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
+
+from lib import environment
+
+environment.enter()
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lib import calibration as calibrations  # noqa: E402
 from lib import config as settings  # noqa: E402

@@ -38,6 +38,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from lib import environment
+
+environment.enter()
+
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 

@@ -25,6 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from lib import environment
+
+environment.enter()
+
 from tests import chromium
 
 RANKS = 4

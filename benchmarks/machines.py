@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from lib import environment
+
+environment.enter()
+
 from rich.console import Console
 from rich.table import Table
-
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from lib import config as settings  # noqa: E402
 from lib.calibration import (  # noqa: E402

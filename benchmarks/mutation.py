@@ -79,27 +79,26 @@ SWAPS |= {ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.And: ast.Or, ast.Or: ast
 def changed(node: ast.AST) -> Iterator[ast.AST]:
     """The node with one thing wrong, in every way that we know."""
     wrong = copy.deepcopy(node)
-    match wrong:
-        case ast.Compare(ops=[op, *_]) if type(op) in SWAPS:
-            wrong.ops[0] = SWAPS[type(op)]()
-            yield wrong
-        case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in SWAPS:
-            wrong.op = SWAPS[type(op)]()
-            yield wrong
-        case ast.UnaryOp(op=ast.USub() | ast.Not()):
-            yield wrong.operand
-        case ast.Constant(value=bool() as value):
-            yield ast.Constant(not value)
-        case ast.Constant(value=int() | float() as value):
-            yield ast.Constant(value + 1)
-        case ast.If() | ast.IfExp() | ast.While():
-            wrong.test = ast.Constant(isinstance(node, ast.If | ast.IfExp))
-            yield wrong
-        case ast.Return(value=value) if value is not None and not (
-            isinstance(value, ast.Constant) and value.value is None
-        ):
-            wrong.value = ast.Constant(None)
-            yield wrong
+    if isinstance(wrong, ast.Compare) and type(wrong.ops[0]) in SWAPS:
+        wrong.ops[0] = SWAPS[type(wrong.ops[0])]()
+        yield wrong
+    elif isinstance(wrong, ast.BinOp | ast.BoolOp) and type(wrong.op) in SWAPS:
+        wrong.op = SWAPS[type(wrong.op)]()
+        yield wrong
+    elif isinstance(wrong, ast.UnaryOp) and isinstance(wrong.op, ast.USub | ast.Not):
+        yield wrong.operand
+    elif isinstance(wrong, ast.Constant) and isinstance(wrong.value, bool):
+        yield ast.Constant(not wrong.value)
+    elif isinstance(wrong, ast.Constant) and isinstance(wrong.value, int | float):
+        yield ast.Constant(wrong.value + 1)
+    elif isinstance(wrong, ast.If | ast.IfExp | ast.While):
+        wrong.test = ast.Constant(isinstance(node, ast.If | ast.IfExp))
+        yield wrong
+    elif isinstance(wrong, ast.Return) and not (
+        wrong.value is None or isinstance(wrong.value, ast.Constant) and wrong.value.value is None
+    ):
+        wrong.value = ast.Constant(None)
+        yield wrong
 
 
 def parents(node: ast.AST) -> Iterator[ast.AST]:

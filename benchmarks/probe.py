@@ -18,9 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from lib import environment
+
+environment.enter()
+
+import numpy as np
 
 from lib import runtime  # noqa: E402
 

@@ -23,6 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+from lib import environment
+
+environment.enter()
+
 import numpy as np
 
 from benchmarks.balance import MODEL, PERIOD_MICROSECONDS, VOCABULARY, groups

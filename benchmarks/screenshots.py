@@ -20,6 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from lib import environment
+
+environment.enter()
+
 from tests import chromium
 
 WIDE, NARROW = 1400, 390

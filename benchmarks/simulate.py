@@ -28,10 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
+
+from lib import environment
+
+environment.enter()
+
+import numpy as np
 
 from lib import calibration, terminal  # noqa: E402
 from lib.calibration import Curve  # noqa: E402

@@ -32,6 +32,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from lib import environment
+
+environment.enter()
+
 import numpy as np
 
 BATCH = 64

@@ -13,11 +13,16 @@ import re
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from lib import environment
+
+environment.enter()
+
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # rich's frame of a window, without the fonts that it would fetch and without its buttons: \n for a line's end.
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {terminal_height}" xmlns="http://www.w3.org/2000/svg">

@@ -6,9 +6,6 @@ it, and `lib.sync` is all that passes between ranks. `lib.losses` and `lib.merge
 `lib.server` serves, `lib.dashboard` shows.
 """
 
-import importlib.util
-import sys
+from lib import environment
 
-if importlib.util.find_spec("pydantic") is None:  # not worth a traceback
-    print(f"error: {sys.executable} has not what Tandem needs; make setup, then .venv/bin/python", file=sys.stderr)
-    raise SystemExit(2)
+environment.enter()
