@@ -29,7 +29,6 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
         one_outer_round(config, plan),
         unscaled_learning_rate(config.train),
         high_learning_rate(config.train),
-        high_learning_rate(config.train),
     )
     return replace(plan, warnings=(*plan.warnings, *(warning for warning in found if warning)))
 

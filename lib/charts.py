@@ -47,6 +47,7 @@ PARTS = (("compute_seconds", "compute"), ("sync_seconds", "sync"), ("wait_second
 LANES = {"start": "triangle-right", "restart": "triangle-right-open", "plan": "diamond", "merge": "star"}
 LANES |= {"evaluation": "circle", "checkpoint": "square", "warning": "x", "end": "triangle-left"}
 LEGEND_LINES = 9  # more leave no room for the chart; the page's tables have keys, too
+HIGHEST_DRAWN = 1e30  # Matplotlib cannot divide an axis that is much longer
 LANE_POINTS = 500  # of more events of a kind some are left out, at even distances
 
 
@@ -251,10 +252,16 @@ HELD_OUT = (
 )
 
 
+def drawable(values: Sequence[float | None] | np.ndarray) -> np.ndarray:
+    """The values as float64, with NaN, a gap, in the place of what no axis can show: infinities, and losses of 1e300."""
+    numbers = np.array(values, dtype=np.float64)
+    return np.where(np.abs(numbers) <= HIGHEST_DRAWN, numbers, np.nan)
+
+
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """The mean of the last twentieth of all values at each of them; NaN counts nowhere."""
+    """The mean of the last twentieth of all values at each of them; NaN and infinities count nowhere."""
     window = max(1, len(values) // 20)
-    known = ~np.isnan(values)
+    known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
     ends = np.arange(1, len(values) + 1)

@@ -432,11 +432,6 @@ class Config(_Section):
                 )
                 + "take average or outer"
             )
-        if self.strategy == "sharded" and self.sync.compression != "none":
-            raise ValueError(
-                f"sync.compression={self.sync.compression} is for gradients and merges, but strategy=sharded exchanges activations, "
-                "which have to be exact; leave it at none"
-            )
         if self.model.dropout and self.model.gradient_checkpointing:
             # MLX's checkpoint draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
             raise ValueError(
@@ -471,7 +466,8 @@ class Config(_Section):
             )
         if self.sync.compression != "none":
             raise ValueError(
-                f"sync.compression={self.sync.compression} is for gradients that replicas exchange; with strategy=sharded leave it at none"
+                f"sync.compression={self.sync.compression} is for gradients and merges, but strategy=sharded exchanges activations, "
+                "which have to be exact; leave it at none"
             )
 
     @property

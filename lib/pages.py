@@ -236,15 +236,17 @@ def curves_svg(run: Run) -> str:
         each = charts.learners(run)
         for index, who in enumerate(each):
             curve, colour = run.curve(who, name), charts.COLOURS[index % len(charts.COLOURS)]
-            if np.isnan(curve.values).all():
+            values = charts.drawable(curve.values)
+            if np.isnan(values).all():
                 continue
             label = f"rank {who[0]}" if len(each) > 1 else "running mean"
-            axis.plot(curve.steps, curve.values, color=colour, alpha=0.35, linewidth=0.8)
-            axis.plot(curve.steps, charts.running_mean(curve.values), color=colour, linewidth=1.5, label=label)
+            axis.plot(curve.steps, values, color=colour, alpha=0.35, linewidth=0.8)
+            axis.plot(curve.steps, charts.running_mean(values), color=colour, linewidth=1.5, label=label)
         points = [(e["step"], e[name]) for e in run.events if charts.is_held_out(e, name)]
         if points:
             colour = charts.HELD_OUT_COLOUR if len(each) > 1 else charts.COLOURS[1]
-            axis.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, label="held out")
+            steps, held_out = zip(*points, strict=True)
+            axis.plot(steps, charts.drawable(held_out), "o", color=colour, markersize=4, label="held out")
         if not axis.lines:  # SFT has no rewards
             pyplot.close(figure)
             continue
@@ -264,13 +266,16 @@ def curves_svg(run: Run) -> str:
 def batch_curves_figure(
     measured: Sequence[tuple[str, BatchCurve]], published: Sequence[tuple[str, BatchCurve]] = ()
 ) -> Any:
-    """Speed and memory by the size of a micro-batch, hosts in one picture: measured solid, published dashed."""
+    """Speed by the size of a micro-batch, hosts in one picture: measured solid, published dashed. Memory where it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (rates, memory) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    with_memory = any(point.peak_memory_bytes for _, curve in measured for point in curve.points)
+    panels = 2 if with_memory else 1  # a logarithmic axis without a positive number is none
+    figure, axes = pyplot.subplots(1, panels, figsize=(5.5 * panels, 4.2), layout="constrained", squeeze=False)
+    rates, memory = axes[0][0], axes[0][-1]
     for index, (host, curve) in enumerate(measured):
         host = host.replace("$", r"\$")  # a name is no formula
         colour = charts.COLOURS[index % len(charts.COLOURS)]
@@ -279,17 +284,14 @@ def batch_curves_figure(
         low = [p.batch_size / (p.seconds_median + p.seconds_spread / 2) for p in points]
         high = [p.batch_size / max(p.seconds_median - p.seconds_spread / 2, 0.1 * p.seconds_median) for p in points]
         rates.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
-        peaks = [(point.peak_memory_bytes or 0) / 1e9 for point in points]
-        memory.plot(sizes, peaks, "o-", color=colour, label=host)
-        if curve.memory_limit_bytes and curve.memory_limit_bytes < 20e9 * max(peaks):
-            memory.axhline(curve.memory_limit_bytes / 1e9, color=colour, linestyle=":", linewidth=1)
+        if with_memory:
+            _draw_memory(memory, host, curve, colour)
     for index, (name, curve) in enumerate(published, start=len(measured)):
         sizes = [point.batch_size for point in curve.points]
         look = {"color": charts.COLOURS[index % len(charts.COLOURS)], "linestyle": "--", "linewidth": 1.2}
         rates.plot(sizes, [p.pairs_per_second for p in curve.points], **look, label=name)
     rates.set_ylabel("pairs/s")
-    memory.set_ylabel("peak memory, GB (dotted: limit)")
-    for axis in (rates, memory):
+    for axis in axes[0]:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xlabel("pairs a micro-batch")
@@ -301,6 +303,16 @@ def batch_curves_figure(
         if axis.lines:
             axis.legend(fontsize=8, frameon=False)
     return figure
+
+
+def _draw_memory(axis: Any, host: str, curve: BatchCurve, colour: str) -> None:
+    peaks = [point.peak_memory_bytes / 1e9 for point in curve.points if point.peak_memory_bytes]
+    axis.set_ylabel("peak memory, GB (dotted: limit)")
+    if not peaks:
+        return
+    axis.plot([point.batch_size for point in curve.points], peaks, "o-", color=colour, label=host)
+    if curve.memory_limit_bytes and curve.memory_limit_bytes < 20e9 * max(peaks):
+        axis.axhline(curve.memory_limit_bytes / 1e9, color=colour, linestyle=":", linewidth=1)
 
 
 def svg_of(figure: Any, label: str = "pairs a second, and peak memory, by the size of a micro-batch") -> str:

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from rich.live import Live
 from rich.text import Text
 
-from lib import advice, checkpoint, machine, pages
+from lib import advice, charts, checkpoint, machine, pages
 from lib.config import Config
 from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
@@ -585,15 +585,14 @@ def plot_curves(log: Path, picture: Path) -> None:
         ("reward_margin", "reward margin"),
         ("exact_match", "exact match"),
     ]
-    panels = [(key, label) for key, label in panels if any(r.get(key) is not None for r in steps + evaluations)]
+    panels = [(key, label) for key, label in panels if _drawable(steps + evaluations, key)]
     if not panels:
         return
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(3.4 * len(panels), 2.8), squeeze=False, layout="constrained"
     )
     for axis, (key, label) in zip(axes[0], panels, strict=True):
-        trained = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
-        held_out = [(r["step"], r[key]) for r in evaluations if r.get(key) is not None]
+        trained, held_out = _drawable(steps, key), _drawable(evaluations, key)
         if trained:
             axis.plot(*zip(*trained, strict=True), color="#9ecae1", linewidth=1, label="training batches")
             smooth = _running_mean([value for _, value in trained], max(1, len(trained) // 20))
@@ -611,6 +610,12 @@ def plot_curves(log: Path, picture: Path) -> None:
         axis.legend(fontsize=7, frameon=False)
     figure.savefig(picture, dpi=130)
     pyplot.close(figure)
+
+
+def _drawable(records: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Step and value of the records that have one which an axis can show."""
+    values = charts.drawable([record.get(key) for record in records])
+    return [(r["step"], float(value)) for r, value in zip(records, values, strict=True) if value == value]
 
 
 def _running_mean(values: list[float], window: int) -> list[float]:
