@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import functools
 import hashlib
+import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -19,6 +19,8 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lib import hints
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
 RESUMABLE: tuple[str, ...] = (
@@ -56,11 +58,35 @@ class Stopped(RuntimeError):
     """Training cannot go on; the message says why and what to do. Exit status 1."""
 
 
+MOST_FAULTS = 3  # that one line names
+UNKNOWN_OPTIONS = "unrecognized arguments: "  # argparse's words
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line, like every other mistake of the user's."""
 
+    given: Sequence[str] | None = None  # all the words
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.given is None:
+            self.given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists the options")
+        hint = ""
+        if message.startswith(UNKNOWN_OPTIONS):
+            words = message.removeprefix(UNKNOWN_OPTIONS).split()
+            hint = next((self._hint(word) for word in words if word.startswith("-")), "")
+        raise UserError(f"{message}; {hint or '--help lists the options'}")
+
+    def _hint(self, word: str) -> str:
+        option, _, value = word.partition("=")
+        given = list(self.given or ())
+        behind = given[given.index(word) + 1 :][:1] if word in given else []
+        shown = value or next((one for one in behind if not one.startswith("-") and "=" not in one), None)
+        takes_settings = any(action.dest == "overrides" for action in self._actions)
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        return hints.of_option(option, shown, known_settings() if takes_settings else [], options)
 
 
 Positive = Annotated[int, Field(gt=0)]
@@ -487,12 +513,10 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
     chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
     for word in overrides:
         key, separator, text = word.partition("=")
-        if not separator:
-            raise UserError(
-                f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
-            )
-        if key not in (k for k, *_ in settings()):
-            raise UserError(f"{word}: unknown setting {key}{_did_you_mean(key)}")
+        if not separator or not key or not text:
+            raise UserError(_not_key_value(word, key, bool(separator)))
+        if key not in known_settings():
+            raise UserError(f"{word}: unknown setting {key}{hints.of_setting(key, known_settings())}")
         section = tree
         *parents, leaf = key.split(".")
         for parent in parents:
@@ -508,7 +532,9 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         furthest: dict[tuple[Any, ...], Any] = {}
         for fault in sorted(error.errors(), key=lambda fault: -len(fault["loc"])):
             furthest.setdefault(fault["loc"][:2], fault)
-        raise UserError("; ".join(_explain(fault, origins, path) for fault in furthest.values())) from None
+        told = [_explain(fault, origins, path) for fault in furthest.values()]
+        more = [f"and {len(told) - MOST_FAULTS} more"] if len(told) > MOST_FAULTS else []
+        raise UserError("; ".join([*told[:MOST_FAULTS], *more])) from None
 
 
 def as_sharded(config: Config) -> Config:
@@ -580,6 +606,12 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[
     return found
 
 
+@functools.cache
+def known_settings() -> tuple[str, ...]:
+    """The dotted keys of all settings."""
+    return tuple(key for key, *_ in settings())
+
+
 def help_text(only: str = "") -> str:
     """The reference of all settings, or of one section, as `--help` prints it."""
     lines, section = [], ""
@@ -642,39 +674,37 @@ def _parse_value(key: str, text: str) -> Any:
     return value
 
 
+def _not_key_value(word: str, key: str, has_sign: bool) -> str:
+    name = key.strip().rstrip(":")
+    if has_sign and key in known_settings():
+        annotation = next(annotation for known, annotation, *_ in settings() if known == key)
+        none = f", or {key}=null for none" if _accepts(annotation, type(None)) else ""
+        return f"{word} has no value; write it right after the sign, without a blank{none}"
+    if not has_sign and name in known_settings():
+        return f"argument {word!r} is not of the form key=value; write {name}=VALUE in one word, without blanks"
+    return f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
+
+
+def _leaves(section: str) -> list[str]:
+    return [key.partition(".")[2] for key in known_settings() if key.startswith(f"{section}.")]
+
+
 def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> str:
     key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function", "constrained")))
-    known = [k for k, *_ in settings()]
+    known = known_settings()
     while key and key not in known and "." in key and any(key.startswith(f"{k}.") for k in known):
         key = key.rpartition(".")[0]  # a place inside a list or union: the setting is what the user knows
     place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
     if error["type"] == "extra_forbidden":
-        return f"{place}: unknown setting {key}{_did_you_mean(key)}"
+        return f"{place}: unknown setting {key}{hints.of_setting(key, known_settings())}"
     if error["type"] == "missing":
         return f"{place}: {key} is required; give it in the file or as {key}=..."
-    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"{place}: {key} is a section, not {error['input']!r}; its settings are {', '.join(_leaves(key))}"
+    message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     if not key:
         return message
     return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}"
-
-
-def _did_you_mean(key: str) -> str:
-    known = [k for k, *_ in settings()]
-    section, _, leaf = key.rpartition(".")
-    abbreviated = [
-        k for k in known if k.startswith(section) and "".join(w[0] for w in k.rpartition(".")[2].split("_")) == leaf
-    ]
-    siblings = {k.rpartition(".")[2]: k for k in known if section and k.startswith(f"{section}.")}
-    leaves = {k.rpartition(".")[2]: k for k in known}
-    close = (
-        abbreviated
-        or [siblings[name] for name in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
-        or ([] if siblings else difflib.get_close_matches(key, known, n=1, cutoff=0.6))
-        or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
-    )
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; {section} has {', '.join(siblings)}" if siblings else "; --help lists the settings"
 
 
 def _at(config: BaseModel, key: str) -> Any:

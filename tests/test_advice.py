@@ -128,7 +128,9 @@ def test_a_learning_rate_that_was_chosen_for_another_batch(tmp_path: Path) -> No
 
 
 def test_a_learning_rate_that_is_a_slip() -> None:
-    assert warnings("train.learning_rate=10", hosts=["one"]).count("is beyond what adamw can train with") == 1, "said once"
+    assert warnings("train.learning_rate=10", hosts=["one"]).count("is beyond what adamw can train with") == 1, (
+        "said once"
+    )
     assert "beyond what" not in warnings("train.learning_rate=1e-3") + warnings(
         "train.learning_rate=10", "train.optimizer=sgd"
     )

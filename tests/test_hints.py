@@ -1,0 +1,105 @@
+"""Names from other trainers are refused with ours in the same line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lib import command, config, hints
+from lib.config import UserError
+from tests.test_config import load
+from tests.tiny import ROOT
+
+KNOWN = config.known_settings()
+
+
+def said_of(*words: str) -> str:
+    """What train.py says of these words."""
+    with pytest.raises(UserError) as error:
+        config.load(ROOT / command.QUICKSTART, command.parse(list(words), "").overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_every_hint_leads_to_a_setting() -> None:
+    for name, (word, _) in hints.WORDS.items():
+        setting = word.partition("=")[0]
+        assert setting in KNOWN or setting == "--resume RUN", f"{name}: {word}"
+        assert name == hints.normalised(name) and name not in hints.NOTHING
+        assert name not in KNOWN, f"{name} is a setting"
+    assert len(hints.WORDS) > 150
+
+
+def test_words_that_hints_give_are_accepted() -> None:
+    for word, _ in set(hints.WORDS.values()):
+        if "{" not in word and "..." not in word and "=" in word:
+            load(word)
+    for notes in (hints.NOTHING.values(), (note for _, note in hints.WORDS.values())):
+        for setting in re.findall(r"\b[a-z]{3,}\.[a-z_]+\b", " ".join(notes)):
+            assert setting in KNOWN, setting
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--batch-size 8", "train.global_batch_size=8 (the pairs of one step"),
+        ("--batch-size=8", "train.global_batch_size=8 "),
+        ("--output-dir out", "run.dir=out "),
+        ("--output_dir=out", "run.dir=out "),
+        ("--lr 1e-4 train.beta=0.2", "train.learning_rate=1e-4"),
+        ("--model meta/llama --bf16", "model.path=meta/llama"),
+        ("--bf16 train.beta=0.2", "model.dtype=bfloat16"),
+        ("--iters 100", "train.steps=100"),
+        ("--lora-layers 8", "model.blocks=8"),
+        ("--data my.jsonl", "data.train=my.jsonl"),
+        ("--seed 3", "words without dashes: train.seed=3"),
+        ("--train.beta 0.2", "words without dashes: train.beta=0.2"),
+        ("--learning_rate=0.2", "words without dashes: train.learning_rate=0.2"),
+        ("--dryrun", "did you mean --dry-run?"),
+        ("--resume_from_checkpoint runs/a", "--resume RUN"),
+        ("--nproc_per_node 2", "./launch --hosts mac-a:1,mac-b:1"),
+        ("--frobnicate", "train.beta=0.2"),
+        ("train.gradient_accumulation_steps=4", "leave it out: it follows from train.global_batch_size"),
+        ("per_device_train_batch_size=4", "did you mean plan.micro_batch_sizes?"),
+        ("learning_rate=1e-4", "did you mean train.learning_rate?"),
+        ("num_train_epochs=3", "did you mean train.epochs?"),
+        ("lora_r=8", "did you mean model.rank?"),
+        ("lora_alpha=16", "did you mean model.scale? (the scale is alpha / rank"),
+        ("max_seq_length=512", "did you mean data.max_length?"),
+        ("logging_steps=1", "did you mean run.log_every?"),
+        ("save_steps=1", "did you mean checkpoint.every?"),
+        ("eval_steps=1", "did you mean evaluate.every?"),
+        ("train.warmup_ratio=0.1", "did you mean train.warmup_steps? (in steps"),
+        ("beta=0.2", "did you mean train.beta?"),
+        ("train.beta = 0.2", "write train.beta=VALUE in one word, without blanks"),
+        ("train.beta: 0.2", "write train.beta=VALUE in one word, without blanks"),
+        ("train.beta=", "train.beta= has no value; write it right after the sign, without a blank"),
+        ("train.steps=", "or train.steps=null for none"),
+        ("train.steps=x", "train.steps: input should be a valid integer, not 'x'"),
+        ("=", "not of the form key=value"),
+    ],
+)
+def test_the_line_that_refuses_a_name_has_ours(words: str, hint: str) -> None:
+    assert hint in said_of(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("base_model: x\nmicro_batch_size: 2\nlora_r: 8\nsequence_len: 512\n", "did you mean model.path?"),
+        ("model: org/name\n", "model is a section, not 'org/name'; its settings are path, reference"),
+        (
+            "model: {path: m}\ndata: {train: t}\ntrain: {num_train_epochs: 3}\n",
+            ":3: unknown setting train.num_train_epochs",
+        ),
+    ],
+)
+def test_a_file_for_another_trainer_is_refused_in_one_line(tmp_path: Path, text: str, hint: str) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        config.load(path)
+    said = str(error.value)
+    assert hint in said and "\n" not in said and len(said) < 600
