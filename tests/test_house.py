@@ -9,7 +9,19 @@ import time
 from tests.tiny import ROOT
 
 FLOORS = [
-    {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
+    {
+        "command",
+        "config",
+        "records",
+        "calibration",
+        "performance",
+        "runtime",
+        "hostfile",
+        "machine",
+        "division",
+        "files",
+        "os_commands",
+    }
     | {
         "heartbeat",
         "watch",
@@ -46,8 +58,21 @@ FLOORS = [
         "exchange",
         "ledger",
     }
-    | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
-    {"evaluate", "bulk", "report", "dashboard", "pages", "charts", "server", "gateway", "listener", "spare", "ahead"},
+    | {"rounds", "launcher", "preflight", "host_facts", "verdicts", "ranks", "supervisor"},
+    {
+        "evaluate",
+        "bulk",
+        "report",
+        "dashboard",
+        "pages",
+        "charts",
+        "server",
+        "gateway",
+        "listener",
+        "spare",
+        "ahead",
+        "doctor",
+    },
 ]
 
 
