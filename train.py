@@ -4,7 +4,7 @@ python train.py                                            the quickstart, offli
 python train.py --config configs/X.yaml train.beta=0.2     any setting as key=value
 python train.py --config configs/X.yaml --dry-run          the plan, and what would be trained
 python train.py --resume runs/NAME                         go on from the last good checkpoint
-mpirun -n 2 python train.py plan.shares=[12,4]             the same file on two unequal ranks
+mpirun -n 2 python train.py 'plan.shares=[24,8]'           the same file on two unequal ranks
 """
 
 from __future__ import annotations
