@@ -5,7 +5,11 @@
 EXTRA ?= $(or $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*)),$(if $(filter Darwin,$(shell uname)),metal,cpu))
 INSTALLED = .venv/installed-$(EXTRA)
 BIN = .venv/bin
-PYTHONS = $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14)
+# What ssh starts on a Mac has none of a person's PATH, and python3 there is Apple's 3.9: also look where Homebrew and
+# python.org put theirs. SYSTEM stands before those folders, for a test.
+NAMES = python3.13 python3.12 python3.11 python3.14
+FOLDERS = $(SYSTEM)/opt/homebrew/bin $(SYSTEM)/usr/local/bin $(SYSTEM)/Library/Frameworks/Python.framework/Versions/*/bin
+PYTHONS = $(or $(PYTHON),python3 $(NAMES) $(foreach folder,$(FOLDERS),$(wildcard $(addprefix $(folder)/,$(NAMES) python3))))
 
 # Open MPI refuses to start as root (a container, CI), or more ranks than cores, unless it is told to.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
@@ -18,10 +22,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 PYTEST = pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch preflight calibrate serve dashboard bench lint coverage docs mutation clean
+.PHONY: help setup train test launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation clean
 
 help:
-	@echo "make setup | train | test | launch | preflight | calibrate | serve | dashboard | bench | lint | coverage | docs | mutation | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | launch | preflight | calibrate | doctor | serve | dashboard | bench | lint | coverage | docs | mutation | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -30,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@for python in $(PYTHONS); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
-	if [ -z "$$found" ]; then echo "error: Python 3.11 or newer is needed, and none of $(strip $(PYTHONS)) is; make setup PYTHON=/path/to/python" >&2; exit 2; fi; \
+	if [ -z "$$found" ]; then echo "error: Python 3.11 or newer is needed, and none of $(strip $(PYTHONS)) is (macOS: brew install python@3.13, or python.org); make setup PYTHON=/path/to/python" >&2; exit 2; fi; \
 	$$found -m venv --clear .venv || { echo "error: $$found cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
 	@$(BIN)/python -c 'import tomllib; \
 	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
@@ -58,6 +62,10 @@ preflight: setup
 # HOSTS=hostfile measures all hosts, each alone, then together, and the link between them as the training will use it.
 calibrate: setup
 	$(if $(HOSTS),./launch --hostfile $(HOSTS) $(OPTIONS) --,$(BIN)/python) benchmarks/calibrate.py $(ARGS)
+
+# Can this machine train? A page to attach to a report; ARGS="--json" for programs.
+doctor: setup
+	$(BIN)/python -m lib.doctor $(ARGS)
 
 # make serve RUN=runs/NAME ARGS="serve.port=8081 serve.keys=keys"; docs/serving.md
 serve: setup

@@ -97,7 +97,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
-    hosts = world.gather_text(sync.host_name())
+    hosts = sync.host_names(world)
     plan = first_plan(config, world, hosts, data.lengths)
     schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
     report.show_run(say, config, plan, data, valid, steps)

@@ -624,7 +624,7 @@ def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, 
     key = calibrations.curve_key(config, folder, shapes[0].sequence_length)
     os.environ.pop(heartbeat.ADDRESS, None)  # a rank that is silent while another measures is not at fault
     world = sync.start(launch, timeout_seconds=7200)  # the others measure, one after another, meanwhile
-    names = world.gather_text(sync.host_name())
+    names = sync.host_names(world)
     host = names[launch.rank]
     if names.count(host) > 1:  # numbered as calibration.own_calibration looks for them
         host = f"{host}-{names[: launch.rank].count(host)}"

@@ -27,20 +27,22 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from lib import network
 from lib.heartbeat import ADDRESS, SECONDS, agent_folder
 from lib.tail import Tail
 
 CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time
 LINE_BYTES = 2**26  # of the launcher's words
+HOST_FILE = "host"  # in the agent's folder: the name that the launcher fixed for this machine
 EXIT_SECONDS = 0.02  # between looks whether a rank has ended
 
 
 class Ranks:
     """The ranks of this host, started once."""
 
-    def __init__(self, writer: asyncio.StreamWriter, address: str, sends_logs: bool):
-        self.writer, self.address, self.sends_logs = writer, address, sends_logs
+    def __init__(self, writer: asyncio.StreamWriter, address: str, sends_logs: bool, host: str):
+        self.writer, self.address, self.sends_logs, self.host = writer, address, sends_logs, host
         self.followed: set[int] = set()  # ranks whose logs are sent
         self.typed_all = asyncio.Event()
         self.processes: dict[int | None, asyncio.subprocess.Process] = {}  # None: mpirun
@@ -75,7 +77,10 @@ class Ranks:
             if spare is not None:
                 process = spare
                 assert process.stdin is not None
-                work = {"command": command[1:], "environment": {**environment, ADDRESS: self.address}}
+                work = {
+                    "command": command[1:],
+                    "environment": {**environment, ADDRESS: self.address, network.HOST: self.host},
+                }
                 process.stdin.write(json.dumps(work).encode() + b"\n")
                 if rank != 0:
                     process.stdin.close()
@@ -227,8 +232,9 @@ class Agent:
         nice: int | None,
         awake: bool,
         sends_logs: bool,
+        host: str,
     ) -> None:
-        """Starts processes, after writing the `files` that they read into a folder of their own."""
+        """Starts processes, each of which has the name `host` for this machine, after writing the `files` that they read into a folder of their own."""
         self._stop_listening()
         self._be_nice(nice)
         if self.ranks is None:
@@ -239,10 +245,10 @@ class Agent:
         self.address, self.ranks = address, None
         self.silent_seconds = silent_seconds
         # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
-        os.environ.update({ADDRESS: address, "PRTE_MCA_prte_tmpdir_base": address})
+        os.environ.update({ADDRESS: address, network.HOST: host, "PRTE_MCA_prte_tmpdir_base": address})
         try:
-            self.ranks = Ranks(self.writer, address, sends_logs)
-            await self.ranks.listen(files)
+            self.ranks = Ranks(self.writer, address, sends_logs, host)
+            await self.ranks.listen({**files, HOST_FILE: host})
         except OSError as error:
             named_twice = isinstance(error, FileExistsError)  # its folder has this machine's name
             told = "the host file names this machine twice" if named_twice else str(error)
@@ -349,7 +355,7 @@ async def serve() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # ssh is gone: so is the input
         loop.add_signal_handler(number, lambda: None)
     loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
-    _say(writer, "hello", host=socket.gethostname())
+    _say(writer, "hello", host=network.own_name(), identity=network.machine_id())
 
     under_way: set[asyncio.Future[None]] = set()
 
@@ -436,6 +442,7 @@ def _signal_group(pid: int, number: int) -> None:
 def become_rank(command: list[str]) -> None:
     """Joins this process's output to the agent's socket, and becomes the command."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    os.environ[network.HOST] = (Path(agent_folder()) / HOST_FILE).read_text()  # mpirun hands on the first host's
     for descriptor, stream in enumerate(("stdin", "stdout", "stderr")):
         if descriptor == 0 and rank > 0:
             continue

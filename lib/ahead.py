@@ -93,7 +93,8 @@ def read(words: Sequence[str]) -> None:
         return  # what it is now, only a hub can tell
     state = state_of(config)
     data = None if is_streamed(config.data) else _read(config)
-    free, model = machine.free_memory_bytes(), None
+    model = None
+    free = machine.free_memory_bytes() if machine.mlx_device()[0] == "cpu" else None  # a GPU's is not the host's
     if free is not None and config.strategy != "sharded":
         model = models.load(config.model, config.train.seed, lazy=True)
         if is_small(sum(array.nbytes for _, array in tree_flatten(model.parameters())), free):

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lib import files
 from lib.config import Config, UserError
 from lib.machine import Machine
 
@@ -271,10 +272,7 @@ def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibratio
 
 def write_calibration(path: Path, calibration: HostCalibration) -> None:
     """Writes one file so that a reader sees the old or the new content, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(calibration.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    files.write_atomically(path, calibration.model_dump_json(indent=2, exclude_defaults=True) + "\n")
 
 
 def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibration]:

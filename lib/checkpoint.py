@@ -25,7 +25,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib import heartbeat
+from lib import files, heartbeat
 from lib import model as models
 from lib.config import Config, UserError, dump
 from lib.order import Position
@@ -122,17 +122,9 @@ def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool, w
             raise UserError(
                 f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
             )
-        _write(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-        _write(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+        files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+        files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
         return lock
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
-    _fsync(unfinished)
-    unfinished.replace(path)
 
 
 def _claim(folder: Path) -> IO[str]:
@@ -268,11 +260,11 @@ def _write_whole(final: Path, arrays: Mapping[str, tuple[Described, models.Array
         hashes = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n")
         for file in unfinished.iterdir():
-            _fsync(file)
-        _fsync(unfinished)
+            files.flush_path(file)
+        files.flush_path(unfinished)
         shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
         unfinished.rename(final)
-        _fsync(folder)
+        files.flush_path(folder)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
@@ -357,9 +349,9 @@ def save_part(folder: Path, step: int, rank: int, trees: dict[str, dict[str, mx.
     unfinished = path.with_name(f".unfinished-{path.name}")
     try:
         mx.save_safetensors(str(unfinished), arrays)
-        _fsync(unfinished)
+        files.flush_path(unfinished)
         unfinished.replace(path)
-        _fsync(path.parent)
+        files.flush_path(path.parent)
     except RuntimeError as error:  # what MLX raises when a write fails
         unfinished.unlink(missing_ok=True)
         raise OSError(None, f"cannot be written ({str(error).splitlines()[0]})", str(path)) from None
@@ -571,11 +563,3 @@ def _fault(path: Path) -> str | None:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lib import files, network
 from lib.config import UserError
 
 CONNECT_SECONDS = 5.0
@@ -110,7 +111,7 @@ class Journal:
                 file.seek(place)
                 whole.writelines(line + "\n" for line in json.loads(file.readline())["lines"])
             whole.flush()
-            os.fsync(whole.fileno())
+            files.flush(whole.fileno())
         unfinished.replace(out)
         self._file.close()
         self.path.unlink()
@@ -210,7 +211,7 @@ class Server:
     @property
     def address(self) -> dict[str, Any]:
         """What a Remote needs to know."""
-        return {"port": self._socket.getsockname()[1], "secret": self.secret, "hosts": own_addresses()}
+        return {"port": self._socket.getsockname()[1], "secret": self.secret, "hosts": network.own_addresses()}
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -306,20 +307,6 @@ def _send(file: Any, words: dict[str, Any]) -> None:
 
 def _proof(secret: str) -> str:
     return hashlib.sha256(f"{secret} queue".encode()).hexdigest()
-
-
-def own_addresses() -> list[str]:
-    """By which others may reach this host, the likeliest last: names, what the ring uses, the way out."""
-    found = ["127.0.0.1", socket.gethostname()]
-    with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
-        ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
-        found += [address.rpartition(":")[0] for address in ring[int(os.environ.get("MLX_RANK", 0))]]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent; the system says by which address it would be
-        found.append(probe.getsockname()[0])
-    return list(dict.fromkeys(found))
 
 
 def work(queue: Queue, do: Callable[[int], Lines]) -> None:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from lib import charts, config, pages, terminal
-from lib.chunks import own_addresses
 from lib.config import UserError
 from lib.history import Figures, RankFigures, Run, figures, runs_in
+from lib.network import own_addresses
 
 POLL_SECONDS = 0.5  # between looks at the logs
 REFRESH_SECONDS = 1.0  # between looks of a page at this process

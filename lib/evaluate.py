@@ -315,7 +315,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     )
     division = None
     if settings.strategy == "sharded" and world.size > 1:
-        division = sharded_plan(settings, world, world.gather_text(sync.host_name())).division
+        division = sharded_plan(settings, world, sync.host_names(world)).division
     if division is not None:
         world = sync.sharded(world, division)
     shares = [1] * world.workers.size

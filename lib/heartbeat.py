@@ -1,6 +1,6 @@
 """What a rank says of itself while it works: that it lives, and what it waits for.
 
-The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT` and this host's name). A thread of its own tells it, twice a second,
+The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT` and this machine's own name). A thread of its own tells it, twice a second,
 how many waits for other ranks are over, which one goes on, and which pass through the model, so that a rank that was stopped,
 one that is late, one that hangs and one that waits for a dead peer look different from outside. Where nobody listens nothing
 is sent.
@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from lib import network
+
 ADDRESS = "TANDEM_AGENT"
 SECONDS = 0.5
 NO_PASS: dict[str, Any] = {"passing": None, "passing_since": 0.0, "passes": 1}
@@ -29,7 +31,7 @@ _changed = threading.Event()
 
 def agent_folder() -> str:
     """The folder of this host's agent. It has the host's name, because hosts may share /tmp; a variable that mpirun hands to all has not."""
-    return f"{os.environ[ADDRESS]}-{socket.gethostname()}"
+    return f"{os.environ[ADDRESS]}-{network.own_name()}"
 
 
 def start(rank: int) -> None:

@@ -328,7 +328,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments[:cut])  # what follows is not ours, whatever it looks like
     if options.command:
         raise UserError(f"{options.command[0]!r}: the command comes after --, e.g. ./launch --hosts a,b -- train.py")
-    options.command = arguments[cut + 1 :] or ["train.py"]
+    options.command, options.typed = arguments[cut + 1 :] or ["train.py"], arguments
     if (options.hostfile is None) == (options.hosts is None):
         raise UserError("give --hostfile FILE or --hosts A,B (one of them); hostfile.example shows a file")
     for name, least, most in (
@@ -375,6 +375,7 @@ def _launching(options: argparse.Namespace) -> Launching:
         options.nice,
         options.silent_seconds,
         options.wedged_seconds,
+        tuple(options.typed),
     )
 
 

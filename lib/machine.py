@@ -6,13 +6,15 @@ import contextlib
 import os
 import platform
 import re
-import shutil
-import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from lib import os_commands
+from lib.os_commands import output as _output
+from lib.os_commands import sysctl as _sysctl
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Device = Literal["metal", "cuda", "cpu"]
@@ -61,13 +63,25 @@ def memory_limit_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Main memory that a process could take now without swapping; None where MLX computes elsewhere, or nobody tells."""
+    """Main memory that a new process could take now without swapping; None where the system does not tell."""
+    if os_commands.is_mac():
+        return mac_free_memory_bytes(_output(["vm_stat"]))
     facts = Path("/proc/meminfo")
-    if mlx_device()[0] != "cpu" or not facts.exists():
-        return None
-    available = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text(), re.MULTILINE)
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.exists() else "", re.MULTILINE)
     limit = container_memory_bytes()
     return min(1024 * int(available[1]), limit or 2**60) if available else None
+
+
+def mac_free_memory_bytes(vm_stat: str) -> int | None:
+    """What vm_stat's pages that nobody has to give up come to: free, inactive, speculative and purgeable ones.
+
+    Its "Pages free" leaves out the speculative ones (Apple's system_cmds, vm_stat.c). None where the text is another's.
+    """
+    page = re.search(r"page size of (\d+) bytes", vm_stat)
+    pages = {name: int(count) for name, count in re.findall(r"^Pages (\w+):\s*(\d+)\.$", vm_stat, re.MULTILINE)}
+    if page is None or "free" not in pages:
+        return None
+    return int(page[1]) * sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
 
 
 def keep_wired() -> None:
@@ -96,7 +110,7 @@ def mlx_device() -> tuple[Device, dict[str, Any]]:
 
 def processor_name() -> str:
     """E.g. "AMD EPYC 9354"."""
-    if platform.system() == "Darwin":
+    if os_commands.is_mac():
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
@@ -116,7 +130,7 @@ def usable_cpus() -> int | None:
 
 def host_memory_bytes() -> int | None:
     """The machine's main memory."""
-    if platform.system() == "Darwin":
+    if os_commands.is_mac():
         size = _sysctl("hw.memsize")
         return int(size) if size else None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -165,9 +179,7 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
         found["temperature_celsius"] = max(sane)
     if sum(watts) > 0:
         found["power_watts"] = sum(watts)
-    if platform.system() == "Darwin" and (
-        limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", _output(["pmset", "-g", "therm"]))
-    ):
+    if os_commands.is_mac() and (limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", _output(["pmset", "-g", "therm"]))):
         found["speed_limit"] = int(limit[1]) / 100
     return found
 
@@ -187,20 +199,57 @@ def _sysfs(system: Path, values: str, name: str, unit: float) -> list[float]:
 
 def operating_system() -> str:
     """E.g. "macOS 26.1 arm64" or "Linux 6.8.0 x86_64"."""
-    if platform.system() == "Darwin":
+    if os_commands.is_mac():
         return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
     return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
-def _sysctl(name: str) -> str:
-    return _output(["sysctl", "-n", name]).strip()
+class Power(NamedTuple):
+    """What feeds this machine."""
+
+    on_battery: bool
+    saves_power: bool  # Low Power Mode, a power-save profile: slower for all that it computes
+    text: str  # in the system's words
 
 
-def _output(command: list[str]) -> str:
-    """What a command prints; nothing if it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return ""  # without a fork, which some MPI networks do not bear well
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
+    """What feeds this machine, as its system tells; None where it does not."""
+    if os_commands.is_mac():
+        return mac_power(_output(["pmset", "-g", "batt"]), _output(["pmset", "-g"]))
+    kinds = {path: _text(path / "type") for path in sorted(system.glob("*"))} if system.exists() else {}
+    status = next((_text(path / "status") for path, kind in kinds.items() if kind == "Battery"), "")
+    profile = _text(Path("/sys/firmware/acpi/platform_profile"))
+    if not status and not profile:
+        return None
+    return Power(status == "Discharging", profile == "low-power", ", ".join(filter(None, (status.lower(), profile))))
+
+
+def mac_power(batteries: str, settings: str) -> Power | None:
+    """From `pmset -g batt` and `pmset -g`: Apple's PowerManagement, pmset.m, show_power_sources and show_pm_settings_dict."""
+    source = re.search(r"^Now drawing from '(.+)'$", batteries, re.MULTILINE)
+    if source is None:
+        return None
+    level = re.search(r"\t(\d+%); ([^;\n]+)", batteries)
+    mode = re.search(
+        r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE
+    )  # 1 is low, of a powermode 2 high
+    saves = mode is not None and mode[1] == "1"
+    parts = [source[1], *(level.groups() if level else ()), *(["Low Power Mode"] if saves else [])]
+    return Power(source[1] == "Battery Power", saves, ", ".join(part.strip() for part in parts))
+
+
+def wired_limit_bytes() -> int | None:
+    """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
+    megabytes = _sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
+    return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
+
+
+def is_translated() -> bool:
+    """Whether this is an Intel program under Rosetta on Apple silicon, where MLX finds no GPU."""
+    return os_commands.is_mac() and _sysctl("sysctl.proc_translated") == "1"
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""

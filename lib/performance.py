@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from lib import files
 from lib.config import Cost
 from lib.machine import sensors
 from lib.network import connections
@@ -246,7 +246,7 @@ def rewind(path: Path, step: int) -> int:
     with shortened.open("wb") as file:
         file.write(b"".join(lines[:keep]))
         file.flush()
-        os.fsync(file.fileno())
+        files.flush(file.fileno())
     shortened.replace(path)
     return len(lines) - keep
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from rich.text import Text
 
-from lib import hostfile, watch
+from lib import hostfile, network, watch
 from lib.config import UserError
 from lib.hostfile import Host
 from lib.tail import Copy
@@ -67,6 +67,7 @@ class Launching:
     nice: int | None = None
     silent_seconds: float = 10.0
     wedged_seconds: float = 600.0
+    typed: tuple[str, ...] = ()  # the launcher's own words, to be printed again
 
     @property
     def size(self) -> int:
@@ -183,9 +184,10 @@ def as_command(launching: Launching) -> list[str]:
 class Link:
     """The connection to one host's agent; it lasts over many starts."""
 
-    def __init__(self, host: Host, process: asyncio.subprocess.Process, machine: str, is_local: bool):
+    def __init__(self, host: Host, process: asyncio.subprocess.Process, hello: Mapping[str, Any], is_local: bool):
         self.process, self.is_local = process, is_local
-        self.name, self.machine = host.name, machine  # what we call it, and what it calls itself
+        self.name, self.machine = host.name, str(hello["host"])  # what we call it, and what it calls itself
+        self.identity = str(hello["identity"])  # of the machine: two may have one name
         self.closed = False
         self.hear: Callable[[str, dict[str, Any]], None] = lambda kind, words: None
         self.questions: dict[int, asyncio.Future[Any]] = {}
@@ -286,7 +288,7 @@ def is_this_machine(host: Host) -> bool:
     """Whether a host's name means the machine that this runs on, and no other user there."""
     if "@" in host.name:
         return False
-    if host.name in ("localhost", socket.gethostname()):
+    if host.name in ("localhost", socket.gethostname(), network.own_name()):
         return True
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -322,7 +324,7 @@ async def connect(launching: Launching, host: Host) -> Link:
         told = await last_words(process) if hello is None else ""
     if hello is None:
         raise ConnectionError(f"{host.name}: {told}")
-    return Link(host, process, hello["host"], is_here)
+    return Link(host, process, hello, is_here)
 
 
 async def first_words(stream: asyncio.StreamReader) -> dict[str, Any] | None:
@@ -462,8 +464,10 @@ class Attempt:
         hosts = self.launching.hosts
         work = processes_of(self.launching, [folders.get(host.name, "") for host in hosts])
         of_host = dict(zip((host.name for host in hosts), work, strict=True))
+        links = self._own_links()
+        names = network.distinct_names([(link.machine, link.identity) for link in links])
         now = time.monotonic()
-        for link in self._own_links():
+        for link, name in zip(links, names, strict=True):
             processes, files = of_host[link.name]
             self.hosts[link.name] = watch.HostSeen(link.name, now, closed=link.closed)
             self.ended[link.name] = asyncio.Event()
@@ -481,6 +485,7 @@ class Attempt:
                 nice=self.launching.nice,
                 awake=True,
                 sends_logs=not link.is_local,
+                host=name,
             )
         self.takes_input = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib import loading, losses
+from lib import files, loading, losses
 from lib import model as models
 from lib.config import Config, Data, UserError
 from lib.data import Batch, Dataset, collate
@@ -184,7 +183,7 @@ def keep_logps(folder: Path, key: str, logps: np.ndarray) -> None:
             np.save(file, logps)
             file.write(_checksum(logps))
             file.flush()
-            os.fsync(file.fileno())
+            files.flush(file.fileno())
         unfinished.replace(folder / f"{key}.npy")
 
 

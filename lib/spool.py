@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from lib import files
 from lib.config import Data, UserError
 
 PREFIX = "hf://"
@@ -128,7 +128,7 @@ def _write_shard(path: Path, stream: Iterable[dict[str, Any]], source: str, room
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"{source}: the stream broke off ({reason}); start again, it goes on there") from None
         file.flush()
-        os.fsync(file.fileno())
+        files.flush(file.fileno())
     if count:
         unfinished.replace(path)
     else:

@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib import heartbeat, machine
 from lib.config import UserError
 from lib.division import Division, Part
+from lib.network import distinct_names, host_name, machine_id
 from lib.runtime import Launch
 
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
@@ -460,9 +461,10 @@ def _meet(launch: Launch) -> None:
         time.sleep(RING_SECONDS)
 
 
-def host_name() -> str:
-    """This machine's name, without its domain."""
-    return socket.gethostname().split(".")[0]
+def host_names(world: World) -> list[str]:
+    """The host of every rank, in their order; two machines of one name are two."""
+    own = json.dumps([host_name(), machine_id()])
+    return distinct_names([tuple(json.loads(text)) for text in world.gather_text(own, "the hosts' names")])
 
 
 def _packed(arrays: Sequence[mx.array]) -> mx.array:

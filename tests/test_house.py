@@ -21,6 +21,8 @@ FLOORS = [
         "hostfile",
         "machine",
         "division",
+        "files",
+        "os_commands",
     }
     | {
         "heartbeat",
@@ -58,8 +60,21 @@ FLOORS = [
         "exchange",
         "ledger",
     }
-    | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
-    {"evaluate", "bulk", "report", "dashboard", "pages", "charts", "server", "gateway", "listener", "spare", "ahead"},
+    | {"rounds", "launcher", "preflight", "host_facts", "verdicts", "ranks", "supervisor"},
+    {
+        "evaluate",
+        "bulk",
+        "report",
+        "dashboard",
+        "pages",
+        "charts",
+        "server",
+        "gateway",
+        "listener",
+        "spare",
+        "ahead",
+        "doctor",
+    },
 ]
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from lib import launcher, preflight
+from lib import host_facts, launcher, machine, preflight, verdicts
 from lib.hostfile import Host
-from lib.preflight import Context, Finding, Needs, judge, judge_links, mend_ssh
 from lib.ranks import Launching
+from lib.verdicts import Context, Finding, Needs, judge, judge_links, mend_ssh
 from tests import tiny
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
@@ -41,12 +41,12 @@ def data(three_hosts: list[Machine]) -> list[str]:
     """The words of a run whose model and data are on each host's own disk."""
     host = three_hosts[0]
     script = "import sys; from tests import tiny; from pathlib import Path; print('\\n'.join(tiny.settings(Path(sys.argv[1]))))"
-    for machine in three_hosts[:2]:
-        made = machine.run(
+    for one in three_hosts[:2]:
+        made = one.run(
             [
                 "sh",
                 "-c",
-                f'mkdir -p {machine.disk}/run && exec "$@"',
+                f'mkdir -p {one.disk}/run && exec "$@"',
                 "-",
                 sys.executable,
                 "-c",
@@ -55,7 +55,7 @@ def data(three_hosts: list[Machine]) -> list[str]:
             ]
         )
         assert made.returncode == 0, made.stderr
-        config = tiny.config_file(machine.outside / "run")
+        config = tiny.config_file(one.outside / "run")
     return ["train.py", "--config", f"{host.disk}/run/{config.name}", *made.stdout.split()]
 
 
@@ -166,14 +166,14 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
         }
         assert (
             "mlx 0.0.1 (here" in found["host-b", "packages"][0]["message"]
-            and "make setup" in found["host-b", "packages"][0]["remedy"]
+            and "make -B setup" in found["host-b", "packages"][0]["remedy"]
         )
         assert found["host-c", "ssh"][0]["remedy"] == "ssh-copy-id host-c"
         assert f"{b.disk}/full" in found["host-b", "disk"][0]["message"]
-        assert "run.dir=ELSEWHERE" in found["host-b", "disk"][0]["remedy"]
-        assert "take fewer slots" in found["host-b", "memory"][0]["remedy"]
+        assert "run.dir=ELSEWHERE" in found["host-b", "disk"][0]["note"]
+        assert "take fewer slots" in found["host-b", "memory"][0]["note"]
         # These hosts reach no registry: that the command gets so far is all that is seen of it.
-        setup = found["host-b", "packages"][0]["remedy"].replace("make setup", "make -n setup")
+        setup = found["host-b", "packages"][0]["remedy"].replace("make -B setup", "make -n -B setup")
         tried = a.run(["sh", "-c", setup])
         assert tried.returncode == 0 and "pip install" in tried.stdout, tried
     finally:
@@ -181,7 +181,7 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
             for option in options:
                 named[host].run(["umount", option.split()[-1]])
     try:  # what the remedies say: other slots, another disk; and the versions and the key that were wanted
-        fits = int(0.6 * preflight.machine.host_memory_bytes() / 1.3)
+        fits = int(0.6 * machine.host_memory_bytes() / 1.3)
         for host in (a, b):
             with (host.outside / "run/model/model.safetensors").open("r+b") as file:
                 file.truncate(fits)
@@ -245,7 +245,7 @@ def test_nothing_is_started_where_a_check_fails_and_the_table_says_why(
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {name: None for name, _ in preflight.JUDGES.values()}
+    usual: dict[str, Any] = {name: None for name, _ in verdicts.JUDGES.values()}
     return {**usual, **changes}
 
 
@@ -267,14 +267,14 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
     assert one("load", load={"average": 4.0, "cpus": 2}).status == "told"
     other = replace(context(launching), here={"packages": {"python": "3.12", "mlx": "1"}})
     older = one("packages", other, packages={"python": "3.11", "mlx": "1"})
-    assert older.message == "python 3.11 (here 3.12)" and older.remedy.endswith("make setup PYTHON=python3.12'")
-    assert one("packages", other, packages={"python": "3.12", "mlx": "0"}).remedy.endswith("make setup'")
-    assert f"{os.getpid()} " in preflight.processes()
+    assert older.message == "python 3.11 (here 3.12)" and older.remedy.endswith("make -B setup PYTHON=python3.12'")
+    assert one("packages", other, packages={"python": "3.12", "mlx": "0"}).remedy.endswith("make -B setup'")
+    assert f"{os.getpid()} " in host_facts.processes()
     shown = "  1 /sbin/init\n 22 vi train.py\n 77 /opt/tandem/.venv/bin/python train.py train.beta=0.2\n"
-    assert preflight.training_among(shown) == (77, "train.py train.beta=0.2")
-    assert preflight.training_among(shown.replace("77", "78 vi")) is None
+    assert host_facts.training_among(shown) == (77, "train.py train.beta=0.2")
+    assert host_facts.training_among(shown.replace("77", "78 vi")) is None
     busy = one("load", load={"average": 0.1, "cpus": 2, "training": [77, "train.py"]})
-    assert busy.status == "told" and busy.remedy.startswith("ssh mac-b kill -INT 77 ")
+    assert busy.status == "told" and busy.remedy == "ssh mac-b kill -INT 77"
     assert one("calibration", calibration={"there": False}).status == "told"
     strict = context(launching, require_calibration=True)
     stale = one(
@@ -287,9 +287,9 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
     assert "hf download org/model" in one("models", models={"org/model": False}).remedy
     assert "to mac-c: Host key" in one("ssh", ssh_to={"mac-c": "Host key verification failed."}).message
     links = {("a", "b"): {"bytes_per_second": 1e7, "round_trip_seconds": 0.001}, ("a", "c"): {"error": "refused"}}
-    assert [f.status for f in judge_links(links, 2e7, 1.0)] == ["failed", "failed"]
-    assert [f.status for f in judge_links(links, 0.9e7, 1.0)] == ["ok", "failed"]
-    assert [f.status for f in judge_links(links, 0.9e7, 1e-4)] == ["failed", "failed"]
+    assert [f.status for f in judge_links(links, 2e7, 1.0, context(launching))] == ["failed", "failed"]
+    assert [f.status for f in judge_links(links, 0.9e7, 1.0, context(launching))] == ["ok", "failed"]
+    assert [f.status for f in judge_links(links, 0.9e7, 1e-4, context(launching))] == ["failed", "failed"]
     for said in (
         "Permission denied (publickey).",
         "Host key verification failed.",
@@ -297,31 +297,31 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
         "Could not resolve hostname",
         "timed out",
     ):
-        assert "mac-b" in mend_ssh("mac-b", said)
+        assert "mac-b" in mend_ssh("mac-b", said)[0]
 
 
 def test_a_digest_sees_names_contents_and_the_ends_of_large_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "WHOLE_BYTES", 2**20)
+    monkeypatch.setattr(host_facts, "WHOLE_BYTES", 2**20)
     (tmp_path / "m").mkdir()
     (tmp_path / "m/a").write_bytes(b"1")
-    before = preflight.digest(tmp_path / "m")
+    before = host_facts.digest(tmp_path / "m")
     (tmp_path / "m/a").rename(tmp_path / "m/b")
-    renamed = preflight.digest(tmp_path / "m")
+    renamed = host_facts.digest(tmp_path / "m")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(20 * 2**20)
-    large = preflight.digest(tmp_path / "large")
+    large = host_facts.digest(tmp_path / "large")
     with (tmp_path / "large").open("r+b") as file:
         file.seek(20 * 2**20 - 1)
         file.write(b"x")
-    assert len({before, renamed, large, preflight.digest(tmp_path / "large")}) == 4
-    assert preflight.digest(tmp_path / "none") is None
+    assert len({before, renamed, large, host_facts.digest(tmp_path / "large")}) == 4
+    assert host_facts.digest(tmp_path / "none") is None
 
 
 def test_a_fact_that_fails_or_takes_too_long_is_told_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "LIMIT_SECONDS", 0.5)
-    monkeypatch.setattr(preflight, "project_digests", lambda: __import__("time").sleep(3))
+    monkeypatch.setattr(host_facts, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(host_facts, "project_digests", lambda: __import__("time").sleep(3))
     request = {
         "files": [],
         "models": [],
@@ -330,8 +330,9 @@ def test_a_fact_that_fails_or_takes_too_long_is_told_and_holds_up_nobody(monkeyp
         "ssh_to": [],
         "calibration_dir": None,
         "rdma": False,
+        "addresses": [],
     }
-    found = preflight.facts({**request, "ports": ["no port"]})
+    found = host_facts.facts({**request, "ports": ["no port"]})
     assert found["project"] == {"error": "no answer within 0.5 s"} and "TypeError" in found["ports"]["error"]
     assert found["packages"]["mlx"]
 

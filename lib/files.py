@@ -1,0 +1,70 @@
+"""Files that survive a crash and a power cut: whole or absent, and on the disk rather than in its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+
+def flush(descriptor: int) -> None:
+    """Returns when what was written to an open file is on its disk.
+
+    macOS's fsync hands the data to the drive, which may keep it in a cache that a power cut empties and write in another
+    order; fcntl's F_FULLFSYNC asks the drive to empty that cache (Apple's manual page fsync(2)). Some file systems there
+    (network shares, exFAT) do not know it.
+
+    Raises:
+        OSError: the disk is full or broken.
+    """
+    full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS's alone
+    if full is not None:
+        try:
+            fcntl.fcntl(descriptor, full)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV):
+                raise
+    os.fsync(descriptor)
+
+
+def flush_path(path: Path) -> None:
+    """The same of a file, or of a folder, whose new names then outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes | str, durable: bool = True) -> None:
+    """Writes a file so that a reader, or who comes after a crash, finds the old content or the new, never a part.
+
+    The folder is made where it is missing. durable: the content is on the disk when this returns.
+
+    Raises:
+        OSError: the disk is full or cannot be written; the old content is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                flush(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    if durable:
+        flush_path(path.parent)
+
+
+def is_litter(name: str) -> bool:
+    """Whether a file or folder of that name is no content: Finder's notes, macOS's forks, caches of downloads."""
+    return name in (".DS_Store", ".cache", ".localized", "__MACOSX", "Icon\r") or name.startswith("._")
