@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import config as settings
-from lib import hostfile, jobfile, preflight, ranks, terminal
+from lib import hostfile, jobfile, preflight, ranks, rendezvous, terminal
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
 from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine, resumed
@@ -41,6 +41,8 @@ PATIENCE_SECONDS = 900.0  # while none of the hosts answers
 QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
 LONGEST_PAUSE_SECONDS = 30.0
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
+
+ROLES = ("primary", "secondary")
 
 # Names that people set and that nothing reads, with what does what they hope for.
 FOLKLORE = {
@@ -242,12 +244,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launching = replace(launching, environment={**_shown(launching), **launching.environment})
     console = Console(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
+        if here is not None and len(launching.hosts) > 1:
+            commands = _by_hand(sys.argv[1:] if arguments is None else arguments)
+            port, limit_seconds = launching.starting_port, launching.wedged_seconds
+            asyncio.run(rendezvous.gather(launching.hosts, here, port, limit_seconds, commands, console.note))
         return asyncio.run(supervise(launching, console, options.max_restarts, options.restart_with, here))
     except UserError as error:  # an address that does not resolve
         console.note(f"error: {error}")
         return 2
+    except rendezvous.Absent as error:
+        console.note(str(error))
+        return 1
+    except KeyboardInterrupt:  # while others are waited for
+        return 128 + signal.SIGINT
     finally:
         console.close()
+
+
+def _by_hand(arguments: Sequence[str]) -> tuple[str, str]:
+    """What one types on the primary, and on a secondary: the words of this launch, with the other role."""
+    words = list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    before, place = words[:cut], next(i for i, word in enumerate(words) if word.partition("=")[0] == "--role")
+    del before[place : place + (1 if "=" in words[place] else 2)]
+    primary, secondary = (shlex.join(["./launch", "--role", role, *before, *words[cut:]]) for role in ROLES)
+    return primary, secondary
 
 
 def _shown(launching: Launching) -> dict[str, str]:
@@ -309,7 +330,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add(
         "--role",
-        choices=("primary", "secondary"),
+        choices=ROLES,
         help="without ssh: start this machine's ranks only, the same command on each",
     )
     add("--nice", type=int, metavar="N", help="priority of the ranks; below 0 needs root or sudo")

@@ -43,6 +43,7 @@ FLOORS = [
         "sinks",
         "terminal",
         "shares",
+        "rendezvous",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {

@@ -1,0 +1,153 @@
+"""Machines that are started by hand say for whom they wait, and begin together once all are there."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from lib import launcher, rendezvous
+from lib.config import UserError
+from lib.hostfile import Host
+from tests.cluster import Host as Machine
+from tests.test_launch import words
+
+HOSTS = tuple(Host(name, addresses=("127.0.0.1",)) for name in ("mac-a", "mac-b", "mac-c"))
+COMMANDS = ("COME FIRST", "COME SECOND")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Desk:
+    """The three machines: what each was told, and when it went on."""
+
+    def __init__(self, port: int):
+        self.port, self.notes = port, {host.name: [] for host in HOSTS}  # type: ignore[var-annotated]
+
+    def sit(self, place: int, limit_seconds: float = 20, hosts: tuple[Host, ...] = HOSTS) -> asyncio.Task[None]:
+        note = self.notes[HOSTS[place].name].append
+        gathering = rendezvous.gather(hosts, HOSTS[place], self.port, limit_seconds, COMMANDS, note)
+        return asyncio.ensure_future(gathering)
+
+    async def said(self, place: int, text: str) -> None:
+        deadline = time.monotonic() + 5
+        while not any(text in note for note in self.notes[HOSTS[place].name]):
+            assert time.monotonic() < deadline, self.notes
+            await asyncio.sleep(0.01)
+
+
+def test_each_says_who_is_missing_and_all_go_on_together(port: int) -> None:
+    desk = Desk(port)
+
+    async def story() -> None:
+        early = desk.sit(1)  # before the primary
+        await desk.said(1, "waiting for mac-a, the primary, 20 s at most; there: COME FIRST")
+        first = desk.sit(0)
+        await desk.said(0, "waiting for mac-b, mac-c, 20 s at most; there: COME SECOND")
+        await desk.said(0, "waiting for mac-c, ")
+        await desk.said(1, "mac-a is there; it says when all are")
+        await asyncio.sleep(0.2)
+        assert not early.done() and not first.done()
+        late = desk.sit(2)
+        await asyncio.wait_for(asyncio.gather(early, first, late), 5)
+        with socket.create_server(("127.0.0.1", port)):
+            pass  # rank 0 can listen here at once
+
+    asyncio.run(story())
+    assert desk.notes["mac-a"][-1] == "all hosts are there"
+
+
+def test_one_that_goes_away_is_waited_for_again_and_a_stranger_is_nobody(port: int) -> None:
+    desk = Desk(port)
+
+    async def story() -> None:
+        first, second = desk.sit(0), desk.sit(1)
+        await desk.said(0, "waiting for mac-c, ")
+        second.cancel()
+        await asyncio.sleep(0.3)
+        assert desk.notes["mac-a"][-1].startswith("waiting for mac-b, mac-c, ")
+        _, stranger = await asyncio.open_connection("127.0.0.1", port)
+        stranger.write(b"\xff{not ours\n")
+        others = asyncio.gather(desk.sit(1), desk.sit(2))
+        await asyncio.wait_for(asyncio.gather(first, others), 5)
+        stranger.close()
+
+    asyncio.run(story())
+
+
+def test_a_primary_that_is_started_again_finds_its_secondaries(port: int) -> None:
+    desk, two = Desk(port), HOSTS[:2]
+
+    async def story() -> None:
+        third = desk.sit(0)
+        second = desk.sit(1)
+        await desk.said(1, "mac-a is there")
+        third.cancel()
+        await asyncio.gather(third, return_exceptions=True)
+        second.cancel()
+        again = desk.sit(1, hosts=two)
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(asyncio.gather(desk.sit(0, hosts=two), again), 5)
+
+    asyncio.run(story())
+
+
+def test_nobody_waits_longer_than_the_limit(port: int) -> None:
+    with pytest.raises(rendezvous.Absent, match="mac-b, mac-c did not come within the time of --wedged-seconds"):
+        asyncio.run(rendezvous.gather(HOSTS, HOSTS[0], port, 0.2, COMMANDS, print))
+    with pytest.raises(rendezvous.Absent, match=f"mac-a, the primary, did not come .* port {port}"):
+        asyncio.run(rendezvous.gather(HOSTS, HOSTS[1], port, 0.2, COMMANDS, print))
+
+
+def test_other_hosts_and_a_taken_port_are_the_users_to_mend(port: int) -> None:
+    desk = Desk(port)
+
+    async def story() -> None:
+        first = desk.sit(0)
+        with pytest.raises(UserError, match="was started with the hosts mac-a, mac-b, mac-c; give the same"):
+            await desk.sit(1, hosts=HOSTS[:2])
+        with pytest.raises(UserError, match=f"port {port} cannot be listened at .*--starting-port {port + 1000}"):
+            await desk.sit(0)
+        first.cancel()
+
+    asyncio.run(story())
+
+
+def test_the_command_for_the_others_is_this_one_with_the_other_role() -> None:
+    given = ["--hosts", "a,b", "--role", "primary", "--env", "A=b c", "--", "train.py", "--role", "x"]
+    primary, secondary = launcher._by_hand(given)
+    assert secondary == "./launch --role secondary --hosts a,b --env 'A=b c' -- train.py --role x"
+    assert primary == secondary.replace("secondary", "primary")
+    assert launcher._by_hand(["--role=primary", "--hosts", "a,b"])[1] == "./launch --role secondary --hosts a,b"
+
+
+def test_three_machines_by_hand_with_one_that_comes_late(three_hosts: list[Machine]) -> None:
+    show = ["sh", "-c", "cat $MLX_HOSTFILE; echo"]
+
+    def start(place: int, role: str, *options: str) -> Any:
+        return three_hosts[place].start([*words(three_hosts, "--role", role, *options), *show])
+
+    hands = [start(0, "primary"), start(2, "secondary")]
+    line = hands[0].stderr.readline()
+    assert line.startswith("launch: waiting for host-b, host-c, 600 s at most; there: ./launch --role secondary "), line
+    assert "host-b" in hands[0].stderr.readline()
+    hands.append(start(1, "secondary"))
+    for hand in hands:
+        output, errors = hand.communicate(timeout=30)
+        assert hand.returncode == 0 and output.count("10.77.0.") == 3, output + errors
+    alone = three_hosts[0].run([*words(three_hosts, "--role", "primary", "--wedged-seconds", "1"), *show])
+    assert alone.returncode == 1 and alone.stderr.count("\n") == 2 and "did not come" in alone.stderr, alone
+    waiting = start(1, "secondary")
+    assert "waiting for host-a, the primary" in waiting.stderr.readline()
+    pid = next(pid for pid, line in three_hosts[1].processes().items() if "launch" in line)
+    three_hosts[1].signal(pid, signal.SIGINT)
+    _, errors = waiting.communicate(timeout=10)
+    assert waiting.returncode == 130 and "Traceback" not in errors, errors
