@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.config import UserError
+from lib.network import likeliest_first
 
 BACKENDS = ("ring", "mpi", "jaccl", "nccl")
 MOST_SLOTS = 1024
@@ -114,7 +115,7 @@ def address(host: Host, peers: Sequence[Host] = ()) -> str:
         return host.addresses[0]
     name = _ssh_name(host.name)
     try:
-        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})
+        found = likeliest_first([str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)])
     except (OSError, UnicodeError):
         raise UserError(
             f"host {host.name}: {name} does not resolve to an IPv4 address; mend the name, add it to /etc/hosts, "

@@ -22,6 +22,7 @@ import pytest
 from lib import verdicts
 from lib.hostfile import Host
 from lib.ranks import Launching
+from tests.sources import strings
 from tests.tiny import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -164,16 +165,8 @@ def test_every_command_is_taken_as_it_stands() -> None:
 def test_no_message_has_a_comment_behind_a_command() -> None:
     """The old form of remedies, in any string of ours: `ssh HOST uptime    # is it overloaded?`"""
     for path in [ROOT / "train.py", ROOT / "launch", *sorted((ROOT / "lib").glob("*.py"))]:
-        tree = ast.parse(path.read_text())
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        own = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_text(node)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in own:
-                assert not re.search(r"\S {2,}# \w", node.value), f"{path.name}:{node.lineno}: {node.value!r}"
-
-
-def _has_text(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return bool(node.body) and isinstance(node.body[0], ast.Expr)
+        for text in strings(path):
+            assert not re.search(r"\S {2,}# \w", text), f"{path.name}: {text!r}"
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed; the grammar above was asked")

@@ -1,0 +1,97 @@
+"""The Makefile where ssh starts it on a Mac: Apple's old Python first in the PATH, Homebrew's and python.org's not in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import ROOT
+
+# After GNU Make 3.81, the last one under a licence that Apple ships: $(file), !=, ::=, .ONESHELL, $(guile), undefine, &:
+NEWER = r"\$\(file |^\w+ *!=|::?:=|\.ONESHELL|\$\(guile |^undefine |&:|^private |\$\(let |\$\(intcmp "
+SSHD_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
+
+
+def stub(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def python_of(path: Path, version: str) -> None:
+    """An interpreter that says whether it is new enough, and which it is when it shall make the environment."""
+    is_old = tuple(map(int, version.split("."))) < (3, 11)
+    stub(path, f'case "$*" in *version_info*) exit {int(is_old)};; *venv*) echo "made by {path}"; exit 1;; esac')
+
+
+@pytest.fixture
+def mac(tmp_path: Path) -> Path:
+    """A Mac's /usr/bin with Python 3.9, and the folder before which its other folders are looked for."""
+    usr_bin = tmp_path / "usr-bin"
+    for program in ("sh", "bash", "uname", "cat", "rm", "mkdir", "touch", "env"):
+        usr_bin.mkdir(exist_ok=True)
+        (usr_bin / program).symlink_to(str(shutil.which(program)))
+    python_of(usr_bin / "python3", "3.9.6")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def setup(mac: Path, *words: str) -> str:
+    environment = {"PATH": str(mac / "usr-bin"), "HOME": str(mac)}
+    command = [str(shutil.which("make")), f"SYSTEM={mac}/root", "setup", *words]
+    done = subprocess.run(command, cwd=mac, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, "no stub makes an environment"
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "opt/homebrew/bin/python3.12",
+        "opt/homebrew/bin/python3",
+        "usr/local/bin/python3.11",
+        "Library/Frameworks/Python.framework/Versions/3.13/bin/python3.13",
+    ],
+)
+def test_a_python_outside_of_sshs_path_is_found(mac: Path, place: str) -> None:
+    python_of(mac / "root/usr/local/bin/python3", "3.8.1")  # an old one among them stops nobody
+    python_of(mac / "root" / place, "3.12.4")
+    assert f"made by {mac}/root/{place}" in setup(mac)
+
+
+def test_one_of_the_path_comes_first_and_one_that_is_named_alone(mac: Path) -> None:
+    python_of(mac / "root/opt/homebrew/bin/python3.13", "3.13.1")
+    python_of(mac / "usr-bin/python3.11", "3.11.2")
+    assert f"made by {mac}/usr-bin/python3.11" in setup(mac)
+    python_of(mac / "own/python", "3.11.9")
+    assert f"made by {mac}/own/python" in setup(mac, f"PYTHON={mac}/own/python")
+
+
+def test_without_a_new_python_the_remedy_is_one_line(mac: Path) -> None:
+    said = setup(mac)
+    assert "error: Python 3.11 or newer is needed" in said and "brew install python@3.13" in said
+    assert "make setup PYTHON=/path/to/python" in said and "Traceback" not in said
+
+
+def test_apples_make_and_shell_know_every_construct() -> None:
+    text = (ROOT / "Makefile").read_text()
+    assert not re.search(NEWER, text, re.MULTILINE), re.search(NEWER, text, re.MULTILINE)
+    assert not re.search(r"^SHELL", text, re.MULTILINE), "recipes are sh's; Apple's is bash 3.2"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    dry = subprocess.run(
+        ["make", "-n", "-B", "setup", f"PYTHON={sys.executable}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    for shell in ("sh", "bash --posix"):
+        checked = subprocess.run([*shell.split(), "-n"], input=dry.stdout, capture_output=True, text=True)
+        assert dry.returncode == checked.returncode == 0, checked.stderr
