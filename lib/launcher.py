@@ -4,6 +4,7 @@
     ./launch --hosts mac-a,mac-b --backend mpi --max-restarts 3 -- train.py
     ./launch --hostfile hostfile --preflight-only --json             is all well? starts nothing
     ./launch --hostfile hostfile --role secondary -- train.py        without ssh: by hand, on each machine
+    ./launch --emit hostfile > hostfile                              the machines that answer over ssh
 
 Before a start every host is checked (lib/preflight.py); lib/ranks.py starts all ranks once and watches them, here they
 are started again.
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import config as settings
-from lib import hostfile, jobfile, preflight, ranks, rendezvous, terminal
+from lib import discovery, hostfile, jobfile, preflight, ranks, rendezvous, terminal
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
 from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine, resumed
@@ -225,6 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: the worst rank's, 2 for wrong input, 1 where preflight fails."""
     try:
         options = _parse(sys.argv[1:] if arguments is None else list(arguments))
+        if options.emit == "hostfile" and options.preflight:
+            return _emit_hostfile(options)
         launching = _launching(options)
         if options.emit:
             print(_emitted(launching, options.emit), end="")
@@ -340,7 +343,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--emit",
         choices=("hostfile", "slurm", "mpijob"),
-        help="print the file that starts the same elsewhere; start nothing",
+        help="print a file and start nothing. hostfile: the machines that answer over ssh, those of --hosts or all that "
+        "are found (~/.ssh/config, mDNS, Thunderbolt; with --no-preflight nobody is asked); slurm, mpijob: the job",
     )
     add("--directory", help="the project's folder on the hosts (default: as here)")
     add("--python", help="the interpreter on the hosts (default: as here)")
@@ -350,7 +354,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.command:
         raise UserError(f"{options.command[0]!r}: the command comes after --, e.g. ./launch --hosts a,b -- train.py")
     options.command, options.typed = arguments[cut + 1 :] or ["train.py"], arguments
-    if (options.hostfile is None) == (options.hosts is None):
+    searches = options.emit == "hostfile" and options.preflight and options.hostfile is None and options.hosts is None
+    if (options.hostfile is None) == (options.hosts is None) and not searches:
         raise UserError("give --hostfile FILE or --hosts A,B (one of them); hostfile.example shows a file")
     for name, least, most in (
         ("max_restarts", 0, 10**6),
@@ -369,8 +374,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def _emit_hostfile(options: argparse.Namespace) -> int:
+    """Prints the host file of the machines that answer; the exit status is 1 where none does."""
+    named = _hosts(options).hosts if options.hostfile or options.hosts else ()
+    text = discovery.emitted(
+        named, options.directory or str(ROOT), lambda line: print(f"launch: {line}", file=sys.stderr, flush=True)
+    )
+    if text is None:
+        terminal.error(f"none of {', '.join(host.name for host in named)} answers; ssh to one of them by hand first")
+        return 1
+    print(text, end="")
+    return 0
+
+
+def _hosts(options: argparse.Namespace) -> Hosts:
+    return hostfile.read(options.hostfile) if options.hostfile else hostfile.from_words(options.hosts)
+
+
 def _launching(options: argparse.Namespace) -> Launching:
-    found: Hosts = hostfile.read(options.hostfile) if options.hostfile else hostfile.from_words(options.hosts)
+    found = _hosts(options)
     environment = {**found.environment, **hostfile.environment(options.env, "--env")}
     for name in environment.keys() & FOLKLORE.keys():
         print(f"launch: nothing reads {name}: {FOLKLORE[name]}", file=sys.stderr)

@@ -44,6 +44,7 @@ FLOORS = [
         "terminal",
         "shares",
         "rendezvous",
+        "discovery",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {

@@ -321,7 +321,7 @@ def test_job_files_start_the_same_command(capsys: pytest.CaptureFixture[str], tm
         "true",
         *hostile,
     ]
-    assert launcher.main(["--hosts", "a:2,b:2", "--emit", "hostfile", *command]) == 0
+    assert launcher.main(["--hosts", "a:2,b:2", "--emit", "hostfile", "--no-preflight", *command]) == 0
     assert capsys.readouterr().out == "a slots=2\nb slots=2\n"
     assert launcher.main(["--hosts", "a:2,b:2", "--emit", "mpijob", *command]) == 0
     job = json.loads(capsys.readouterr().out)["spec"]

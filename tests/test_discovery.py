@@ -1,0 +1,166 @@
+"""./launch --emit hostfile: who is found, who answers, and the file that comes of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lib import discovery, hostfile, launcher
+from lib.discovery import Done, Machine
+from lib.hostfile import Host
+from tests.cluster import Host as Node
+from tests.tiny import ROOT
+
+CONFIG = """
+# a comment
+Host *
+  User me
+Host mac-a mac-b !bad *.lab
+  HostName 10.0.0.1
+host=gpu-box
+Host "quoted"
+Match host x
+Include more.d/*
+Include ~/nowhere
+"""
+AVAHI = (
+    "+;eth0;IPv4;mac\\045a;_ssh._tcp;local\n"
+    "=;eth0;IPv6;mac\\045a;_ssh._tcp;local;mac-a.local;fe80::1;22;\n"
+    '=;eth0;IPv4;mac\\045a;_ssh._tcp;local;mac-a.invalid;10.0.0.1;22;"txt"\n'
+    "=;broken\n"
+)
+BROWSE = """Browsing for _ssh._tcp
+DATE: ---Sat 21 Nov 2026---
+22:04:52.123  ...STARTING...
+Timestamp     A/R    Flags  if Domain               Service Type         Instance Name
+22:04:52.456  Add        3   4 local.               _ssh._tcp.           Anna's Mac Studio
+22:04:52.457  Add        2   4 local.               _ssh._tcp.           box
+22:04:52.458  Rmv        0   4 local.               _ssh._tcp.           gone
+"""
+LOOKUP = """Lookup Anna's Mac Studio._ssh._tcp.local
+DATE: ---Sat 21 Nov 2026---
+22:04:53.1  ...STARTING...
+22:04:53.2  Anna's\\032Mac\\032Studio._ssh._tcp.local. can be reached at Annas-Mac-Studio.local.:22 (interface 4)
+"""
+ARP = """? (192.168.1.1) at 0:11:22:33:44:55 on en0 ifscope [ethernet]
+? (169.254.12.3) at 36:0:0:0:0:1 on bridge0 ifscope [bridge]
+? (169.254.12.4) at (incomplete) on bridge0 ifscope [bridge]
+? (169.254.255.255) at ff:ff:ff:ff:ff:ff on bridge0 ifscope [bridge]
+? (10.9.0.2) at 02:00:00:00:00:01 [ether] on thunderbolt0
+"""
+
+
+def machine(name: str, host: str = "", bridge: str | None = None, gpus: int = 0) -> Machine:
+    return Machine(name, host or name, (f"10.0.0.{len(host or name)}",), bridge, "chip, 8 GB", gpus, True)
+
+
+def test_names_of_an_ssh_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(CONFIG)
+    (tmp_path / "more.d").mkdir()
+    (tmp_path / "more.d" / "one").write_text(f"Host included\nInclude {tmp_path}/config\n")  # in a circle
+    names = list(dict.fromkeys(discovery.configured(tmp_path / "config")))
+    assert names == ["mac-a", "mac-b", "gpu-box", "quoted", "included"]
+    assert discovery.configured(tmp_path / "none") == []
+
+
+def test_what_tools_say_is_read() -> None:
+    assert discovery.of_avahi(AVAHI) == [("mac-a.invalid", "10.0.0.1")]
+    assert discovery.of_browse(BROWSE) == ["Anna's Mac Studio", "box"]
+    assert discovery.of_lookup(LOOKUP) == "Annas-Mac-Studio.local" and discovery.of_lookup(BROWSE) is None
+    assert discovery.of_arp(ARP) == ["169.254.12.3", "10.9.0.2"]
+
+
+def test_a_machine_with_two_names_is_one_and_the_file_can_be_read() -> None:
+    machines = discovery.distinct([machine("a"), machine("a.local", "a"), machine("bb", gpus=4)])
+    text = discovery.text_of(machines, {})
+    assert hostfile.parse(text, "here").hosts == (Host("a", 1), Host("bb", 4)) and "# chip, 8 GB" in text
+    assert hostfile.parse(discovery.text_of(machines, {"a": 2}), "here").hosts[0].slots == 2
+    joined = [machine("a", bridge="169.254.0.1"), machine("bb", bridge="169.254.0.2")]
+    found = hostfile.parse(discovery.text_of(joined, {}), "here").hosts
+    assert found == (Host("a", 1, ("169.254.0.1",)), Host("bb", 1, ("169.254.0.2",)))
+    assert "ips" not in discovery.text_of([joined[0], machine("bb")], {}), "one of them is not on the bridge"
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (
+            Done(255, "", "Warning: x\nme@a: Permission denied (publickey).\n"),
+            "a: me@a: Permission denied .*; ssh-copy-id a$",
+        ),
+        (Done(255, "", "Host key verification failed.\r\n"), "; ssh a once, to accept its key$"),
+        (Done(None, "host=a\n", ""), "a: no answer within 10 s$"),
+        (Done(1, "This service allows sftp only\n", ""), "a: no shell that answers$"),
+    ],
+)
+def test_who_does_not_answer_is_named_with_the_reason(done: Done, said: str) -> None:
+    answer = discovery.asked("a", "/x", lambda words, seconds: done, is_here=False)
+    assert isinstance(answer, str) and re.search(said, answer), answer
+
+
+def test_a_command_ends_with_its_time_and_what_it_started(tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = discovery.run(["sh", "-c", "echo early; sleep 50 & wait"], 0.5)
+    assert done == Done(None, "early\n", "") and time.monotonic() - started < 5
+    assert discovery.run([str(tmp_path / "none")], 1).status == 127
+
+
+def tool(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_tools_are_asked_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "avahi").write_text(AVAHI)
+    for name, text in (("browse", BROWSE), ("lookup", LOOKUP), ("arp.txt", ARP)):
+        (tmp_path / name).write_text(text)
+    tool(tmp_path, "avahi-browse", f"cat {tmp_path}/avahi; sleep 50")
+    tool(
+        tmp_path, "dns-sd", f'[ "$1" = -B ] && cat {tmp_path}/browse; [ "$2" = box ] || cat {tmp_path}/lookup; sleep 50'
+    )
+    tool(tmp_path, "arp", f"cat {tmp_path}/arp.txt")
+    monkeypatch.setattr(discovery, "BROWSE_SECONDS", 0.7)
+    started = time.monotonic()
+    names = discovery.found(discovery.run, tmp_path)
+    assert names == ["10.0.0.1", "Annas-Mac-Studio.local", "169.254.12.3", "10.9.0.2"]
+    assert time.monotonic() - started < 5
+
+
+def emit(node: Node, home: Path, words: Sequence[str] = ()) -> tuple[int, str, str]:
+    path = f"{home}:{os.environ['PATH']}"
+    command = ["env", f"HOME={home}", f"PATH={path}", sys.executable, ROOT / "launch", "--emit", "hostfile", *words]
+    done = node.run(command, timeout=40)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_machines_that_answer_become_a_host_file(three_hosts: list[Node], tmp_path: Path) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("Host host-b 10.77.0.2 host-nobody\nHost *\n  User root\n")
+    tool(tmp_path, "avahi-browse", "echo '=;eth0;IPv4;c;_ssh._tcp;local;host-c;10.77.0.3;22;'")
+    status, text, errors = emit(three_hosts[0], tmp_path)
+    assert status == 0, errors
+    hosts = hostfile.parse(text, "here").hosts
+    assert [host.name for host in hosts] == ["host-a", "host-b", "host-c"], text + errors
+    assert "left out: host-nobody: ssh: Could not resolve hostname" in errors and "has no" not in errors
+    status, text, errors = emit(three_hosts[0], tmp_path, ["--hosts", "host-c:2,host-a", "--directory", "/nowhere"])
+    assert [(host.name, host.slots) for host in hostfile.parse(text, "here").hosts] == [("host-c", 2), ("host-a", 1)]
+    assert "host-c has no /nowhere/.venv: ./launch --sync ." in errors
+    three_hosts[1].unplug()
+    try:
+        status, text, errors = emit(three_hosts[0], tmp_path, ["--hosts", "host-b"])
+    finally:
+        three_hosts[1].plug_in()
+    assert (status, text) == (1, "") and errors.splitlines()[-1].startswith("error: none of host-b answers"), errors
+
+
+def test_hosts_as_given_without_asking(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["--hosts", "a:2,b", "--emit", "hostfile", "--no-preflight"]) == 0
+    assert capsys.readouterr().out == "a slots=2\nb slots=1\n"
+    assert launcher.main(["--emit", "hostfile", "--no-preflight"]) == 2
