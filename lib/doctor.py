@@ -307,6 +307,13 @@ def shortened(text: str, home: str, user: str) -> str:
     return re.sub(r"(/Users|/home)/[^/\s'\":]+", "~", re.sub(rf"\b{re.escape(user)}@", "", text))
 
 
+def telling_line(text: str) -> str:
+    """The line of a program's last words that says why: an error's, else the last one (mpirun ends with its own remarks)."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" -=*\t")]
+    errors = [line for line in lines if re.match(r"(\w+\.)*(\w*Error|error|fatal)\b:? ", line)]
+    return (errors or lines or [""])[-1]
+
+
 def can_train(found: Sequence[Checked]) -> bool:
     """Whether everything that training on this machine needs is there."""
     return not any(one.status == "failed" and one.needed for one in found)
@@ -349,8 +356,7 @@ def run(words: Sequence[str], limit_seconds: float, extra: Mapping[str, str] | N
             os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
         status = None
-    lines = [line for line in (errors.strip() or output.strip()).splitlines() if line.strip(" -=\t")]
-    return Run(status, output, lines[-1].strip() if lines else "")
+    return Run(status, output, telling_line(errors) or telling_line(output))
 
 
 def free_ports(count: int) -> list[int]:

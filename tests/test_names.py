@@ -1,0 +1,79 @@
+"""A host's name in a run: fixed once by the launcher, the same for every rank over ring and mpirun, and one for each machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib import network, ranks, sync
+from lib.hostfile import Host
+from lib.ranks import Attempt, Launching, Quiet
+from lib.sync import World
+from tests.cluster import Host as Machine
+from tests.tiny import ROOT
+
+ASKS = "from lib import network; import socket; print('name', network.host_name(), socket.gethostname())"
+
+
+@pytest.mark.parametrize("backend", ["ring", "mpi"])
+def test_every_rank_has_the_name_that_its_agent_said(three_hosts: list[Machine], backend: str) -> None:
+    words = ["--hosts", "host-a:1,host-b:2", "--backend", backend, "--no-preflight", "--env", "TANDEM_X=1"]
+    done = three_hosts[0].run([sys.executable, ROOT / "launch", *words, "--", sys.executable, "-c", ASKS])
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.partition("name ")[2] for line in done.stdout.splitlines() if "name " in line)
+    assert said == ["host-a host-a", "host-b host-b", "host-b host-b"]
+
+
+def test_a_name_that_changes_while_a_run_lasts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    network.own_name.cache_clear()
+    first = network.own_name()
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "dhcp-17.cafe.example")
+    assert network.own_name() == first, "a process is asked once"
+    network.own_name.cache_clear()
+    assert network.own_name() == "dhcp-17"
+    monkeypatch.setenv(network.HOST, first)
+    assert network.host_name() == sync.host_name() == first, "a rank has it from its launcher"
+    network.own_name.cache_clear()
+
+
+class FakeLink:
+    """A host's agent that takes everything."""
+
+    is_local, closed = False, False
+
+    def __init__(self, host: Host, machine: str, identity: str):
+        self.name, self.machine, self.identity = host.name, machine, identity
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.sent.append({"kind": kind, **fields})
+
+
+def test_the_launcher_tells_two_machines_of_one_name_apart() -> None:
+    hosts = (Host("10.0.0.1"), Host("10.0.0.2"), Host("10.0.0.3"))
+    launching = Launching(hosts, "nccl", ("train.py",))
+    identities = [("MacBook-Pro", "1111aaaa"), ("MacBook-Pro", "2222bbbb"), ("studio", "3333cccc")]
+    links = {host.name: FakeLink(host, *identity) for host, identity in zip(hosts, identities, strict=True)}
+
+    async def start() -> None:
+        Attempt(launching, Quiet([]), links=links)._start()  # type: ignore[arg-type]
+
+    asyncio.run(start())
+    names = [link.sent[0]["host"] for link in links.values()]
+    assert names == ["MacBook-Pro-1111", "MacBook-Pro-2222", "studio"]
+
+
+def test_ranks_that_nobody_launched_tell_two_machines_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [["mac", "aaaa1111"], ["mac", "bbbb2222"], ["mac", "aaaa1111"]]
+    monkeypatch.setattr(World, "gather_text", lambda self, text, what: [json.dumps(one) for one in told])
+    assert sync.host_names(World()) == ["mac-aaaa", "mac-bbbb", "mac-aaaa"]
+    monkeypatch.undo()
+    assert sync.host_names(World()) == [network.host_name()], "alone one is who one is"
+    identity = Path("/etc/machine-id")
+    assert not identity.exists() or identity.read_text().strip() not in network.machine_id()
+    assert ranks.is_this_machine(Host(network.own_name()))
