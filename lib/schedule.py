@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from lib import calibration, machine
+from lib import calibration, machine, matmul
 from lib import model as models
 from lib.advice import advised
-from lib.calibration import Curve, HostCalibration
+from lib.calibration import Curve, CurveKey, HostCalibration
 from lib.choice import plan_run, slower
 from lib.config import Config, UserError
 from lib.config import Plan as PlanSettings
 from lib.division import shape_of
+from lib.estimate import needs_rates
 from lib.forward import length_multiple
 from lib.plan import ClusterPlan, plan_cluster, plan_sharded, with_micro_batches
 from lib.shapes import padded_lengths
@@ -63,12 +64,14 @@ def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndar
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
     memory = world.gather_text(json.dumps(_memory_bytes(hosts, world)), "every host's memory")
     chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
+    calibrations = [HostCalibration.model_validate_json(text) if text else None for text in texts]
+    key = calibration.CurveKey(**agreed["key"])
     with world.agreeing("planning"):
         return plan_run(
             config,
             hosts,
-            [HostCalibration.model_validate_json(text) if text else None for text in texts],
-            calibration.CurveKey(**agreed["key"]),
+            calibrations,
+            key,
             longest=agreed["longest"],
             backend=world.backend,
             versions=machine.versions(),
@@ -77,7 +80,17 @@ def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndar
             dataset_size=len(lengths),
             shape=shape,
             memory_bytes=[json.loads(text) for text in memory],
+            gflops=_matmul_rates(hosts, calibrations, key, world),
         )
+
+
+def _matmul_rates(
+    hosts: list[str], calibrations: Sequence[HostCalibration | None], key: CurveKey, world: World
+) -> list[float] | None:
+    """Every rank's, measured now, where a host of several was not calibrated for this; of one host's ranks all are equal."""
+    if not needs_rates(hosts, calibrations, key):
+        return None
+    return [float(text) for text in world.gather_text(repr(matmul.quick_gflops()), "every rank's matrix-product rate")]
 
 
 def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:

@@ -29,8 +29,10 @@ FLOORS = [
         "sinks",
         "terminal",
         "shares",
+        "validation",
+        "estimate",
     },
-    {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
+    {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool", "matmul"},
     {
         "data",
         "inspection",
