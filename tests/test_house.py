@@ -31,6 +31,7 @@ FLOORS = [
         "shares",
         "validation",
         "estimate",
+        "correction",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool", "matmul"},
     {
