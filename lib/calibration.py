@@ -12,7 +12,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -316,7 +316,7 @@ def choose_curves(
     Raises:
         UserError: require_calibration, and a host has no curve for this model, or has one of other versions.
     """
-    measured = [_nearest(c.curves if c else (), key) for c in calibrations]
+    measured = [nearest_curve(c.curves if c else (), key) for c in calibrations]
     missing = [host for host, curve in zip(hosts, measured, strict=True) if curve is None]
     if not missing:
         curves = tuple(curve for curve in measured if curve is not None)
@@ -357,7 +357,7 @@ def choose_curves(
     return CurveChoice(None, f"{lacking}; until then the shares are equal")
 
 
-def _nearest(curves: Sequence[Curve], key: CurveKey) -> Curve | None:
+def nearest_curve(curves: Sequence[Curve], key: CurveKey) -> Curve | None:
     """The curve of the same model, method and dtype whose sequence length is nearest, by ratio."""
     same = [
         (abs(math.log(curve.key.sequence_length / key.sequence_length)), curve.key.sequence_length, curve)
@@ -369,22 +369,19 @@ def _nearest(curves: Sequence[Curve], key: CurveKey) -> Curve | None:
 
 def _common_key(calibrations: Sequence[HostCalibration | None], key: CurveKey) -> CurveKey | None:
     """The key that all hosts have a curve for and that is most like `key`."""
-    if not calibrations or any(c is None for c in calibrations):
-        return None
-    common = set.intersection(*({curve.key for curve in c.curves if curve.key} for c in calibrations if c))
+    keys = [{curve.key for curve in c.curves if curve.key} if c else set() for c in calibrations]
+    return nearest_key(set.intersection(*keys), key) if keys else None
 
-    def distance(other: CurveKey) -> tuple[bool, bool, bool, bool, float, str]:
+
+def nearest_key(keys: Collection[CurveKey], key: CurveKey) -> CurveKey | None:
+    """Of several, the one that is most like `key`; None of none."""
+
+    def distance(other: CurveKey) -> tuple[bool | float | str, ...]:
         lengths = abs(math.log(other.sequence_length / key.sequence_length))
-        return (
-            other.model != key.model,
-            other.method != key.method,
-            other.dtype != key.dtype,
-            other.gradient_checkpointing != key.gradient_checkpointing,
-            lengths,
-            str(other),
-        )
+        differs = [getattr(other, n) != getattr(key, n) for n in ("model", "method", "dtype", "gradient_checkpointing")]
+        return (*differs, lengths, str(other))
 
-    return min(common, key=distance, default=None)
+    return min(keys, key=distance, default=None)
 
 
 def _other_versions(hosts: Sequence[str], curves: Sequence[Curve], versions: Mapping[str, str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from lib.calibration import MEMORY_HEADROOM, Curve, CurveChoice, CurveKey, HostCalibration, choose_curves
 from lib.config import Config, Sync, UserError, as_sharded
 from lib.division import Shape
+from lib.estimate import Known, relative_speeds, with_estimates
 from lib.plan import (
     GOOD_EFFICIENCY,
     SHOWN_ALONE,
@@ -25,6 +26,7 @@ from lib.plan import (
     whole_bytes,
 )
 from lib.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge, equal_shares, listed, solo_pairs_per_second
+from lib.validation import all_sound
 
 FREE_SYNC = 0.05  # of a step: a sync that costs less is worth its exactness
 
@@ -40,6 +42,7 @@ class _Measured:
     versions: Mapping[str, str]
     device_names: Sequence[str] | None
     published: Sequence[HostCalibration]
+    speeds: Sequence[float] | None = None  # of the hosts beside each other, for where no curves compare them
 
     def choose(self, key: CurveKey, require_calibration: bool) -> CurveChoice:
         """Curves of all hosts, with the time of typical rows and the memory of the longest."""
@@ -95,6 +98,7 @@ def plan_run(
     dataset_size: int | None = None,
     shape: Shape | None = None,
     memory_bytes: Sequence[int | None] | None = None,
+    gflops: Sequence[float | None] | None = None,
 ) -> ClusterPlan:
     """The plan of a run from every host's calibration, with the predictions of the ways to run it.
 
@@ -105,16 +109,25 @@ def plan_run(
         dataset_size: in pairs, which is a round of independent ranks unless the settings say otherwise.
         shape: of the model; None if it cannot be divided.
         memory_bytes: that each rank may use; a calibration may know of less.
+        gflops: of each rank's matrix products, measured now; it compares hosts that were not calibrated.
 
     Raises:
         UserError: as make_plan, plan_sharded and choose_curves.
     """
-    calibrations, warnings = _at_work_together(hosts, calibrations)
-    measured = _Measured(hosts, calibrations, longest, backend, versions, device_names, published)
+    calibrations, impossible = all_sound(calibrations)
+    calibrations, shared = _at_work_together(hosts, calibrations)
     memory = [
         min([size for size in (room, *_memory_limits(one)) if size], default=None)
         for room, one in zip(memory_bytes or [None] * len(hosts), calibrations, strict=True)
     ]
+    nothing = [None] * len(hosts)
+    known = list(map(Known, hosts, calibrations, device_names or nothing, gflops or nothing, memory))
+    estimated: tuple[str, ...] = ()
+    if not config.plan.require_calibration:
+        calibrations, estimated = with_estimates(known, key, published)
+    warnings = (*impossible, *shared, *estimated)
+    speeds = relative_speeds(known)
+    measured = _Measured(hosts, calibrations, longest, backend, versions, device_names, published, speeds)
 
     def whole(settings: Config) -> ClusterPlan:
         """Every host keeps the model."""
@@ -129,8 +142,8 @@ def plan_run(
     def divided(settings: Config) -> ClusterPlan:
         """Every host keeps a part of it."""
         assert shape is not None
-        gflops = [one.gflops if one else None for one in calibrations]
-        plan = plan_sharded(as_sharded(settings), hosts, shape, memory, gflops)
+        rates = [one.gflops if one else None for one in calibrations]
+        plan = plan_sharded(as_sharded(settings), hosts, shape, memory, rates if all(rates) else gflops or rates)
         tokens = key.sequence_length * (1 if key.records == "sft" else 2)
         sums = measured.sum_seconds if measured.link_is_known else None
         return replace(plan, predictions=(predict_sharded(plan, shape, measured.of_this_model(key), tokens, sums),))
@@ -195,7 +208,7 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
         return measured.choose(key, config.plan.require_calibration)
 
     def planned() -> ClusterPlan:
-        return make_plan(config, hosts, choice.curves, sync_seconds())
+        return make_plan(config, hosts, choice.curves, sync_seconds(), measured.speeds)
 
     def sync_seconds() -> float:
         """One sum of the gradients."""
@@ -221,7 +234,7 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
             f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",
         )
 
-    apart = make_plan(config, hosts, choice.curves)
+    apart = make_plan(config, hosts, choice.curves, speeds=measured.speeds)
     strategy, why = choose_strategy(config, apart, sync_seconds() if measured.link_is_known else None)
     plan = apart if strategy == "independent" else plan
 
@@ -372,7 +385,8 @@ def predict_sharded(
 
 def _measured_for(key: CurveKey, choice: CurveChoice) -> bool:
     return choice.curves is not None and all(
-        curve.key is not None and curve.key.at_length(key.sequence_length) == key for curve in choice.curves
+        curve.key is not None and curve.key.at_length(key.sequence_length) == key and curve.source == "measured"
+        for curve in choice.curves
     )
 
 

@@ -22,6 +22,7 @@ from lib.shares import (
     check_micro_batch_sizes,
     check_shares,
     curve_identity,
+    distribute_work,
     equal_shares,
     fastest_micro_batches,
     listed,
@@ -193,6 +194,7 @@ def make_plan(
     hosts: Sequence[str],
     curves: Sequence[Curve | None] | None = None,
     sync_seconds: float = 0.0,
+    speeds: Sequence[float] | None = None,
 ) -> ClusterPlan:
     """The plan of a run: `plan_cluster` with the configuration's settings.
 
@@ -200,6 +202,7 @@ def make_plan(
         hosts: one name a rank, in the order of ranks.
         curves: one a rank, comparable with each other (calibration.choose_curves); None if nothing is known.
         sync_seconds: of one step's collective.
+        speeds: one a rank, of the hosts beside each other, in any unit; for where a curve is missing.
 
     Raises:
         UserError: the settings do not fit the world, or a host's memory does not hold one pair.
@@ -211,6 +214,7 @@ def make_plan(
         micro_batch_sizes=config.plan.micro_batch_sizes,
         curves=curves,
         sync_seconds=sync_seconds,
+        speeds=speeds,
     )
 
 
@@ -222,8 +226,9 @@ def plan_cluster(
     micro_batch_sizes: Sequence[int] | None = None,
     curves: Sequence[Curve | None] | None = None,
     sync_seconds: float = 0.0,
+    speeds: Sequence[float] | None = None,
 ) -> ClusterPlan:
-    """Divides a global batch among ranks: as told, else as measured, else equally.
+    """Divides a global batch among ranks: as configured, else as measured, else by `speeds`, else equally.
 
     Raises:
         UserError: as make_plan.
@@ -244,6 +249,12 @@ def plan_cluster(
         reason = "shares as plan.shares has them"
     elif world_size == 1:
         shares, reason = [global_batch_size], "one rank does all"
+    elif unknown and speeds is not None:
+        shares = distribute_work(global_batch_size, speeds)
+        reason = (
+            f"shares in proportion to the hosts' matrix-product rates, as no calibration is of {listed(unknown)}; "
+            "the first steps correct them, make calibrate measures the hosts"
+        )
     elif unknown:
         shares = equal_shares(global_batch_size, world_size)
         cause = f"no calibration of {', '.join(unknown)}" if known else "no calibration"
@@ -320,7 +331,7 @@ def plan_sharded(
     if config.plan.shares is not None:
         weights, reason = [float(share) for share in config.plan.shares], "divided as plan.shares weighs the ranks"
     elif all(gflops):
-        weights, reason = [float(rate or 0) for rate in gflops], "divided by the hosts' calibrated matmul rates"
+        weights, reason = [float(rate or 0) for rate in gflops], "divided by the hosts' matmul rates"
     elif all(memory_bytes):
         weights, reason = [float(size or 0) for size in memory_bytes], "divided by memory: no calibration of every host"
     else:

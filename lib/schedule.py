@@ -9,26 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lib import calibration, machine
+from lib import calibration, correction, machine, matmul
 from lib import model as models
 from lib.advice import advised
-from lib.calibration import Curve, HostCalibration
-from lib.choice import plan_run, slower
+from lib.calibration import Curve, CurveKey, HostCalibration
+from lib.choice import plan_run
 from lib.config import Config, UserError
 from lib.config import Plan as PlanSettings
 from lib.division import shape_of
+from lib.estimate import needs_rates
 from lib.forward import length_multiple
 from lib.plan import ClusterPlan, plan_cluster, plan_sharded, with_micro_batches
 from lib.shapes import padded_lengths
 from lib.shares import DEFAULT_MICRO_BATCH_SIZE
 from lib.sync import World
+
+REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
 
 
 def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarray) -> ClusterPlan:
@@ -63,12 +66,14 @@ def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndar
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
     memory = world.gather_text(json.dumps(_memory_bytes(hosts, world)), "every host's memory")
     chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
+    calibrations = [HostCalibration.model_validate_json(text) if text else None for text in texts]
+    key = calibration.CurveKey(**agreed["key"])
     with world.agreeing("planning"):
         return plan_run(
             config,
             hosts,
-            [HostCalibration.model_validate_json(text) if text else None for text in texts],
-            calibration.CurveKey(**agreed["key"]),
+            calibrations,
+            key,
             longest=agreed["longest"],
             backend=world.backend,
             versions=machine.versions(),
@@ -77,7 +82,17 @@ def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndar
             dataset_size=len(lengths),
             shape=shape,
             memory_bytes=[json.loads(text) for text in memory],
+            gflops=_matmul_rates(hosts, calibrations, key, world),
         )
+
+
+def _matmul_rates(
+    hosts: list[str], calibrations: Sequence[HostCalibration | None], key: CurveKey, world: World
+) -> list[float] | None:
+    """Every rank's, measured now, where a host of several was not calibrated for this; of one host's ranks all are equal."""
+    if not needs_rates(hosts, calibrations, key):
+        return None
+    return [float(text) for text in world.gather_text(repr(matmul.quick_gflops()), "every rank's matrix-product rate")]
 
 
 def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
@@ -109,6 +124,16 @@ def _memory_bytes(hosts: list[str], world: World) -> int | None:
     return memory
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan, its step's time, what is then known of every rank's micro-batch sizes, and who tries another size."""
+
+    plan: ClusterPlan
+    step_seconds: float
+    factors: list[correction.Factors]
+    tries: set[int]
+
+
 class Schedule:
     """The plan of every step.
 
@@ -125,9 +150,19 @@ class Schedule:
         self.is_open = settings.replan and settings.shares is None and len(first.workers) > 1
         self.remarks: list[str] = []  # what the times say of shares that stand whatever they say; the caller takes them
         self._is_watched = len(first.workers) > 1
-        self._speeds: deque[np.ndarray] = deque(maxlen=settings.replan_steps)  # tokens/s by rank, of late
-        self._costs: deque[float] = deque(maxlen=settings.replan_steps)  # tokens a pair
+        # Equal ranks of one machine that nobody measured stay equal, and their bits the same, unless they drift far.
+        has_basis = any(first.curves) or len({rank.host for rank in first.ranks}) > 1
+        self._corrects = self.is_open and has_basis
+        self._calibrated_curves = first.curves
+        self._factors: list[correction.Factors] = [{} for _ in first.ranks]  # of every rank's sizes that have run
+        self._tried: set[int] = set()  # ranks that were given another micro-batch size to see how fast it is
+        self._paces: dict[int, float] = {}  # pairs/s of ranks, when they last worked
+        self._corrections = 0
+        self._observed = 0  # steps of the plan in force
+        self._speeds: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # tokens/s by rank, of these
+        self._costs: deque[float] = deque(maxlen=REMEMBERED_STEPS)  # tokens a pair
         self._excess: deque[float] = deque(maxlen=settings.replan_steps)  # slowest over balanced, less one
+        self._jumps: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # from step to step, of relative log speeds
 
     def at(self, step: int) -> ClusterPlan:
         """The plan of a step."""
@@ -136,10 +171,12 @@ class Schedule:
     def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
         """Takes in a step's tokens (or what costs as much) and seconds by rank; a new plan, if it is time.
 
-        A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the
-        step: when in `replan_steps` steps in a row it took more than `replan_threshold` longer than the same
-        work spread evenly over the speeds, and another plan is that much shorter at the speeds' medians, that
-        is taken.
+        A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the step.
+
+        The first steps correct the shares, whatever the calibration said: after 3, 6, 12, ... steps of a plan another one
+        is taken that is shorter at the speeds' medians by more than their noise. Later that is drift: when in
+        `replan_steps` steps in a row the slowest took more than `replan_threshold` longer than the same work spread evenly
+        over the speeds, and another plan is that much shorter, that is taken.
         """
         if not self._is_watched:
             return None
@@ -153,14 +190,15 @@ class Schedule:
         )
         if step <= first or not comparable:
             return None
-        speeds = np.divide(counts, seconds, out=np.zeros_like(counts), where=worked)
-        self._speeds.append(speeds)
-        self._costs.append(counts.sum() / plan.global_batch_size)
-        self._excess.append((shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1)
-        if len(self._excess) < self.settings.replan_steps or min(self._excess) <= self.settings.replan_threshold:
-            return None
-        other = self._plan_again(plan, step)
-        self._forget()
+        self._take_in(plan, counts, seconds, worked)
+        other = None
+        if self._corrects and correction.is_look(self._observed, self._corrections):
+            other = self._plan_again(plan, step, len(self._speeds), correction.LEAST_GAIN)
+            self._corrections += other is not None
+        patience, threshold = self.settings.replan_steps, self.settings.replan_threshold
+        if other is None and len(self._excess) == patience and min(self._excess) > threshold:
+            other = self._plan_again(plan, step, patience, threshold)
+            self._excess.clear()
         if other is None:
             return None
         if not self.is_open:
@@ -168,34 +206,47 @@ class Schedule:
             self.remarks.append(f"{fixed} keeps shares {plan.shares}, where {other.shares} would do: {other.reason}")
             self._is_watched = False  # once is enough
             return None
+        self._forget()
         self.plans.append((step + self.lead, other))
         return other
 
-    def _plan_again(self, plan: ClusterPlan, step: int) -> ClusterPlan | None:
-        """The best plan at the medians of what was just seen, if it is worth a change."""
-        relative = np.median([speeds / speeds.sum() for speeds in self._speeds], axis=0)
-        pairs_per_second = float(np.median([s.sum() / c for s, c in zip(self._speeds, self._costs, strict=True)]))
+    def _take_in(self, plan: ClusterPlan, counts: np.ndarray, seconds: np.ndarray, worked: np.ndarray) -> None:
+        """One step's speeds. counts: tokens; worked: which ranks had any."""
+        shares = np.array(plan.shares, dtype=np.float64)
+        speeds = np.divide(counts, seconds, out=np.zeros_like(counts), where=worked)
+        if self._speeds:
+            moved = np.log(speeds[worked] / self._speeds[-1][worked])
+            jump = np.zeros(len(speeds))
+            jump[worked] = np.abs(moved - moved.mean())
+            self._jumps.append(jump)
+        self._observed += 1
+        self._speeds.append(speeds)
+        self._costs.append(counts.sum() / plan.global_batch_size)
+        self._excess.append((shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1)
+
+    def _plan_again(self, plan: ClusterPlan, step: int, window: int, least_gain: float) -> ClusterPlan | None:
+        """The best plan at the medians of the last `window` steps, if it is worth a change."""
+        speeds, costs = list(self._speeds)[-window:], list(self._costs)[-window:]
+        relative = np.median([of_ranks / of_ranks.sum() for of_ranks in speeds], axis=0)
+        pairs_per_second = float(np.median([s.sum() / c for s, c in zip(speeds, costs, strict=True)]))
         rates = relative / relative.sum() * pairs_per_second
-        curves, sizes, factors = self._curves_at(plan, rates)
-        now = max(
-            plan.shares[rank] / rate + curves[rank].step_overhead_seconds for rank, rate in enumerate(rates) if rate
-        )
-        # A rank that is left out stays in the world and its collectives: leaving it out saves no sync.
-        other = plan_cluster(
-            [rank.host for rank in plan.ranks], plan.global_batch_size, micro_batch_sizes=sizes, curves=curves
-        )
-        then = (other.predicted_step_seconds or 0.0) - other.sync_seconds
-        if other.shares == plan.shares or now <= then * (1 + self.settings.replan_threshold):
+        factors = self._slowdowns(plan, rates)
+        better = self._at_pace(plan, rates) if None in plan.curves else self._corrected_plan(plan, factors)
+        other, then = better.plan, better.step_seconds
+        overheads = [curve.step_overhead_seconds if curve else 0.0 for curve in other.curves]
+        now = max(plan.shares[rank] / rate + overheads[rank] for rank, rate in enumerate(rates) if rate)
+        noise = correction.STANDARD_ERRORS * correction.standard_error(self._jumps, len(speeds))
+        self._factors = better.factors
+        if other.micro_batch_sizes == plan.micro_batch_sizes or now <= then * (1 + max(least_gain, noise)):
             return None
         # Short runs end before a change pays, and their steps are so short that mere noise looks like drift.
         if (now - then) * (self.steps - step - self.lead + 1) < self.settings.replan_seconds:
             return None
-        usual = float(np.median(list(factors.values())))
-        most_changed = sorted(factors, key=lambda rank: -abs(np.log(factors[rank] / usual)))[:4]
-        speeds = [f"rank {rank} ({plan.ranks[rank].host}) {rates[rank]:.4g}" for rank in sorted(most_changed)]
+        self._tried |= better.tries
+        self._paces |= {rank: float(rate) for rank, rate in enumerate(rates) if rate}
         reason = (
             f"measured up to step {step}: {now:.4g} s a step in the old shares, {then:.4g} s in the new; "
-            f"pairs/s of {', '.join(speeds)}"
+            f"pairs/s of {_most_changed(plan, rates, factors)}"
         )
         # Speeds alone are what the summary's efficiency compares with; they were not measured again.
         ranks = [
@@ -211,35 +262,65 @@ class Schedule:
             predictions=(),
         )
 
-    def _curves_at(
-        self, plan: ClusterPlan, rates: np.ndarray
-    ) -> tuple[list[Curve], list[int] | None, dict[int, float]]:
-        """Curves that give each rank its measured time, micro-batch sizes to keep, and each rank's slowdown.
+    def _slowdowns(self, plan: ClusterPlan, rates: np.ndarray) -> dict[int, float]:
+        """Every working rank's time over its calibrated curve's; seconds a pair where there is none."""
+        found = {}
+        for rank, curve in zip(plan.ranks, self._calibrated_curves, strict=True):
+            if rank.share and rates[rank.rank]:
+                expected = float(curve.seconds(np.array(rank.micro_batch_sizes)).sum()) if curve else 1.0 * rank.share
+                found[rank.rank] = float(rank.share / rates[rank.rank] / expected)
+        return found
 
-        The slowdown is against its plan; without a calibration, seconds a pair.
-        """
-        measured = [curve for curve in plan.curves if curve is not None]
-        if len(measured) == len(rates):
-            factors = {
-                rank.rank: rank.share / rates[rank.rank] / rank.predicted_compute_seconds
-                for rank in plan.ranks
-                if rank.share and rank.predicted_compute_seconds
-            }
-            usual = float(np.median(list(factors.values())))  # of a rank without work nothing is known
-            given = list(self.settings.micro_batch_sizes) if self.settings.micro_batch_sizes else None
-            return (
-                [slower(curve, factors.get(rank, usual)) for rank, curve in enumerate(measured)],
-                given,
-                factors,
-            )
-        # Nothing was calibrated: a pair takes what it took, in micro-batches no larger than those that ran.
+    def _corrected_plan(self, plan: ClusterPlan, slowdowns: Mapping[int, float]) -> _Candidate:
+        """By the calibrated curves, corrected by what was seen; where a rank surprises, with micro-batches to try."""
+        # Seconds of another model's curves, or of published ones, only compare the hosts.
+        usual = 1.0 if plan.calibrated else float(np.median(list(slowdowns.values())))
+        measured = [curve for curve in self._calibrated_curves if curve is not None]
+        factors = [
+            correction.seen_after(curve, self._factors[rank.rank], rank.micro_batch_sizes, slowdowns[rank.rank], usual)
+            if rank.rank in slowdowns
+            else self._factors[rank.rank]
+            for rank, curve in zip(plan.ranks, measured, strict=True)
+        ]
+        curves = [correction.corrected(curve, seen, usual) for curve, seen in zip(measured, factors, strict=True)]
+        fixed = list(self.settings.micro_batch_sizes) if self.settings.micro_batch_sizes else None
+        # A rank that is left out stays in the world and its collectives: leaving it out saves no sync.
+        other = plan_cluster(_hosts(plan), plan.global_batch_size, micro_batch_sizes=fixed, curves=curves)
+        sizes, tries = list(other.micro_batch_sizes), set[int]()
+        for rank in slowdowns if fixed is None else ():
+            if rank in self._tried or self._factors[rank]:
+                continue  # it took otherwise before: the host has changed
+            attempt = correction.tried(measured[rank], factors[rank], usual, sizes[rank])
+            if attempt:
+                sizes[rank] = attempt
+                tries.add(rank)
+        hopes = [
+            correction.corrected(curve, seen, usual, is_hopeful=True) if rank in tries else curves[rank]
+            for rank, (curve, seen) in enumerate(zip(measured, factors, strict=True))
+        ]
+        seconds = [
+            float(c.seconds(np.array(s)).sum()) + c.step_overhead_seconds for c, s in zip(hopes, sizes, strict=True)
+        ]
+        if tries:
+            other = replace(with_micro_batches(other, sizes, other.reason), warnings=other.warnings)
+        working = [second for second, share in zip(seconds, other.shares, strict=True) if share]
+        return _Candidate(other, max(working), factors, tries)
+
+    def _at_pace(self, plan: ClusterPlan, rates: np.ndarray) -> _Candidate:
+        """Where nothing was calibrated a pair takes what it took, in micro-batches no larger than those that ran."""
         sizes = [max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks]
-        known = rates[rates > 0]
-        pace = [float(rate) if rate else float(np.median(known)) for rate in rates]
-        curves = [Curve.from_rates({1: rate, max(size, 2): rate}) for rate, size in zip(pace, sizes, strict=True)]
-        return curves, sizes, {rank: 1 / float(rate) for rank, rate in enumerate(rates) if rate}
+        usual = float(np.median(rates[rates > 0]))
+        curves = [
+            Curve.from_rates({1: pace, max(size, 2): pace})
+            for rank, (rate, size) in enumerate(zip(rates, sizes, strict=True))
+            for pace in [float(rate) or self._paces.get(rank, usual)]
+        ]
+        other = plan_cluster(_hosts(plan), plan.global_batch_size, micro_batch_sizes=sizes, curves=curves)
+        return _Candidate(other, other.predicted_step_seconds or 0.0, self._factors, set())
 
     def _forget(self) -> None:
+        """The steps of a plan that is no longer in force; how much they vary is remembered."""
+        self._observed = 0
         for window in (self._speeds, self._costs, self._excess):
             window.clear()
 
@@ -281,3 +362,14 @@ class Schedule:
             "global_batch_size": plan.global_batch_size,
             "settings": self.settings.model_dump(mode="json", exclude={"calibration_dir", "require_calibration"}),
         }
+
+
+def _hosts(plan: ClusterPlan) -> list[str]:
+    return [rank.host for rank in plan.ranks]
+
+
+def _most_changed(plan: ClusterPlan, rates: np.ndarray, slowdowns: Mapping[int, float]) -> str:
+    """The speeds of those ranks that differ most from what was expected, in words."""
+    usual = float(np.median(list(slowdowns.values())))
+    changed = sorted(slowdowns, key=lambda rank: -abs(np.log(slowdowns[rank] / usual)))[:4]
+    return ", ".join(f"rank {rank} ({plan.ranks[rank].host}) {rates[rank]:.4g}" for rank in sorted(changed))

@@ -45,8 +45,11 @@ FLOORS = [
         "shares",
         "rendezvous",
         "discovery",
+        "validation",
+        "estimate",
+        "correction",
     },
-    {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
+    {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool", "matmul"},
     {
         "data",
         "inspection",

@@ -15,6 +15,7 @@ from lib import config as settings
 from lib.calibration import Curve, CurveKey, HostCalibration, Link
 from lib.choice import plan_run
 from lib.config import Config, Cost, UserError
+from lib.correction import FIRST_LOOK
 from lib.machine import Machine
 from lib.performance import calculate_training_cost, hosts_cost
 from lib.plan import ClusterPlan, make_plan, plan_cluster
@@ -160,7 +161,7 @@ def test_a_rank_too_slow_for_one_pair_is_left_out() -> None:
 def test_a_change_that_does_not_pay_in_the_steps_that_are_left_is_not_made(asked: float, is_changed: bool) -> None:
     """64 + 64 pairs at 4 and 1 a second take 64 s; 103 + 25 would take 25.75 s, in the run's last two steps."""
     config = configured(128, f"plan.replan_seconds={asked}")
-    decides = config.plan.replan_steps + 1
+    decides = FIRST_LOOK + 1
     schedule = Schedule(make_plan(config, ["a", "b"]), config.plan, LEAD, steps=decides + LEAD + 1)
     found = [schedule.observe(step, [64.0, 64.0], [16.0, 64.0]) for step in range(1, decides + 1)]
     assert found[:-1] == [None] * (decides - 1) and (found[-1] is not None) == is_changed
