@@ -29,6 +29,7 @@ FLOORS = [
         "sinks",
         "terminal",
         "shares",
+        "strategy",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool"},
     {
