@@ -470,6 +470,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
         "checkpoint.every=1",
         "checkpoint.keep=20",
         "plan.replan_seconds=0",
+        "strategy=synchronous",
     ]
     observe = Schedule.observe
 
