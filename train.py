@@ -241,7 +241,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
-        show(index + 1, result)
+        show(index + 1, apart.of_all(result) if apart else result)
         progress.skipped_in_row = progress.skipped_in_row + 1 if result.skipped else 0
         if result.skipped:
             say.warning(f"step {step}: not finite again; update {progress.skipped_in_row} in a row left out", step)
@@ -279,15 +279,15 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 return learn(step, index, epoch, rows.tolist(), make.of(parts, micro_batch_size))
 
             evaluated = progress.step
-            for merged in apart.train(progress, local_step, checkpoint_every):
+            for merged, is_due in apart.train(progress, local_step, checkpoint_every):
                 if merged is None:
-                    evaluate_and_save(False, save_anyway=True)
+                    evaluate_and_save(False, is_due)
                     continue
-                tracker.record("merge", step=progress.steps_of(world.rank), **merged)
-                say.line(report.describe_merge(progress.step, merged))
+                tracker.log_merge(progress.steps_of(world.rank), merged)
+                report.show_merge(say, progress.step, steps, merged, apart.take_remark())
                 every = config.evaluate.every or steps
                 evaluation_due = progress.step == steps or progress.step // every > evaluated // every
-                evaluate_and_save(evaluation_due, save_anyway=True)
+                evaluate_and_save(evaluation_due, is_due)
                 evaluated = progress.step
 
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves --------------------------------------------

@@ -214,6 +214,7 @@ class Bench:
         common += [
             f"train.global_batch_size={batch}",
             f"train.steps={steps}",
+            "strategy=synchronous",
             "evaluate.samples=0",
             f"checkpoint.every={steps}",
         ]

@@ -289,6 +289,7 @@ def main() -> None:
             rows, batch = sum(1 for _ in (ROOT / "configs/quickstart/train.jsonl").open()), 32
         # A constant rate and no end: how long it trains is decided when the faults are over.
         words += ["train.schedule=constant", "plan.replan=false", "evaluate.every=1000000", "evaluate.samples=0"]
+        words += ["strategy=synchronous"]  # the same steps with and without faults, to compare
         words += ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=1", "run.name=run"]
         options_here = ["--no-preflight", "--backend", options.backend, "--max-restarts", "1000"]
         options_here += ["--silent-seconds", str(SILENT_SECONDS), "--wedged-seconds", str(WEDGED_SECONDS)]

@@ -53,7 +53,7 @@ def main() -> None:
     common += ["evaluate.every=null", "evaluate.answers=null", "data.valid=null", "checkpoint.every=1000000"]
     common += [f"train.global_batch_size={options.global_batch}", f"train.steps={steps}", "run.log_every=1000000"]
     apart = ["strategy=independent", "independent.pairs_per_round=1000000", "plan.replan=true"]
-    fewer = [f"train.steps={max(8, steps // 4)}"]
+    fewer = ["strategy=synchronous", f"train.steps={max(8, steps // 4)}"]
     ways: dict[str, list[str]] = {
         "synchronous": fewer,
         "synchronous, int8": [*fewer, "sync.compression=int8"],

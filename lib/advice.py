@@ -105,13 +105,11 @@ def not_calibrated(config: Config, plan: ClusterPlan) -> str | None:
 
 def one_outer_round(config: Config, plan: ClusterPlan) -> str | None:
     """`outer` takes a part of each round's change, as if more rounds came: one round alone learns too little."""
-    independent = config.independent
-    is_once = independent.pairs_per_round is None and config.train.steps is None and config.train.epochs == 1
-    if plan.strategy != "independent" or independent.merge != "outer" or not is_once:
+    if plan.strategy != "independent" or config.independent.merge != "outer" or plan.merges != 1:
         return None
     return (
-        f"independent.merge=outer in one round takes {independent.outer_learning_rate:g} of what was learnt; "
-        "give independent.pairs_per_round, an eighth of the data, say, or another merge"
+        f"independent.merge=outer in one round takes {config.independent.outer_learning_rate:g} of what was learnt; "
+        "leave independent.pairs_per_round out, or take another merge"
     )
 
 

@@ -1,4 +1,4 @@
-"""Apart, every step together, or in parts? Every host's calibration ➜ the plan of a run, and what each way to run it would give."""
+"""Every host's calibration ➜ the plan of a run, and what each way to run it would give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lib.calibration import MEMORY_HEADROOM, Curve, CurveChoice, CurveKey, HostCalibration, choose_curves
-from lib.config import Config, Sync, UserError, as_sharded
+from lib.config import Config, Sync, UserError, with_strategy
 from lib.division import Shape
 from lib.estimate import Known, relative_speeds, with_estimates
 from lib.plan import (
@@ -26,9 +26,10 @@ from lib.plan import (
     whole_bytes,
 )
 from lib.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge, equal_shares, listed, solo_pairs_per_second
+from lib.strategy import Merging, choose_strategy, plan_merging
 from lib.validation import all_sound
 
-FREE_SYNC = 0.05  # of a step: a sync that costs less is worth its exactness
+MEETING_BYTES = 4096  # of each of the two sums in which ranks tell each other how far they are, before they merge
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def plan_run(
         hosts, calibrations, device_names: one a rank.
         key: its sequence length is a typical row's, for the time; `longest`: the longest's, for the memory.
         backend: that carries the gradients.
-        dataset_size: in pairs, which is a round of independent ranks unless the settings say otherwise.
+        dataset_size: in pairs; with train.epochs, the length of the run.
         shape: of the model; None if it cannot be divided.
         memory_bytes: that each rank may use; a calibration may know of less.
         gflops: of each rank's matrix products, measured now; it compares hosts that were not calibrated.
@@ -143,7 +144,8 @@ def plan_run(
         """Every host keeps a part of it."""
         assert shape is not None
         rates = [one.gflops if one else None for one in calibrations]
-        plan = plan_sharded(as_sharded(settings), hosts, shape, memory, rates if all(rates) else gflops or rates)
+        comparable = rates if all(rates) else gflops or rates
+        plan = plan_sharded(with_strategy(settings, "sharded"), hosts, shape, memory, comparable)
         tokens = key.sequence_length * (1 if key.records == "sft" else 2)
         sums = measured.sum_seconds if measured.link_is_known else None
         return replace(plan, predictions=(predict_sharded(plan, shape, measured.of_this_model(key), tokens, sums),))
@@ -219,7 +221,7 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
     checkpointed = False
     try:
         plan = planned()
-    except UserError as too_large:
+    except TooLarge as too_large:
         # Dropout is the one thing that MLX's gradient checkpointing gets wrong.
         if config.model.gradient_checkpointing is not None or config.model.dropout:
             raise
@@ -235,7 +237,7 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
         )
 
     apart = make_plan(config, hosts, choice.curves, speeds=measured.speeds)
-    strategy, why = choose_strategy(config, apart, sync_seconds() if measured.link_is_known else None)
+    strategy, why = choose_strategy(config, len(hosts))
     plan = apart if strategy == "independent" else plan
 
     reason = plan.reason
@@ -253,54 +255,72 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
         enough = sufficient_global_batch(hosts, choice.curves, plan.global_batch_size, sync_seconds())
         if enough and enough > plan.global_batch_size and config.plan.shares is None:
             reason += f"; a global batch of {enough} would reach {GOOD_EFFICIENCY:.0%} of their speed"
+    calibrated = _measured_for(key, choice)
     plan = replace(
         plan,
         strategy=strategy,
         reason=f"{strategy}, {why}; {reason}" if len(hosts) > 1 else reason,
         warnings=(*warnings, *choice.warnings, *plan.warnings),
-        calibrated=_measured_for(key, choice),
+        calibrated=calibrated,
         gradient_checkpointing=checkpointed,
     )
-    pairs_per_round = config.independent.pairs_per_round or dataset_size or plan.global_batch_size
-    return replace(plan, predictions=_predict(plan, apart, sync_seconds(), pairs_per_round, config.sync))
+    rounds = _plan_rounds(config, apart, measured if calibrated else None, dataset_size)
+    plan = replace(plan, predictions=_predict(plan, apart, sync_seconds(), rounds, config.sync))
+    if strategy != "independent" or len(hosts) == 1:
+        return plan
+    merging = rounds.merging
+    note = _synchronous_instead(plan, sync_seconds() if measured.link_is_known else None)
+    return replace(
+        plan,
+        steps_per_round=merging.steps_per_round,
+        merges=merging.merges,
+        merging=merging.reason,
+        synchronous_instead=note,
+    )
 
 
-def choose_strategy(config: Config, apart: ClusterPlan, sync_seconds: float | None) -> tuple[str, str]:
-    """How the ranks work together, and why.
+@dataclass(frozen=True)
+class _Rounds:
+    """The rounds of independent ranks, as planned, and what a merge is predicted to take; 0 where nobody knows."""
 
-    Told is told. Otherwise ranks train apart where waiting for the network would cost FREE_SYNC of a step or more, and
-    sum their gradients, which gives one machine's result, where it would not, or where nobody knows.
+    merging: Merging
+    merge_seconds: float
+    is_summed: bool  # on its way; else everybody gets everybody's whole
 
-    Args:
-        apart: the plan of ranks that train apart: no sync.
-        sync_seconds: what one would take; None if nobody knows.
-    """
-    if config.strategy != "auto":
-        cost = _cost_of_sync(apart, sync_seconds)
-        said = ""
-        if config.strategy == "independent" and cost is not None:
-            said = f" (a sync would cost {cost:.1%} of a step{', less than is worth it' * (cost < FREE_SYNC)})"
-        return config.strategy, f"as strategy has it{said}"
-    if len(apart.ranks) == 1:
-        return "synchronous", "one rank"
-    if config.plan.shares is not None:
-        return "synchronous", "which plan.shares is for"
-    if len({rank.host for rank in apart.ranks}) == 1:
-        return "synchronous", "all ranks are on one machine"
-    if apart.predicted_step_seconds is None:
-        return "synchronous", "as the hosts are not measured"
+
+def _plan_rounds(config: Config, apart: ClusterPlan, measured: _Measured | None, dataset_size: int | None) -> _Rounds:
+    """measured: None where the hosts were not all measured with this model."""
+    in_epoch = -(-(dataset_size or apart.global_batch_size) // apart.global_batch_size)
+    steps = config.train.steps or config.train.epochs * in_epoch
+    trained = [curve.gradient_bytes for curve in apart.curves if curve is not None]
+    is_summed = config.model.method == "full" and config.sync.compression in ("none", "bf16")
+    seconds, step_seconds = None, None
+    if measured is not None and measured.link_is_known and len(trained) == len(apart.ranks) > 1 and all(trained):
+        message = _compressed(max(filter(None, trained)), config.sync)
+        whole = (
+            message if is_summed else message * len(apart.ranks) / 2
+        )  # a sum passes 2 (n - 1) / n of it, a gather n - 1
+        seconds = measured.sum_seconds(whole) + 2 * measured.sum_seconds(MEETING_BYTES)
+        step_seconds = _apart_seconds(apart, [rank for rank in apart.ranks if rank.share])
+    return _Rounds(plan_merging(config, steps, in_epoch, seconds, step_seconds), seconds or 0.0, is_summed)
+
+
+def _synchronous_instead(plan: ClusterPlan, sync_seconds: float | None) -> str:
+    """In one line what synchronous steps would give, and what they would cost. sync_seconds: None if nobody knows."""
+    gives = "strategy=synchronous would give one machine's result, to rounding"
+    unknown = [rank.host for rank, curve in zip(plan.ranks, plan.curves, strict=True) if curve is None]
+    if not plan.calibrated:
+        whose = (
+            f"no calibration of {listed(list(dict.fromkeys(unknown)))}" if unknown else "no calibration of this model"
+        )
+        return f"{gives}; at what speed is unknown: {whose} (make calibrate)"
+    ways = {way.strategy.partition(",")[0]: way for way in reversed(plan.predictions)}
+    here, there = (plan.global_batch_size / (ways[name].step_seconds or 1.0) for name in ("independent", "synchronous"))
+    speeds = f"{there:.3g} pairs/s, where independent ranks have {here:.3g}"
     if sync_seconds is None:
-        return "synchronous", "as the link is not measured"
-    cost = _cost_of_sync(apart, sync_seconds) or 0.0
-    if cost < FREE_SYNC:
-        return "synchronous", f"whose sync costs {cost:.1%} of a step"
-    return "independent", f"because a sync would cost {cost:.0%} of a step"
-
-
-def _cost_of_sync(apart: ClusterPlan, sync_seconds: float | None) -> float | None:
-    """The part of a synchronous step that its sync takes."""
-    seconds = apart.predicted_step_seconds
-    return None if sync_seconds is None or not seconds else sync_seconds / (seconds + sync_seconds)
+        return f"{gives}; {speeds}, its syncs left out: the link is not calibrated (make calibrate)"
+    part = sync_seconds / (ways["synchronous"].step_seconds or 1.0)
+    return f"{gives}; {speeds}; its sync takes {part:.1%} of a step"
 
 
 def check_whole(config: Config, hosts: Sequence[str], shape: Shape, memory_bytes: Sequence[int | None]) -> None:
@@ -459,7 +479,7 @@ def _compressed(size_bytes: float, sync: Sync) -> float:
 
 
 def _predict(
-    plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, pairs_per_round: int, sync: Sync
+    plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, rounds: _Rounds, sync: Sync
 ) -> tuple[Prediction, ...]:
     """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves. apart: without a sync."""
     solo = plan.solo_sum_pairs_per_second
@@ -505,12 +525,11 @@ def _predict(
     seconds = plan.predicted_step_seconds - plan.sync_seconds + (sync_seconds if len(working) > 1 else 0.0)
     together = prediction(f"synchronous, {_sum_of(plan.shares)}", working, seconds, False, to_sum)
     # A merge's message is as large as a step's.
-    merges = batch / pairs_per_round
+    merges = 1 / rounds.merging.steps_per_round if rounds.merging.merges else 0.0  # a step
     working = [rank for rank in apart.ranks if rank.share]
-    seconds = _apart_seconds(apart, working) + sync_seconds * merges
-    in_rounds = prediction(
-        f"independent, {_sum_of(apart.shares)}", working, seconds, False, message * (size - 1) * merges
-    )
+    seconds = _apart_seconds(apart, working) + rounds.merge_seconds * merges
+    to_merge = (to_sum if rounds.is_summed else message * (size - 1)) * merges
+    in_rounds = prediction(f"independent, {_sum_of(apart.shares)}", working, seconds, False, to_merge)
     first, second = (in_rounds, together) if plan.strategy == "independent" else (together, in_rounds)
     return (
         replace(first, chosen=True),

@@ -57,7 +57,7 @@ def read_config(options: argparse.Namespace) -> Config:
             )
         config = settings.resume(path, options.overrides)
         if config.strategy == "auto":  # decided once: what a link or a host is like today changes nothing
-            config = config.model_copy(update={"strategy": decided(path.with_name("plan.json"))})
+            config = settings.with_strategy(config, decided(path.with_name("plan.json")))
         run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
 

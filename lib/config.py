@@ -264,7 +264,7 @@ class Plan(_Section):
     require_calibration: bool = False
     """Refuse to start without a calibration of this model on every host, made with these versions."""
     replan: bool = True
-    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who rounds what: for the same bits run by run, set plan.shares or turn this off."""
+    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who trains what, and how often independent ranks merge: for the same bits run by run, set plan.shares or turn this off."""
     replan_threshold: PositiveFloat = 0.05
     """Plan again when a step takes this fraction longer than the measured speeds would allow."""
     replan_steps: Positive = 4
@@ -296,12 +296,12 @@ class Sync(_Section):
 
 
 class Independent(_Section):
-    """Ranks that train apart, each at its own pace, and are merged at the end of every round."""
+    """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
 
     pairs_per_round: Positive | None = None
-    """Pairs of a round over all ranks, as whole global batches; by default the epoch."""
+    """Pairs of a round over all ranks, as whole global batches. Default: merges as often as costs 1 % of the time, at least eight times a run; the cost is that of a calibrated link, then as measured, unless plan.replan=false or plan.shares keeps timings out."""
     merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
-    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: svd for LoRA, else average."""
+    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd for LoRA in rounds of pairs_per_round."""
     outer_learning_rate: PositiveFloat = 0.5
     """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 - momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -314,7 +314,7 @@ class Checkpoint(_Section):
     every: Positive | None = None
     """Steps between checkpoints; by default a tenth of the run, at most 100."""
     max_lost_seconds: PositiveFloat | None = None
-    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. Not where ranks train apart."""
+    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. For synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
 
@@ -405,7 +405,7 @@ class Config(_Section):
     data: Data
     train: Train = Train()
     strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
-    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains apart and merges, `sharded` gives each a part of the model; `auto`: sharded where the model does not fit every host; else independent where a sync would cost 5 % of a step or more, else synchronous."""
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its own pairs and merges now and then, `sharded` gives each a part of the model; `auto`: sharded where the model does not fit every host, else independent (synchronous with plan.shares, or checkpoint.max_lost_seconds). A resumed run keeps its strategy."""
     plan: Plan = Plan()
     cost: Cost = Cost()
     sync: Sync = Sync()
@@ -433,7 +433,7 @@ class Config(_Section):
             )
         if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
             raise ValueError(
-                "checkpoint.max_lost_seconds is not for strategy=independent: ranks that train apart are saved at steps of their own; "
+                "checkpoint.max_lost_seconds is not for strategy=independent: independent ranks are saved at steps of their own; "
                 "leave it out, and give checkpoint.every"
             )
         if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
@@ -537,14 +537,14 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         raise UserError("; ".join([*told[:MOST_FAULTS], *more])) from None
 
 
-def as_sharded(config: Config) -> Config:
-    """The same with strategy=sharded.
+def with_strategy(config: Config, strategy: str) -> Config:
+    """The same with another strategy.
 
     Raises:
         UserError: a setting that this does not allow.
     """
     try:
-        return Config.model_validate({**config.model_dump(), "strategy": "sharded"})
+        return Config.model_validate({**config.model_dump(), "strategy": strategy})
     except ValidationError as error:
         raise UserError("; ".join(_explain(fault, {}, None) for fault in error.errors())) from None
 

@@ -100,10 +100,10 @@ def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weigh
     missed = exact = 0.0
     layers = low_rank_layers(start)
     for layer in layers:
-        origin = (-1.0, *_factors(start, layer))
-        mean = [(float(weight), *_factors(adapter, layer)) for weight, adapter in zip(weights, adapters, strict=True)]
-        exact += _squared_norm([*mean, origin])
-        missed += _squared_norm([*mean, (-1.0, *_factors(merged, layer))])
+        begun, after = _factors(start, layer), _factors(merged, layer)
+        each = [_factors(adapter, layer) for adapter in adapters]
+        further, size = (_near if after[0].shape == begun[0].shape else _far)(after, begun, each, weights)
+        missed, exact = missed + further, exact + size
     factors = {f"{layer}{side}" for layer in layers for side in (A, B)}
     for name in sorted(start.keys() - factors):
         average_now = sum(w * adapter[name].astype(np.float64) for w, adapter in zip(weights, adapters, strict=True))
@@ -158,6 +158,38 @@ def _truncated(left: np.ndarray, right: np.ndarray, mean: np.ndarray) -> tuple[n
     size = np.linalg.norm(mean, axis=(-2, -1), keepdims=True) / np.sqrt(rank)
     size = np.where(size > 0, size, 1.0)
     return size * (u @ turn), turn.swapaxes(-1, -2) @ (sigma[..., :, None] * vt) / size
+
+
+Factors = tuple[np.ndarray, np.ndarray]  # A, B
+
+
+def _near(after: Factors, begun: Factors, each: Sequence[Factors], weights: np.ndarray) -> tuple[float, float]:
+    """`distance` of one layer, from what has changed of A and B: with A_i = A + a_i and B_i = B + b_i
+
+    the mean change is sum of w_i (A b_i + a_i B + a_i b_i). Products of the small factors alone say how large that is: merges
+    are frequent, and a QR of every layer's factors took longer than all else in them.
+    """
+    moved = [*each, after]
+    left = np.concatenate([begun[0], *(a - begun[0] for a, _ in moved)], axis=-1)
+    right = np.concatenate([begun[1], *(b - begun[1] for _, b in moved)], axis=-2)
+    lefts, rights = left.swapaxes(-1, -2) @ left, right @ right.swapaxes(-1, -2)
+    mean, merged = (np.zeros((len(moved) + 1, len(moved) + 1)) for _ in range(2))
+    for i, weight in enumerate(weights, 1):
+        mean[0, i] = mean[i, 0] = mean[i, i] = weight
+    merged[0, -1] = merged[-1, 0] = merged[-1, -1] = 1.0
+
+    def squared_norm(coefficients: np.ndarray) -> float:
+        """|sum of c_jk L_j R_k|^2 = trace(C' L'L C RR')."""
+        spread = np.kron(coefficients, np.eye(begun[0].shape[-1]))
+        return max(0.0, float(((spread.T @ lefts @ spread) * rights).sum()))
+
+    return squared_norm(mean - merged), squared_norm(mean)
+
+
+def _far(after: Factors, begun: Factors, each: Sequence[Factors], weights: np.ndarray) -> tuple[float, float]:
+    """`distance` of one layer whose merged factors have another rank."""
+    mean = [(float(weight), *factors) for weight, factors in zip(weights, each, strict=True)]
+    return _squared_norm([*mean, (-1.0, *after)]), _squared_norm([*mean, (-1.0, *begun)])
 
 
 def _squared_norm(terms: Sequence[tuple[float, np.ndarray, np.ndarray]]) -> float:

@@ -33,7 +33,7 @@ class PerformanceTracker:
     """Writes one rank's records and sums up what it did.
 
     Every record has `kind`, `time` (Unix seconds), `rank` and `host`; the kinds are `start`, `step`, `evaluation`,
-    `checkpoint`, `network`, `sensors`, `plan`, `warning` and `end`.
+    `checkpoint`, `network`, `sensors`, `plan`, `merge`, `warning` and `end`.
     """
 
     def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", feed: Feed | None = None):
@@ -124,6 +124,14 @@ class PerformanceTracker:
             kl=kl,
             **fields,
         )
+
+    def log_merge(self, step: int, merged: dict[str, Any]) -> None:
+        """Records a round's end: what this rank waited for the others counts as its time, and so does the merge."""
+        self.seconds += merged["waited_seconds"] + merged["seconds"]
+        self.parts["wait_seconds"] += merged["waited_seconds"]
+        self.parts["sync_seconds"] += merged["seconds"]
+        self._log_network(step, merged["bytes_sent"], merged["seconds"])
+        self.record("merge", step=step, **merged)
 
     def _log_network(self, step: int, bytes_sent: int, sync_seconds: float) -> None:
         """Every ten seconds: what the syncs of these steps saw of the network, and the kernel of every connection."""

@@ -108,6 +108,10 @@ class ClusterPlan:
     predictions: tuple[Prediction, ...] = ()
     division: Division | None = None  # of the model, where it is sharded
     parts: tuple[PartOfModel, ...] = ()  # then, what each rank keeps
+    steps_per_round: int | None = None  # of independent ranks: global batches from one merge to the next, to begin with
+    merges: int | None = None  # in the whole run, if that stays so
+    merging: str = ""  # how often ranks merge, and why so often
+    synchronous_instead: str = ""  # what strategy=synchronous would give and cost
 
     @property
     def workers(self) -> tuple[Plan, ...]:

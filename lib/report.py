@@ -47,6 +47,7 @@ class Report(Voice):
         self.tracker: PerformanceTracker | None = None
         self.unrecorded: list[str] = []
         self.meter: Meter | None = None  # of the training that goes on
+        self.merge_shown = 0  # the step of the last merge that was told
 
     def record_in(self, tracker: PerformanceTracker, step: int, each_rank: bool) -> None:
         """From now on, and from the beginning, warnings are records as well: rank 0's, or of ranks that train apart each one's."""
@@ -265,12 +266,17 @@ def show_schedule(
         say.warning(schedule.remarks.pop(0), step)
 
 
-def describe_merge(step: int, merged: dict[str, Any]) -> str:
-    """One line of a merge record."""
+def show_merge(say: Report, step: int, steps: int, merged: dict[str, Any], remark: str) -> None:
+    """One line of a merge record, where merges are frequent of one in `run.log_every` steps; and what changes from here."""
+    if remark:
+        say.line(f"step {step}: {remark}")
+    if step < steps and step // say.log_every == say.merge_shown // say.log_every:
+        return
+    say.merge_shown = step
     shown = [f"{' + '.join(map(str, merged['pairs']))} pairs", f"{_size(merged['bytes_sent'])} sent"]
     if merged["error"] is not None:
         shown.append(f"error {merged['error']:.1e}")
-    return f"step {step}: merged by {merged['method']}: {', '.join(shown)}"
+    say.line(f"step {step}: merged by {merged['method']}: {', '.join(shown)}")
 
 
 def _size(count: float) -> str:
@@ -315,6 +321,8 @@ def show_run(
         ("steps", f"{steps:,} of {shares}{batch:,} rows, {_epochs(steps / -(-len(data) // batch))}"),
         ("plan", plan.reason),
     ]
+    if plan.merging:
+        rows += [("merging", plan.merging), ("instead", plan.synchronous_instead)]
     if plan.calibrated and plan.predicted_step_seconds:
         rows.append(("predicted", _predicted(plan, steps)))
     say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
@@ -343,8 +351,10 @@ def _epochs(count: float) -> str:
 
 def _predicted(plan: ClusterPlan, steps: int) -> str:
     """What the hosts' curves say of the plan."""
-    seconds, speed = plan.predicted_step_seconds or 0.0, plan.predicted_pairs_per_second or 0.0
-    efficiency = f", {100 * plan.efficiency:.0f} % of what the hosts do alone, added up" if plan.efficiency else ""
+    chosen = next((way for way in plan.predictions if way.chosen), None)  # merges included
+    seconds = (chosen and chosen.step_seconds) or plan.predicted_step_seconds or 0.0
+    speed, part = plan.global_batch_size / seconds if seconds else 0.0, chosen.efficiency if chosen else plan.efficiency
+    efficiency = f", {100 * part:.0f} % of what the hosts do alone, added up" if part else ""
     each = f"{seconds:.3g} s a step, {_digits(speed)} pairs/s{efficiency if len(plan.ranks) > 1 else ''}"
     return f"{each}; {_duration(steps * seconds)} of training"
 

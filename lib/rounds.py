@@ -1,18 +1,21 @@
-"""Ranks that train apart: rounds of local steps without waiting, merged at their ends.
+"""Independent ranks (local SGD): rounds of local steps without waiting, merged at their ends.
 
 A round is a stream of global batches (lib/ledger.py). Every rank trains chunks of it with its own optimizer, of its share
 of a global batch each, so that all take about as long for a step. The ranks meet seldom: at a deadline somewhat before the
 end they tell each other how far they are, and what is left is dealt again by the speeds just measured. At a meeting all
 ranks see the same numbers, so all decide alike. With shares that were told, or plan.replan=false, each rank trains exactly
-its share of every global batch, and the same run gives the same bits.
+its share of every global batch, rounds are as long as planned from the calibration, and the same run gives the same bits.
+Otherwise a round is as long as the ends of the rounds before it ask for (lib/strategy.py).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -30,9 +33,10 @@ from lib.order import Position
 from lib.plan import ClusterPlan
 from lib.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.step import StepResult
+from lib.strategy import FIRST_STEPS, default_merge, longest_round, measures_merges, steps_per_round
 from lib.sync import AgreedError, World
 
-FIRST_STEPS = 2  # local steps before the first meeting, where no speed is known
+ROUND_ENDS = 6  # of late, by which the next round's length is chosen
 LAST_BATCHES = 8  # global batches that are left to the end without another meeting
 MEET_AT = 0.75  # of the time that a round is expected to take: a meeting, and what is left is dealt again
 PATIENCE = 0.25  # of sync.timeout_seconds: the longest that ranks go without a meeting
@@ -54,8 +58,12 @@ class Rounds:
         self, config: Config, world: World, plan: ClusterPlan, model: nn.Module, lengths: np.ndarray, steps: int
     ):
         self.config, self.world, self.model, self.lengths, self.steps = config, world, model, lengths, steps
-        self.pairs_per_round = config.independent.pairs_per_round or len(lengths)
-        self.method = config.independent.merge or ("svd" if config.model.method == "lora" else "average")
+        self.steps_per_round = plan.steps_per_round or longest_round(steps)
+        self.measures_merges = measures_merges(config) and world.size > 1
+        self.round_ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
+        self.own_round_end: float | None = None  # of the round before, on this rank: the others do not know it yet
+        self.remark = ""  # what is new at the end of a round
+        self.method = config.independent.merge or default_merge(config)
         self.follows_speed = config.plan.replan and config.plan.shares is None and world.size > 1
         self.shares = plan.shares
         self.micro_batch_sizes = [max(r.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for r in plan.ranks]
@@ -69,18 +77,19 @@ class Rounds:
         self.round: ledger.Round | None = None  # None between rounds
         self.pending = np.zeros(0, np.int64)  # places of the round that nobody has trained
         self.trained: list[list[int]] = []  # of the round: [pairs, steps] of every rank
-        self.waited_seconds = 0.0  # of the round
+        self.waited_seconds = self.last_wait_seconds = 0.0  # of the round; of its last meeting
         self._warm = False
 
     # ---- Training
 
     def train(
         self, progress: Progress, local_step: LocalStep, checkpoint_every: int
-    ) -> Iterator[dict[str, Any] | None]:
+    ) -> Iterator[tuple[dict[str, Any] | None, bool]]:
         """Trains until the run's last step, and counts in `progress`.
 
-        Yields whenever the ranks stand still together: at a round's end the figures of the merge, inside a round, where
-        a checkpoint is due, None.
+        Yields whenever the ranks stand still together: at a round's end the figures of the merge, and whether a checkpoint
+        is due; inside a round None, where one is due. Only one from a round's end serves a world of another size, so it
+        comes at the next such end, unless that is far.
 
         Args:
             local_step: trains rows, given (local step, global step for the learning rate, epoch, rows, micro-batch size).
@@ -88,37 +97,75 @@ class Rounds:
         Raises:
             Stopped, AgreedError: on all ranks, what one rank met.
         """
-        saved = progress.step
+        saved = saved_whole = progress.step
         while progress.step < self.steps:
             if self.round is None:
                 self._open(progress.step)
+            assert self.round is not None
             while len(self.pending):
                 target = (saved // checkpoint_every + 1) * checkpoint_every
+                if self.round.last_step - target < checkpoint_every:
+                    target = self.round.last_step
                 self._work_and_meet(progress, local_step, target)
                 if len(self.pending) and progress.step > saved and progress.step >= target - self.follows_speed:
                     saved = max(progress.step, target)
-                    yield None
+                    yield None, True
             began = time.perf_counter()
             figures = self._merge(last=progress.step >= self.steps)
             figures |= {"seconds": time.perf_counter() - began, "waited_seconds": self.waited_seconds}
+            self.own_round_end = self.last_wait_seconds + figures["seconds"]
             progress.seconds += figures["seconds"]
             progress.bytes_sent += figures["bytes_sent"]
-            self.round, saved = None, max(progress.step, saved)
+            self.round = None
+            self._choose_length()
             progress.rounds = self.state()
-            yield figures
+            is_due = progress.step >= min(self.steps, saved_whole + checkpoint_every)
+            if is_due:
+                saved = saved_whole = progress.step
+            yield figures, is_due
+
+    def _choose_length(self) -> None:
+        """Of the next round: as often as measured merges may come."""
+        if not (self.measures_merges and self.round_ends and self._speeds_are_known()):
+            return
+        seconds = float(np.median(self.round_ends[1:] or self.round_ends))  # the first is slow: everything is new
+        step_seconds = self.config.train.global_batch_size / sum(self.speeds)
+        before, now = self.steps_per_round, steps_per_round(self.steps, seconds, step_seconds)
+        self.steps_per_round = now
+        if max(now, before) > 1.5 * min(now, before):
+            part = seconds / (seconds + now * step_seconds)
+            self.remark = (
+                f"merges from here on {'after every step' if now == 1 else f'every {now:,} steps'}: one takes "
+                f"{seconds:.2g} s, {part:.1%} of the time"
+            )
+
+    def take_remark(self) -> str:
+        """What is new since the last call, for people; empty mostly."""
+        remark, self.remark = self.remark, ""
+        return remark
+
+    def of_all(self, result: StepResult) -> StepResult:
+        """A local step with the pairs that all ranks together train in its time, for the progress line."""
+        own = self.speeds[self.world.rank]
+        return replace(result, pairs=round(result.pairs * sum(self.speeds) / own)) if own else result
 
     def _open(self, step: int) -> None:
-        self._read(step)
+        pairs = self.config.independent.pairs_per_round
+        if pairs is None:
+            self._read(step, min(self.steps, step + self.steps_per_round))
+        else:
+            self._read(step, self.steps, pairs)
         assert self.round is not None
         self.pending = np.arange(len(self.round.rows))
         self.trained = [[0, 0] for _ in self.shares]
         self.start = models.trainable(self.model)
         self.waited_seconds = 0.0
 
-    def _read(self, step: int) -> None:
+    def _read(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> None:
+        """The round that ends with `last_step`, or before it, once it has so many pairs."""
         train, window = self.config.train, self.config.data.length_window
         self.round = ledger.open_round(
-            step, self.steps, self.pairs_per_round, self.lengths, train.seed, train.global_batch_size, window
+            first_step, last_step, pairs, self.lengths, train.seed, train.global_batch_size, window
         )
 
     def _work_and_meet(self, progress: Progress, local_step: LocalStep, target: int) -> None:
@@ -126,10 +173,11 @@ class Rounds:
         assert self.round is not None
         began = time.perf_counter()
         queues, seconds = self._deal(target)
-        told = self._work(queues[self.world.rank], seconds, local_step)
+        told = self._work(queues[self.world.rank], seconds, local_step) | {"round_end_seconds": self.own_round_end}
         arrived = time.perf_counter()
         texts = self.world.gather_long_text(json.dumps(told), "the other ranks to train their part of the round")
-        self.waited_seconds += time.perf_counter() - arrived
+        self.last_wait_seconds = time.perf_counter() - arrived
+        self.waited_seconds += self.last_wait_seconds
         answers = [json.loads(text) for text in texts]
         for kind in (Stopped, AgreedError):
             faults = [f"rank {rank}: {a[kind.__name__]}" for rank, a in enumerate(answers) if kind.__name__ in a]
@@ -208,6 +256,10 @@ class Rounds:
 
     def _measure(self, answers: Sequence[dict[str, Any]], pairs: Sequence[int]) -> None:
         """New speeds, and shares in proportion to them; in tokens a second, so that longer rows are no slowdown."""
+        if self.own_round_end is not None:
+            ends = [answer["round_end_seconds"] for answer in answers]
+            self.round_ends = [*self.round_ends, sum(ends) / len(ends)][-ROUND_ENDS:]
+            self.own_round_end = None
         tokens_a_pair = sum(answer["tokens"] for answer in answers) / max(1, sum(pairs))
         for rank, answer in enumerate(answers):
             if answer["timed_seconds"] and tokens_a_pair:
@@ -241,9 +293,10 @@ class Rounds:
         """What all ranks know alike."""
         known: dict[str, Any] = {"shares": self.shares, "speeds": self.speeds, "are_one": not self.is_inside}
         known["local_steps"] = [*self.local_steps, *self.former_steps]
+        known["round_ends"] = self.round_ends
         if self.round is not None:
             known |= ledger.to_state(self.pending, len(self.round.rows))
-            known |= {"first_step": self.round.first_step, "trained": self.trained}
+            known |= {"first_step": self.round.first_step, "last_step": self.round.last_step, "trained": self.trained}
         return known
 
     def judges(self) -> tuple[World, list[int]]:
@@ -272,8 +325,14 @@ class Rounds:
         self.former_steps = state.get("local_steps", [])[self.world.size :]
         if state and self.follows_speed and len(state["shares"]) == self.world.size:
             self.shares, self.speeds = state["shares"], state["speeds"]
+            self.round_ends = state.get("round_ends", [])
+            self._choose_length()
         if "tail" in state:
-            self._read(state["first_step"])
+            # A run of an earlier version took an epoch, where the settings did not say.
+            pairs = (
+                sys.maxsize if "last_step" in state else self.config.independent.pairs_per_round or len(self.lengths)
+            )
+            self._read(state["first_step"], min(self.steps, state.get("last_step", self.steps)), pairs)
             assert self.round is not None
             self.pending = ledger.from_state(state["scattered"], state["tail"], len(self.round.rows))
             self.trained, self.start = state["trained"], own["start"]

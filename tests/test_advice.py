@@ -14,6 +14,7 @@ from lib.config import Config
 from lib.division import shape_of
 from lib.plan import make_plan, plan_sharded
 from lib.schedule import Schedule
+from lib.strategy import plan_merging
 from tests import tiny
 from tests.test_plan import LLAMA_8B
 from tests.test_replan import LEAD, constant, played
@@ -144,14 +145,14 @@ def test_outer_wants_several_rounds() -> None:
 
     def said(*words: str) -> bool:
         settings = configured(*told, *words)
-        plan = make_plan(settings, hosts)
-        assert plan.strategy == "synchronous"
-        return bool(advice.one_outer_round(settings, replace(plan, strategy=settings.strategy)))
+        merges = plan_merging(settings, 20, 10, None, None).merges
+        plan = replace(make_plan(settings, hosts), strategy=settings.strategy, merges=merges)
+        return bool(advice.one_outer_round(settings, plan))
 
-    assert said()
-    assert (
-        not said("independent.pairs_per_round=256") and not said("train.epochs=2") and not said("strategy=synchronous")
-    )
+    assert said("independent.pairs_per_round=1000000")
+    assert not said() and not said("independent.pairs_per_round=256")
+    assert not said("independent.pairs_per_round=1000000", "independent.merge=svd")
+    assert not said("independent.pairs_per_round=1000000", "strategy=synchronous")
 
 
 @pytest.mark.parametrize("words", [["plan.shares=[64,64]"], ["plan.replan=false"]])

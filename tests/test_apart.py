@@ -61,6 +61,7 @@ def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, s
 def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, shares: str) -> None:  # noqa: F811
     """With told shares the ranks' own adapters are the same bits every time: `none` shows what the others merged."""
     words = [*settings(world, folder, rows=40), "strategy=independent", shares, "model.rank=3"]
+    words.append("independent.pairs_per_round=40")
     runs = {m: train(world, folder, [*words, f"independent.merge={m}"], m) for m in ("none", "stack", "svd", "average")}
     runs["mean"] = train(
         world,

@@ -49,8 +49,8 @@ def ways(plan: ClusterPlan) -> dict[str, Prediction]:
 
 def test_auto_divides_a_model_that_one_host_cannot_hold() -> None:
     fits = planned([host("a", 128), host("b", 32)])
-    assert fits.strategy == "synchronous" and fits.division is None and sum(fits.shares) == 32
-    assert "whose sync costs 1.4% of a step" in fits.reason
+    assert fits.strategy == "independent" and fits.division is None and sum(fits.shares) == 32
+    assert "independent, as every host can hold the model" in fits.reason
     small = planned([host("a", 128), host("b", 18)])
     assert small.strategy == "sharded" and small.division is not None and small.shares == [32]
     assert "host b: one pair needs 20.00 GB, but it has 18.00 GB less 10% headroom" in small.reason
@@ -65,14 +65,14 @@ def test_auto_divides_a_model_that_one_host_cannot_hold() -> None:
 def test_what_is_not_measured_is_judged_by_its_weights() -> None:
     """No calibration, or none of memory: the weights alone, against what the machine has."""
     for hosts in ([None, None], [host("a", 96, None), None], [host("a", None, None), host("b", None, None)]):
-        assert planned(hosts, memory_bytes=[64 * 10**9, 24 * 10**9]).strategy == "synchronous"
+        assert planned(hosts, memory_bytes=[64 * 10**9, 24 * 10**9]).strategy == "independent"
         small = planned(hosts, memory_bytes=[64 * 10**9, 17 * 10**9])
         assert small.strategy == "sharded" and "host b: the model needs 16.06 GB for weights" in small.reason
         full = planned(hosts, "model.method=full", memory_bytes=[96 * 10**9, 96 * 10**9])
         assert full.strategy == "sharded" and "144.54 GB for weights, gradients and optimizer" in full.reason
         few = planned(hosts, "model.method=full", "model.blocks=2", memory_bytes=[96 * 10**9, 96 * 10**9])
-        assert few.strategy == "synchronous", "two of 32 blocks are trained"
-    assert planned([None, None]).strategy == "synchronous", "nobody knows of any limit"
+        assert few.strategy == "independent", "two of 32 blocks are trained"
+    assert planned([None, None]).strategy == "independent", "nobody knows of any limit"
     # A calibration may know of less than the machine has, as where a user leaves room for other work.
     less = planned([host("a", 64, None), host("b", 17, None)], memory_bytes=[64 * 10**9, 64 * 10**9])
     assert less.strategy == "sharded" and less.parts[1].memory_bytes == 17 * 10**9
@@ -97,7 +97,8 @@ def test_what_is_told_is_not_chosen() -> None:
     assert enough.predictions[0].chosen and [way.chosen for way in enough.predictions].count(True) == 1
     assert ways(enough)["synchronous"].step_seconds is not None
     independent = planned([host("a", 128), host("b", 64)], "strategy=independent")
-    assert "a sync would cost 1.4% of a step, less than is worth it" in independent.reason
+    assert independent.reason.startswith("independent, as strategy has it")
+    assert "its sync takes 1.4% of a step" in independent.synchronous_instead
 
 
 def test_gradient_checkpointing_comes_before_dividing() -> None:
@@ -109,7 +110,7 @@ def test_gradient_checkpointing_comes_before_dividing() -> None:
         return plain.model_copy(update={"curves": (*plain.curves, less.curves[0].model_copy(update={"key": key}))})
 
     plan = planned([both("a", 64), both("b", 18)])
-    assert plan.strategy == "synchronous" and plan.gradient_checkpointing
+    assert plan.strategy == "independent" and plan.gradient_checkpointing
     assert planned([both("a", 64), both("b", 12)]).strategy == "sharded"
 
 
@@ -145,15 +146,14 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
 
 
 def test_the_table_of_two_macs() -> None:
-    """benchmarks/decide.py: what fits trains as replicas, in step where the link allows; what does not is divided."""
+    """benchmarks/decide.py: what fits trains on independent replicas, what does not is divided."""
     done = subprocess.run(
         [sys.executable, "benchmarks/decide.py"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
     )
     taken: dict[str, list[str]] = {}
     for row in json.loads(done.stdout.splitlines()[-1])["rows"]:
         taken.setdefault(row["model"], []).append(row["taken"])
-    assert taken["1B bf16, full"] == ["synchronous", "independent", "independent"]
-    assert taken["8B bf16"] == taken["70B 4-bit"] == ["synchronous"] * 3
+    assert taken["1B bf16, full"] == taken["8B bf16"] == taken["70B 4-bit"] == ["independent"] * 3
     assert taken["70B bf16"] == taken["405B 4-bit"] == ["sharded"] * 3
     assert taken["405B bf16"] == ["nothing: too large"] * 3
 
@@ -166,7 +166,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
 ) -> None:
     """Real ranks: the calibration of this host says that less than the model may be used."""
     words = words_of(world, folder, "train.schedule=constant", "train.steps=3")
-    whole = train(world, folder, words, "whole")
+    whole = train(world, folder, [*words, "strategy=synchronous"], "whole")
     shape = division.shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
     limit = int(whole_bytes(configured(), shape) * 0.95)  # less than the model and its headroom
     points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9, pairs_per_second=9) for size in (1, 8))

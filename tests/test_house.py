@@ -48,6 +48,7 @@ FLOORS = [
         "validation",
         "estimate",
         "correction",
+        "strategy",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool", "matmul"},
     {

@@ -255,6 +255,7 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
 
 def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp_path: Path) -> None:
     settings = [*tiny.settings(tmp_path, train__steps=3), "--config", str(tiny.config_file(tmp_path)), "run.name=hand"]
+    settings.append("strategy=synchronous")  # each step on both
     hands = [
         host.start([*words(three_hosts[:2], "--role", role), "train.py", *settings])
         for host, role in zip(three_hosts, ("primary", "secondary"), strict=False)

@@ -29,7 +29,8 @@ def train_words(folder: Path, run_dir: Path, steps: int, **more: Any) -> list[st
     settings = tiny.settings(
         folder, rows=45, train__steps=steps, checkpoint__every=5, run__name="run", run__dir=run_dir, **more
     )
-    return ["train.py", "--config", str(tiny.config_file(folder)), *settings, "plan.replan=false"]
+    words = ["strategy=synchronous", "plan.replan=false"]
+    return ["train.py", "--config", str(tiny.config_file(folder)), *settings, *words]
 
 
 class Watched:

@@ -108,7 +108,7 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
 
 
 def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path) -> None:
-    common = [*settings(world, folder, rows=27), "checkpoint.every=2"]
+    common = [*settings(world, folder, rows=27), "strategy=synchronous", "checkpoint.every=2"]
     alone = train(World(rank=0), folder, [*common, "train.steps=12"], f"alone{world.rank}")
     run = train(world, folder, [*common, "train.steps=4", "train.schedule=constant"], "moving")
     if world.rank == 0:
@@ -222,9 +222,8 @@ def test_all_ranks_leave_with_the_error_of_one(world: World) -> None:
 
 
 def test_a_checkpoint_gives_every_rank_the_same_bits(world: World, folder: Path) -> None:
-    run = train(
-        world, folder, [*settings(world, folder), "train.steps=5", "checkpoint.every=2", "model.dropout=0.1"], "run"
-    )
+    words = [*settings(world, folder), "strategy=synchronous", "train.steps=5", "checkpoint.every=2"]
+    run = train(world, folder, [*words, "model.dropout=0.1"], "run")
     world.gather_text("finished")
     losses = [r["loss"] for r in steps_of(run, world.rank)]
     assert world.gather_text(json.dumps(losses)) == [json.dumps(losses)] * world.size

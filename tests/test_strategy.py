@@ -1,0 +1,252 @@
+"""What `auto` takes, how often independent ranks merge, and that ranks agree on it; on real ranks and as a user resumes old runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib import config, rounds, strategy
+from lib.config import Config
+from lib.performance import PerformanceTracker, read_records
+from lib.plan import make_plan
+from lib.sync import World
+from tests import tiny
+from tests.test_apart import merges_of
+from tests.test_world import folder, settings, train, world  # noqa: F401
+from tests.tiny import difference, rows_of_epochs
+
+
+def configured(*words: str) -> Config:
+    return config.load(None, ["model.path=m", "data.train=d", "train.global_batch_size=32", *words])
+
+
+# ---- Arithmetic --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10**7))
+def test_a_run_has_at_least_eight_merges_or_one_a_step(steps: int) -> None:
+    longest = strategy.longest_round(steps)
+    assert longest >= 1 and math.ceil(steps / longest) >= min(strategy.LEAST_MERGES, steps)
+    if steps > strategy.LEAST_MERGES:
+        assert math.ceil(steps / (longest + 1)) < strategy.LEAST_MERGES, "a longer round would do"
+
+
+@given(st.integers(1, 10**6), st.floats(1e-6, 1e4), st.floats(1e-3, 1e3))
+def test_merges_cost_one_percent_at_most_and_come_as_often_as_that_allows(
+    steps: int, merge_seconds: float, step_seconds: float
+) -> None:
+    size = strategy.steps_per_round(steps, merge_seconds, step_seconds)
+
+    def cost(size: int) -> float:
+        return merge_seconds / (merge_seconds + size * step_seconds)
+
+    assert 1 <= size <= strategy.longest_round(steps)
+    if size < strategy.longest_round(steps):
+        assert cost(size) <= strategy.MERGE_COST * (1 + 1e-6)
+    if size > 1:
+        assert cost(size - 1) > strategy.MERGE_COST * (1 - 1e-6), "more merges would have been as cheap"
+
+
+def test_the_plan_of_merges_follows_the_settings_and_what_is_known() -> None:
+    def planned(*words: str, merge: float | None = None, step: float | None = None) -> tuple[int, int, str]:
+        found = strategy.plan_merging(configured(*words), 800, 100, merge, step)
+        return found.steps_per_round, found.merges, found.reason
+
+    assert planned(merge=0.02, step=1.0)[:2] == (2, 400)
+    assert planned(merge=1e-4, step=1.0)[:2] == (1, 800)
+    assert planned(merge=100.0, step=1.0)[:2] == (strategy.longest_round(800), 8)
+    assert "at least 8 merges" in planned(merge=100.0, step=1.0)[2] and "47.0" not in planned(merge=0.02, step=1.0)[2]
+    size, _, reason = planned()
+    assert size == strategy.FIRST_STEPS and "until the first merges are timed" in reason
+    for words in (["plan.replan=false"], ["plan.shares=[16,16]"]):
+        assert planned(*words)[:2] == (strategy.longest_round(800), 8)
+        assert words[0].partition("[")[0].rstrip("=") in planned(*words)[2]
+        assert planned(*words, merge=0.02, step=1.0)[:2] == (2, 400), "a calibration is a recorded figure"
+    assert planned("independent.pairs_per_round=100", merge=0.02, step=1.0)[:2] == (4, 200), "whole batches"
+    assert planned("independent.merge=none") == (100, 0, "never, as independent.merge=none has it")
+    assert strategy.default_merge(configured()) == "average"
+    assert strategy.default_merge(configured("independent.pairs_per_round=100")) == "svd"
+    assert strategy.default_merge(configured("independent.pairs_per_round=100", "model.method=full")) == "average"
+
+
+def test_the_next_round_is_as_long_as_the_last_ones_ask_for() -> None:
+    def length(*words: str, ends: list[float], speeds: tuple[float, float] = (24.0, 8.0)) -> tuple[int, str]:
+        settings = configured("strategy=independent", *words)
+        one = rounds.Rounds(settings, World(0, 2), make_plan(settings, ["a", "a"]), None, np.ones(9, int), 8000)  # type: ignore[arg-type]
+        one.speeds, one.round_ends = list(speeds), ends
+        one._choose_length()
+        return one.steps_per_round, one.take_remark()
+
+    first = strategy.longest_round(8000)
+    assert length(ends=[]) == (first, "")
+    assert length(ends=[0.05])[0] == 5
+    assert length(ends=[9.0, 0.05, 0.05, 0.04])[0] == 5, "the first merge is slow, and says too much"
+    assert length(ends=[0.05, 0.05, 3.0, 0.05])[0] == 5, "one that somebody interrupted"
+    assert length(ends=[0.001, 0.001]) == (
+        1,
+        "merges from here on after every step: one takes 0.001 s, 0.1% of the time",
+    )
+    assert length(ends=[1e4, 1e4])[0] == first
+    assert length(ends=[0.05, 0.05], speeds=(24.0, 0.0)) == (first, ""), "no speed is known yet"
+    for words in (["plan.replan=false"], ["plan.shares=[24,8]"], ["independent.pairs_per_round=64"]):
+        assert length(*words, ends=[0.05, 0.05]) == (first, ""), "timings are kept out"
+
+
+def test_what_ranks_wait_and_merge_is_time_of_the_run(tmp_path: Path) -> None:
+    """summary.json's efficiency is pairs over these seconds."""
+    tracker = PerformanceTracker(tmp_path / "rank-000.jsonl")
+    tracker.log_batch(1, 8, 1.0, 0.5, None, compute_seconds=1.0)
+    tracker.log_merge(1, {"method": "average", "bytes_sent": 7, "seconds": 0.25, "waited_seconds": 0.75})
+    tracker.close()
+    totals = tracker.totals()
+    assert (totals["pairs"], totals["seconds"], totals["sync_seconds"], totals["wait_seconds"]) == (8, 2.0, 0.25, 0.75)
+    assert [r["kind"] for r in read_records(tracker.log_path)] == ["step", "network", "merge"]
+
+
+# ---- Runs --------------------------------------------------------------------------------------------------------------
+
+mpi = pytest.mark.mpi(min_size=2)
+
+
+@mpi
+@pytest.mark.parametrize(
+    ("rows", "words", "steps"),
+    [
+        (45, ["train.epochs=6"], 36),
+        (21, ["train.steps=5"], 5),
+        (3, ["train.epochs=10"], 10),  # fewer than a batch, and than a round
+        (45, ["train.epochs=4", "data.streaming=true"], 24),
+        (45, ["train.epochs=3", "model.method=full", "sync.compression=int8"], 18),
+        (21, ["train.epochs=3", "plan.micro_batch_sizes=SIZES", "evaluate.every=2", "checkpoint.every=1"], 9),
+    ],
+    ids=["epochs", "short", "few rows", "streaming", "full", "checkpoints"],
+)
+def test_auto_is_independent_on_ranks_of_one_host(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    rows: int,
+    words: list[str],
+    steps: int,
+) -> None:
+    words = [word.replace("SIZES", str([3] * world.size)) for word in words]
+    words = [*settings(world, folder, rows=rows), *words, f"data.cache_dir={folder}/cache"]
+    run = train(world, folder, words, "run")
+    world.gather_text("finished")
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["strategy"] == "independent" and "one machine's result" in plan["synchronous_instead"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["strategy"] == "independent" and summary["steps"] == steps
+    each = [merges_of(run, rank) for rank in range(world.size)]
+    assert len(each[0]) >= min(strategy.LEAST_MERGES, steps)
+    boundaries = [[(merge["pairs"], merge["steps"]) for merge in of_rank] for of_rank in each]
+    assert boundaries == [boundaries[0]] * world.size, "ranks disagree on where rounds end"
+    assert {merge["method"] for merge in each[0]} == {"average"}
+    in_epoch = -(-rows // 8)
+    epochs = rows_of_epochs(run)
+    assert all(epochs[epoch] == list(range(rows)) for epoch in range(steps // in_epoch)), "a pair lost or repeated"
+    newest = max((run / "checkpoints").glob("step-*"))
+    assert json.loads((newest / "state.json").read_text())["rounds"]["are_one"], "the last one is from a merge"
+    world.gather_text("checked")
+
+
+@mpi
+def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:  # noqa: F811
+    words = [*settings(world, folder), "train.epochs=4", "model.dropout=0.2", "plan.replan=false"]
+    runs = [train(world, folder, words, name) for name in ("a", "b")]
+    world.gather_text("finished")
+    assert difference(*runs) == 0.0 and len(merges_of(runs[0])) == 12, "12 steps: a round of two would be six merges"
+    world.gather_text("checked")
+
+
+@mpi
+def test_a_run_that_auto_made_independent_moves_to_one_rank_and_back(world: World, folder: Path) -> None:  # noqa: F811
+    words = [*settings(world, folder, rows=24), "train.schedule=constant", "checkpoint.every=2"]
+    run = train(world, folder, [*words, "train.steps=6"], "run")
+    world.gather_text("moved")
+    words.append("strategy=independent")  # as --resume reads it in plan.json
+    if world.rank == 0:
+        train(World(), folder, [*words, "train.steps=9"], "run", resume=True)
+    world.gather_text("moved back")
+    train(world, folder, [*words, "train.steps=12"], "run", resume=True)
+    world.gather_text("finished")
+    assert json.loads((run / "summary.json").read_text())["world_size"] == world.size
+    assert rows_of_epochs(run) == {epoch: list(range(24)) for epoch in range(4)}
+    world.gather_text("checked")
+
+
+def as_an_old_version_left_it(run: Path) -> None:
+    """A run of `auto` that was synchronous, as it was before this version: files without what is new."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**settings, "strategy": "auto"}))
+    new = {"steps_per_round", "merges", "merging", "synchronous_instead"}
+    for path in (run / "plan.json", *(run / "checkpoints").glob("*/plan.json")):
+        plan: dict[str, Any] = {key: value for key, value in json.loads(path.read_text()).items() if key not in new}
+        assert plan["strategy"] == "synchronous"
+        path.write_text(json.dumps(plan))
+    for path in (run / "checkpoints").glob("step-*"):  # their hashes are no longer true
+        hashes = json.loads((path / "manifest.json").read_text())
+        del hashes["plan.json"], hashes["config.yaml"]
+        (path / "manifest.json").write_text(json.dumps(hashes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_synchronous_run_of_an_older_auto_goes_on_as_it_was(tmp_path: Path, ranks: int) -> None:
+    """In its own world, in a smaller and in a larger one; the settings still say auto."""
+    words = [*tiny.settings(tmp_path), "train.schedule=constant"]
+    tiny.train(tmp_path, [*words, "run.name=straight", "train.steps=8"])
+    tiny.train(tmp_path, [*words, "run.name=old", "train.steps=4", "strategy=synchronous"], ranks=2)
+    old = tmp_path / "runs" / "old"
+    as_an_old_version_left_it(old)
+    resumed = tiny.train(tmp_path, ["--resume", str(old), "train.steps=8"], ranks=ranks)
+    assert "after step 4 of 8" in resumed.stdout
+    summary = json.loads((old / "summary.json").read_text())
+    assert summary["strategy"] == "synchronous" and summary["world_size"] == ranks
+    assert not merges_of(old) and difference(tmp_path / "runs" / "straight", old) <= 1e-5
+    assert json.loads((old / "plan.json").read_text())["strategy"] == "synchronous", "and so the next time"
+
+
+def test_a_run_in_rounds_of_an_epoch_goes_on_inside_its_round(tmp_path: Path) -> None:
+    """What an older version took where the settings did not say."""
+    words = [*tiny.settings(tmp_path, rows=24), "strategy=independent", "train.epochs=4", "checkpoint.every=1"]
+    tiny.train(tmp_path, [*words, "checkpoint.keep=99", "independent.pairs_per_round=24", "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > 7:
+            shutil.rmtree(path)
+    newest = run / "checkpoints" / "step-00000007"
+    state = json.loads((newest / "state.json").read_text())
+    assert state["rounds"].pop("last_step") == 9 and not state["rounds"]["are_one"]
+    del state["rounds"]["round_ends"]
+    (newest / "state.json").write_text(json.dumps(state))
+    for path in (run / "config.yaml", newest / "config.yaml"):
+        settings = yaml.safe_load(path.read_text())
+        settings["independent"]["pairs_per_round"] = None
+        path.write_text(yaml.safe_dump(settings))
+    hashes = json.loads((newest / "manifest.json").read_text())
+    digest = hashlib.sha256((newest / "state.json").read_bytes()).hexdigest()
+    del hashes["state.json"], hashes["config.yaml"]
+    (newest / "manifest.json").write_text(json.dumps({**hashes, "state.json": digest}))
+    resumed = tiny.train(tmp_path, ["--resume", str(run)])
+    assert "after step 7 of 12" in resumed.stdout
+    assert rows_of_epochs(run) == {epoch: list(range(24)) for epoch in range(4)}
+    ends = np.cumsum([sum(merge["pairs"]) for merge in merges_of(run)])
+    assert ends.tolist()[:3] == [24, 48, 72], "the round that was begun ends where it would have"
+    assert ends[-1] == 96 and len(ends) > 4, "and then as often as now"
+
+
+def test_a_resumed_independent_run_refuses_what_only_synchronous_ranks_have(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"]
+    tiny.train(tmp_path, words, ranks=2)
+    again = ["--resume", str(tmp_path / "runs" / "run"), "train.steps=4", "checkpoint.max_lost_seconds=9"]
+    refused = tiny.train(tmp_path, again, check=False)
+    assert refused.returncode == 2 and "checkpoint.max_lost_seconds is not for strategy=independent" in refused.stderr
