@@ -17,6 +17,7 @@ import base64
 import contextlib
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from lib import network
+from lib import network, os_commands
 from lib.heartbeat import ADDRESS, SECONDS, agent_folder
 from lib.tail import Tail
 
@@ -168,6 +169,8 @@ class Ranks:
         for rank, process in self.processes.items():
             if process.returncode is None:
                 _signal_group(process.pid, number if rank is not None else signal.SIGTERM)
+                if number != signal.SIGKILL:
+                    _signal_group(process.pid, signal.SIGCONT)  # who is stopped hears it then
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and self._left():
             await asyncio.sleep(0.02)
@@ -220,6 +223,7 @@ class Agent:
         self.listener: asyncio.Server | None = None
         self.heard = time.monotonic()
         self.silent_seconds = 60.0
+        self.end_seconds = 1.0
         self.is_nice = False
 
     async def start(
@@ -233,17 +237,18 @@ class Agent:
         awake: bool,
         sends_logs: bool,
         host: str,
+        end_seconds: float,
     ) -> None:
         """Starts processes, each of which has the name `host` for this machine, after writing the `files` that they read into a folder of their own."""
         self._stop_listening()
         self._be_nice(nice)
         if self.ranks is None:
-            if awake and sys.platform == "darwin":  # a Mac that sleeps is a rank that is lost
+            if awake and os_commands.is_mac():  # a Mac that sleeps is a rank that is lost
                 subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
         else:
             self.ranks.clear()
         self.address, self.ranks = address, None
-        self.silent_seconds = silent_seconds
+        self.silent_seconds, self.end_seconds = silent_seconds, max(self.end_seconds, end_seconds)
         # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
         os.environ.update({ADDRESS: address, network.HOST: host, "PRTE_MCA_prte_tmpdir_base": address})
         try:
@@ -327,7 +332,7 @@ class Agent:
             if spare.returncode is None:
                 _signal_group(spare.pid, signal.SIGKILL)
         if self.ranks is not None:
-            await self.ranks.end(signal.SIGTERM, grace_seconds=1.0)
+            await self.ranks.end(signal.SIGTERM, self.end_seconds)
             self.ranks.clear()
 
     def _be_nice(self, nice: int | None) -> None:
@@ -355,7 +360,7 @@ async def serve() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # ssh is gone: so is the input
         loop.add_signal_handler(number, lambda: None)
     loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
-    _say(writer, "hello", host=network.own_name(), identity=network.machine_id())
+    _say(writer, "hello", host=network.own_name(), identity=network.machine_id(), system=platform.system())
 
     under_way: set[asyncio.Future[None]] = set()
 

@@ -18,17 +18,18 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lib.config import UserError
 from lib.network import likeliest_first
 
-BACKENDS = ("ring", "mpi", "jaccl", "nccl")
+BACKENDS = ("ring", "mpi", "jaccl", "jaccl-ring", "nccl")
 MOST_SLOTS = 1024
 SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
+DEVICE = re.compile(r"[A-Za-z0-9_.-]+")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -39,7 +40,9 @@ class Host:
     name: str
     slots: int = 1
     addresses: tuple[str, ...] = ()  # IPv4, one for every link; empty where only the name is known
-    rdma: tuple[Any, ...] = ()  # jaccl: this host's device towards every host, null towards itself
+    # jaccl: this host's device towards every host of the file, null where there is none, a list where there are several.
+    rdma: tuple[Any, ...] = ()
+    index: int | None = field(default=None, compare=False)  # in the file, by which the others' `rdma` names it
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def parse(text: str, source: str) -> Hosts:
     for index, host in enumerate(found.hosts):
         if host.name in (other.name for other in found.hosts[:index]):
             raise UserError(f"{source} names {host.name} twice; name it once, with as many slots as it takes ranks")
-    return found
+    return replace(found, hosts=tuple(replace(host, index=index) for index, host in enumerate(found.hosts)))
 
 
 def from_words(words: str) -> Hosts:
@@ -194,6 +197,11 @@ def _from_json(text: str, source: str) -> Hosts:
         addresses, rdma = entry.get("ips") or [], entry.get("rdma") or []
         if not isinstance(addresses, list) or not isinstance(rdma, list):
             raise UserError(f"{where}: ips and rdma are lists")
+        for devices in rdma:
+            if not all(isinstance(name, str) and DEVICE.fullmatch(name) for name in _listed(devices)):
+                raise UserError(
+                    f"{where}: rdma has {_short(devices)}; it is null, a device as rdma_en5, or a list of them"
+                )
         for one in addresses:
             if not _is_ipv4(one):
                 raise UserError(f"{where}: {_short(one)} is not an IPv4 address, the only kind that MLX's ring speaks")
@@ -262,6 +270,11 @@ def _unique(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
     if repeated:
         raise UserError(f"{source}: {_short(repeated[0])} is there twice in one object")
     return dict(pairs)
+
+
+def _listed(devices: Any) -> list[Any]:
+    """The names of an entry of `rdma`; of an empty list one that is none."""
+    return [] if devices is None else devices or [None] if isinstance(devices, list) else [devices]
 
 
 def _short(value: Any) -> str:

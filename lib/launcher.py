@@ -26,21 +26,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lib import config as settings
-from lib import discovery, hostfile, jobfile, preflight, ranks, rendezvous, terminal
+from lib import discovery, hostfile, jobfile, preflight, ranks, reach, rendezvous, terminal, topology
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
-from lib.ranks import ROOT, Attempt, Console, Launching, Link, as_command, connect, is_this_machine, resumed
+from lib.ranks import ROOT, Attempt, Console, Launching, Link, Outcome, as_command, connect, is_this_machine, resumed
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
 PATIENCE_SECONDS = 900.0  # while none of the hosts answers
 QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
 LONGEST_PAUSE_SECONDS = 30.0
+MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a rank there at any time (lib/metal.py)
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
 
 ROLES = ("primary", "secondary")
@@ -63,10 +64,22 @@ def pause_seconds(fruitless: int) -> float:
     return min(2.0**late, LONGEST_PAUSE_SECONDS) if late >= 0 else 0.0
 
 
+def usual_restarts(systems: Iterable[str]) -> int:
+    """How often a run is started again where nobody said it: some times if one of the hosts' systems is a Mac's."""
+    return MAC_RESTARTS if "Darwin" in systems else 0
+
+
 async def supervise(
-    launching: Launching, console: Console, max_restarts: int = 0, restart_with: str = "all", here: Host | None = None
+    launching: Launching,
+    console: Console,
+    max_restarts: int | None = 0,
+    restart_with: str = "all",
+    here: Host | None = None,
 ) -> int:
-    """Runs the command to its end, starting it again as often as it may be; returns the exit status."""
+    """Runs the command to its end, starting it again as often as it may be; returns the exit status.
+
+    max_restarts: None for what suits the hosts' systems.
+    """
     interrupts: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     # Under nohup the training is meant to outlive its terminal.
@@ -74,14 +87,16 @@ async def supervise(
     for number in (signal.SIGINT, signal.SIGTERM, *hangups):
         loop.add_signal_handler(number, interrupts.put_nowait, int(number))
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
-    attempt = Attempt(launching, console, here, links, spares=max_restarts > 0)
+    attempt = Attempt(launching, console, here, links, None if max_restarts is None else max_restarts > 0)
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts, fruitless = launching.hosts, launching.hosts, None, 1, 0, 0
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
-            looking = asyncio.ensure_future(_look_out(attempt, missing)) if missing else None
+            looking = asyncio.ensure_future(_look_out(attempt, missing, everyone)) if missing else None
             outcome = await attempt.go(interrupts)
+            if max_restarts is None and len(links) == len(hosts):  # all were there once
+                max_restarts = usual_restarts(link.system for link in links.values())
             if looking is not None:
                 looking.cancel()
                 await asyncio.wait([looking])
@@ -90,7 +105,7 @@ async def supervise(
                 return outcome.status
             broken = time.monotonic()
             if not outcome.rejoined:
-                if outcome.status == 2 or restarts >= max_restarts:  # 2: the user's input is wrong, and stays so
+                if outcome.status == 2 or restarts >= (max_restarts or 0):  # 2: the user's input is wrong, and stays so
                     return outcome.status
                 restarts += 1
                 fruitless = 0 if attempt.checkpoint is not None else fruitless + 1
@@ -99,12 +114,16 @@ async def supervise(
                     return 128 + interrupt
             # Those that were there first: the checkpoints of the others may be older.
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
+            if launching.backend in ("ring", "jaccl-ring"):
+                in_order = topology.in_ring_order(hosts[0], everyone)
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
             hosts = await _answering(launching, links, in_order, restart_with == "all", patience_seconds, interrupts)
-            if outcome.reached is not None:
-                hosts = tuple(host for host in hosts if host in outcome.reached)
-            elif outcome.fault is not None and outcome.fault.kind in ("wedged", "late") and len(hosts) > 1:
-                hosts = await ranks.reach_each_other(launching, links, hosts) or hosts
+            is_rdma = len(hosts) > 1 and launching.backend in topology.RDMA_BACKENDS
+            if is_rdma and (wanted := topology.rdma_fault(launching.backend, hosts)) is not None:
+                console.note(f"{launching.backend} wants {wanted}: waiting for all hosts")
+                hosts = await _answering(launching, links, in_order, True, patience_seconds, interrupts)
+            placed = await _placed(launching, links, hosts, everyone, outcome)
+            hosts = tuple(host for host in hosts if host.name in {one.name for one in placed})
             if not interrupts.empty():
                 return 128 + interrupts.get_nowait()
             if not hosts:
@@ -118,8 +137,8 @@ async def supervise(
                 + (f" (without {', '.join(without)})" if without else "")
                 + (f", from the last checkpoint of {run}" if run else "")
             )
-            again = replace(launching, hosts=hosts, command=command)
-            attempt = Attempt(again, console, links=links, spares=restarts < max_restarts)
+            again = replace(launching, hosts=placed, command=command)
+            attempt = Attempt(again, console, links=links, spares=restarts < (max_restarts or 0))
     finally:
         await asyncio.gather(*(link.close() for link in links.values()))
 
@@ -158,7 +177,23 @@ async def _answering(
         await asyncio.sleep(1)
 
 
-async def _look_out(attempt: Attempt, missing: tuple[Host, ...]) -> None:
+async def _placed(
+    launching: Launching, links: dict[str, Link], hosts: tuple[Host, ...], everyone: tuple[Host, ...], outcome: Outcome
+) -> tuple[Host, ...]:
+    """Those of the hosts that reach each other, where that is in doubt; each at an address that suits its neighbours.
+
+    In a ring of cables a host's address is known to the one before it alone: it needs another for another neighbour.
+    """
+    if outcome.reached is not None and {host.name for host in outcome.reached} <= {host.name for host in hosts}:
+        return outcome.reached
+    is_cut = outcome.reached is not None or (outcome.fault is not None and outcome.fault.kind in ("wedged", "late"))
+    is_moved = launching.backend == "ring" and hosts != everyone and any(host.addresses for host in hosts)
+    if len(hosts) < 2 or not (is_cut or is_moved):
+        return hosts
+    return await reach.reach_each_other(launching, links, hosts) or hosts
+
+
+async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple[Host, ...]) -> None:
     """Says when one of the missing hosts could take part again, with processes that are ready for it."""
     while not attempt.back.is_set():
         await asyncio.sleep(LOOK_OUT_SECONDS)
@@ -169,7 +204,7 @@ async def _look_out(attempt: Attempt, missing: tuple[Host, ...]) -> None:
             except ConnectionError:
                 continue
             try:
-                if await _could_join(attempt, link, host):
+                if await _could_join(attempt, link, host, everyone):
                     attempt.links[host.name] = link
                     attempt.back.set()
             finally:
@@ -177,17 +212,19 @@ async def _look_out(attempt: Attempt, missing: tuple[Host, ...]) -> None:
                     await link.close()
 
 
-async def _could_join(attempt: Attempt, link: Link, host: Host) -> bool:
+async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[Host, ...]) -> bool:
     """Whether a host takes connections at the run's ports, too, from one that trains; then it gets its processes ready."""
-    launching, first = attempt.launching, attempt.links.get(attempt.launching.hosts[0].name)
+    launching, training = attempt.launching, {one.name for one in attempt.launching.hosts}
+    before = [one.name for one in reversed(topology.in_ring_order(host, everyone)) if one.name in training]
+    asking = attempt.links.get(before[0] if launching.backend == "ring" else launching.hosts[0].name)
     port = launching.starting_port + launching.size  # beyond those where ranks listen now
     try:
         await link.ask("listen", ANSWER_SECONDS, port=port)
-        address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, host, launching.hosts)
-        if first is None or first.closed:
+        if asking is None or asking.closed:
             return False
-        await first.ask("probe", ANSWER_SECONDS, address=address, port=port, seconds=ranks.PROBE_SECONDS)
-    except (ConnectionError, UserError):
+        if await reach.first_address(asking, host, launching.hosts, port, reach.PROBE_SECONDS) is None:
+            return False
+    except ConnectionError:
         return False
     if attempt.run is not None:
         await ranks.prepared(launching, link, host, attempt.run)
@@ -299,9 +336,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--max-restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="after a fault, go on from the last checkpoint so often",
+        help=f"after a fault, go on from the last checkpoint so often (default: {MAC_RESTARTS} where a host is a Mac, else 0)",
     )
     add(
         "--restart-with",
@@ -362,12 +398,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         ("connections_per_ip", 1, 16),
         ("starting_port", 1024, 65000),
     ):
-        if not least <= getattr(options, name) <= most:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} is not in {least} to {most}")
+        number = getattr(options, name)
+        if number is not None and not least <= number <= most:
+            raise UserError(f"--{name.replace('_', '-')} {number} is not in {least} to {most}")
     if options.role and options.max_restarts:  # each machine would go on alone
         raise UserError(
             "--max-restarts needs ssh, to start all machines again; with --role start them again by hand, --resume"
         )
+    if options.role:
+        options.max_restarts = 0
     for name in ("silent_seconds", "wedged_seconds"):
         if not 1 <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name):g} is not at least 1")
@@ -398,13 +437,10 @@ def _launching(options: argparse.Namespace) -> Launching:
         print(f"launch: nothing reads {name}: {FOLKLORE[name]}", file=sys.stderr)
     backend = options.backend or found.backend or "ring"
     hosts = found.hosts
-    if backend == "jaccl":
-        for index, host in enumerate(hosts):
-            if host.slots != 1 or len(host.rdma) != len(hosts) or host.rdma[index] is not None:
-                raise UserError(
-                    f"jaccl wants one rank a host and a device towards every other: host {host.name} has slots={host.slots} and "
-                    f"rdma {list(host.rdma)}; mlx.distributed_config writes such a file"
-                )
+    if backend in topology.RDMA_BACKENDS and (wanted := topology.rdma_fault(backend, hosts)) is not None:
+        raise UserError(
+            f"{backend} wants {wanted}; mlx.distributed_config --over thunderbolt --backend {backend} writes such a host file"
+        )
     return Launching(
         hosts,
         backend,

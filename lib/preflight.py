@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib import command, files, hostfile, os_commands, ranks
+from lib import command, files, hostfile, os_commands, ranks, topology
 from lib.config import UserError
 from lib.host_facts import LIMIT_SECONDS, digest_or_why, packages, project_digests
 from lib.hostfile import Host
@@ -91,7 +91,7 @@ async def examine(
     hosts = launching.hosts
     ports = _ports(launching)
     others = [host.name for host in hosts[1:]] if launching.backend == "mpi" else []
-    request = {**asdict(needs), "rdma": launching.backend == "jaccl"}
+    request = {**asdict(needs), "rdma": launching.backend in topology.RDMA_BACKENDS}
     asked = [
         {**request, "ports": ports[host.name], "addresses": host.addresses, "ssh_to": others if index == 0 else []}
         for index, host in enumerate(hosts)
@@ -188,7 +188,7 @@ async def _measure_links(
     speakers: Mapping[str, asyncio.subprocess.Process],
     ports: Mapping[str, Sequence[int]],
 ) -> dict[tuple[str, str], Any]:
-    """Every pair of hosts, one after the other, at the ports of the run where they are free."""
+    """Every two hosts that will connect, one after the other, at the ports of the run where they are free."""
 
     async def ask(host: Host, **words: Any) -> Any:
         process = speakers[host.name]

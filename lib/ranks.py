@@ -31,7 +31,7 @@ from typing import Any
 
 from rich.text import Text
 
-from lib import hostfile, network, watch
+from lib import hostfile, network, reach, topology, watch
 from lib.config import UserError
 from lib.hostfile import Host
 from lib.tail import Copy
@@ -42,12 +42,9 @@ COLOURS = (36, 35, 32)  # that can be read on light and on dark, and are not an 
 TICK_SECONDS = 0.03
 PING_SECONDS = 1.0
 CONNECT_SECONDS = 10
-END_SECONDS = 2.0  # between asking a rank to end and killing it
-FAULT_END_SECONDS = 0.5  # the same where the world is broken: nothing that a rank could still do will last
 SETTLE_SECONDS = 0.5  # after a death, for the others to tell why they end
 PREPARE_SECONDS = 60.0  # for a process to import and read everything
 PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
-PROBE_SECONDS = 1.2  # for a host to take a connection: the kernel asks once more after a second
 LINE_BYTES = 2**26
 
 
@@ -92,8 +89,8 @@ class Outcome:
 def processes_of(launching: Launching, folders: Sequence[str]) -> list[tuple[list[dict[str, Any]], dict[str, str]]]:
     """For every host its processes, and the files that they read in that host's folder.
 
-    Contracts: MLX_HOSTFILE and MLX_RANK (ring); MLX_IBV_DEVICES, MLX_JACCL_COORDINATOR and MLX_RANK (jaccl);
-    NCCL_HOST_IP, NCCL_PORT, MLX_WORLD_SIZE and MLX_RANK (nccl); Open MPI's own (mpi). lib/runtime.py reads them.
+    Contracts: MLX_HOSTFILE and MLX_RANK (ring); MLX_IBV_DEVICES, MLX_JACCL_COORDINATOR and MLX_RANK (jaccl), and
+    MLX_JACCL_RING (jaccl-ring); NCCL_HOST_IP, NCCL_PORT, MLX_WORLD_SIZE and MLX_RANK (nccl); Open MPI's own (mpi). lib/runtime.py reads them.
     """
     hosts, port = launching.hosts, launching.starting_port
     environment = {"PYTHONUNBUFFERED": "1", **launching.environment}
@@ -113,9 +110,11 @@ def processes_of(launching: Launching, folders: Sequence[str]) -> list[tuple[lis
                         ring[-1].append(f"{link}:{port}")
                         port += 1
         files, listed = {"hosts.json": json.dumps(ring)}, "MLX_HOSTFILE"
-    elif launching.size > 1 and launching.backend == "jaccl":
-        files, listed = {"hosts.json": json.dumps([list(host.rdma) for host in hosts])}, "MLX_IBV_DEVICES"
+    elif launching.size > 1 and launching.backend in topology.RDMA_BACKENDS:
+        files, listed = {"hosts.json": json.dumps(topology.rdma_matrix(hosts))}, "MLX_IBV_DEVICES"
         common = {"MLX_JACCL_COORDINATOR": f"{hostfile.address(hosts[0], hosts)}:{port}"}
+        if launching.backend == "jaccl-ring":
+            common["MLX_JACCL_RING"] = "1"
     elif launching.size > 1:
         common = {
             "NCCL_HOST_IP": hostfile.address(hosts[0], hosts),
@@ -188,6 +187,7 @@ class Link:
         self.process, self.is_local = process, is_local
         self.name, self.machine = host.name, str(hello["host"])  # what we call it, and what it calls itself
         self.identity = str(hello["identity"])  # of the machine: two may have one name
+        self.system = str(hello["system"])  # Darwin, Linux
         self.closed = False
         self.hear: Callable[[str, dict[str, Any]], None] = lambda kind, words: None
         self.questions: dict[int, asyncio.Future[Any]] = {}
@@ -399,7 +399,7 @@ class Attempt:
         console: Console,
         here: Host | None = None,
         links: dict[str, Link] | None = None,
-        spares: bool = False,
+        spares: bool | None = False,
     ):
         """Says what is to be started, and how.
 
@@ -407,7 +407,7 @@ class Attempt:
             here: the only host whose ranks are started, where people start the others.
             links: agents that are there from an earlier attempt, by host; those that answer are there for the next one.
                 By default all are ended with this one.
-            spares: whether the hosts get processes ready for another attempt.
+            spares: whether the hosts get processes ready for another attempt; None: where one of them is a Mac.
         """
         self.launching, self.console = launching, console
         self.hosts_to_start = [here] if here else list(launching.hosts)
@@ -449,6 +449,13 @@ class Attempt:
                 fault = watch.Fault("lost", "; ".join(failed), tuple({host.name for host in new} - self.links.keys()))
                 self._tell(fault)
                 return Outcome(1, fault)
+            systems = {link.name: link.system for link in self._own_links()}
+            if (refused := topology.refusal(self.launching.backend, systems)) is not None:
+                fault = watch.Fault("refused", refused, tuple(systems))
+                self._tell(fault)
+                return Outcome(2, fault)
+            if self.spares is None:
+                self.spares = "Darwin" in systems.values()
             self._start()
             return await self._watch(interrupts)
         finally:
@@ -486,6 +493,7 @@ class Attempt:
                 awake=True,
                 sends_logs=not link.is_local,
                 host=name,
+                end_seconds=topology.end_seconds(self.launching.backend, is_fault=True),
             )
         self.takes_input = True
 
@@ -542,7 +550,7 @@ class Attempt:
             self.look = None
         elif self.look is None:
             hosts = self.launching.hosts
-            looking = reach_each_other(self.launching, self.links, hosts, max(PROBE_SECONDS, limit / 2))
+            looking = reach.reach_each_other(self.launching, self.links, hosts, max(reach.PROBE_SECONDS, limit / 2))
             self.look = asyncio.ensure_future(looking)
         elif self.look.done() and (reached := self.look.result()) is not None and len(reached) < len(self.hosts):
             self.reached = reached
@@ -565,9 +573,10 @@ class Attempt:
         if fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
             for name in fault.hosts:
                 self._give_up(name)
-        # A stopped process hears no other signal.
-        number = signal.SIGKILL if fault.kind == "stopped" else signal.SIGTERM
-        interrupted = await self._end(number, interrupts, FAULT_END_SECONDS)
+        # A stopped process hears no other signal until it is continued, which an agent does after any other.
+        is_stopped = fault.kind == "stopped" and self.launching.backend not in topology.RDMA_BACKENDS
+        number = signal.SIGKILL if is_stopped else signal.SIGTERM
+        interrupted = await self._end(number, interrupts, is_fault=True)
         return Outcome(status, fault, self.run, interrupted, reached=self.reached)
 
     def _give_up(self, name: str) -> None:
@@ -579,11 +588,10 @@ class Attempt:
     def _tell(self, fault: watch.Fault) -> None:
         self.console.note(f"{fault.kind}: {fault.message}")
 
-    async def _end(
-        self, number: signal.Signals, interrupts: asyncio.Queue[int], grace_seconds: float = END_SECONDS
-    ) -> bool:
+    async def _end(self, number: signal.Signals, interrupts: asyncio.Queue[int], is_fault: bool = False) -> bool:
         """Ends every rank on every host; an interrupt kills at once. Returns whether there was one."""
         links = self._own_links()
+        grace_seconds = topology.end_seconds(self.launching.backend, is_fault)
         for link in links:
             link.send("end", number=int(number), grace_seconds=grace_seconds)
         alive = [self.ended[link.name] for link in links if not self.hosts[link.name].closed]
@@ -616,6 +624,8 @@ class Attempt:
         self.hosts[host].heard = time.monotonic()
         if kind == "output":
             self.console.output(words["rank"], host, words["stream"], words["text"])
+            if words["rank"] is not None and (cause := watch.cause_of(words["text"])) is not None:
+                self.ranks.setdefault(words["rank"], watch.RankSeen(words["rank"], host)).cause = cause
         elif kind == "warning":
             self.console.note(f"{host}: {words['text']}")
         elif kind == "closed":
@@ -684,9 +694,9 @@ async def last_words(process: asyncio.subprocess.Process) -> str:
     kill(process)
     lines: list[str] = []
     with contextlib.suppress(asyncio.TimeoutError):  # somebody whom it started, in a session of his own, has its pipes
-        read = await asyncio.wait_for(process.stderr.read(), END_SECONDS)
+        read = await asyncio.wait_for(process.stderr.read(), topology.END_SECONDS)
         lines = read.decode(errors="replace").strip().splitlines()
-        await asyncio.wait_for(process.wait(), END_SECONDS)
+        await asyncio.wait_for(process.wait(), topology.END_SECONDS)
     process._transport.close()  # type: ignore[attr-defined]  # else its pipes outlast the loop, which complains
     return lines[-1] if lines else "no answer"
 
@@ -705,40 +715,6 @@ async def prepared(launching: Launching, link: Link, host: Host, run: str) -> No
         expected = resumed(launching.command, run, same_world=True)
         words = {"processes": processes, "directory": launching.directory, "expected": expected, "nice": launching.nice}
         await link.ask("prepare", PREPARE_SECONDS, **words)
-
-
-async def reach_each_other(
-    launching: Launching, links: Mapping[str, Link], hosts: Sequence[Host], seconds: float = PROBE_SECONDS
-) -> tuple[Host, ...] | None:
-    """As many of the first hosts as take connections from each other at ports of the run, where no rank listens now.
-
-    seconds: for one to take a connection. None where a host cannot listen at them, so that nothing is known.
-    """
-
-    async def listen(place: int, host: Host) -> None:
-        await links[host.name].ask("listen", seconds + 1.0, port=launching.starting_port + place)
-
-    async def reaches(one: Host, place: int, other: Host) -> bool:
-        port = launching.starting_port + place
-        try:
-            address = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other, hosts)
-            await links[one.name].ask("probe", seconds + 1.0, address=address, port=port, seconds=seconds)
-        except (ConnectionError, UserError):
-            return False
-        return True
-
-    try:
-        await asyncio.gather(*(listen(place, host) for place, host in enumerate(hosts)))
-    except ConnectionError:
-        return None
-    pairs = [(one, place, other) for place, other in enumerate(hosts) for one in hosts if one != other]
-    found = await asyncio.gather(*(reaches(*pair) for pair in pairs))
-    reached = {(one, other) for (one, _, other), does in zip(pairs, found, strict=True) if does}
-    kept: list[Host] = []
-    for host in hosts:
-        if all({(other, host), (host, other)} <= reached for other in kept):
-            kept.append(host)
-    return tuple(kept)
 
 
 async def _all_set(events: Sequence[asyncio.Event]) -> None:

@@ -10,10 +10,9 @@ import contextlib
 import json
 import math
 import os
-import socket
+import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib import heartbeat, machine
+from lib import heartbeat, ring
 from lib.config import UserError
 from lib.division import Division, Part
 from lib.network import distinct_names, host_name, machine_id
@@ -34,7 +33,6 @@ Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtyp
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 MESSAGE_BYTES = 1024
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
-RING_SECONDS = 0.02  # from a knock to a rank that listens
 
 
 class AgreedError(UserError):
@@ -422,16 +420,18 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
 
     Raises:
         RuntimeError: the backend is not there, or the world has another size than the launcher said.
+        UserError: this rank cannot listen at its address of the ring.
     """
     heartbeat.start(launch.rank)
-    machine.keep_wired()
+    if launch.backend == "jaccl":  # ends as Ctrl-C does: what RDMA holds is given back, not left to the kernel
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if launch.size == 1:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
         if launch.backend == "ring":
-            _meet(launch)
+            ring.wait_for_ring(launch.rank, _ring_addresses())
         group = mx.distributed.init(backend=launch.backend, strict=True)
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
@@ -441,24 +441,10 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     return World(launch.rank, launch.size, group, stream, timeout_seconds, launch.backend or "")
 
 
-def _meet(launch: Launch) -> None:
-    """Has the last rank wait until the first listens: MLX's ring, refused once, asks again after 1, 2, 4 and 8 s only.
-
-    The last rank connects first there. It listens at its own port until the first rank, about to listen, knocks.
-    """
-    if launch.rank not in (0, launch.size - 1):
-        return
-    addresses = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
-    host, _, port = addresses[-1][0].rpartition(":")
-    if launch.rank:
-        with socket.create_server((host, int(port)), reuse_port=True) as listener:
-            listener.accept()[0].close()
-        time.sleep(RING_SECONDS)
-        return
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
-            return
-        time.sleep(RING_SECONDS)
+def _ring_addresses() -> list[tuple[str, int]]:
+    """Every rank's first address in the file that the ring reads."""
+    ranks = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
+    return [(host, int(port)) for host, _, port in (addresses[0].rpartition(":") for addresses in ranks)]
 
 
 def host_names(world: World) -> list[str]:

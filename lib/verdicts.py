@@ -223,7 +223,8 @@ def _judge_load(host: Host, load: Mapping[str, Any], _: Context) -> Verdicts:
 
 
 def _judge_rdma(host: Host, message: Mapping[str, Any], _: Context) -> Verdicts:
-    missing = sorted({device for device in host.rdma if isinstance(device, str)} - set(message["devices"]))
+    wanted = {device for entry in host.rdma for device in (entry if isinstance(entry, list) else [entry]) if device}
+    missing = sorted(wanted - set(message["devices"]))
     note = "in macOS Recovery, then reboot"
     return [("failed", f"no {', '.join(missing)}", "rdma_ctl enable", note)] if missing else []
 
@@ -237,11 +238,12 @@ def _judge_system(host: Host, system: str, context: Context) -> Verdicts:
     reasons = {
         "mpi": "its Open MPI is not made for hosts of unlike systems",
         "jaccl": "it is RDMA between Macs",
+        "jaccl-ring": "it is RDMA between Macs",
         "nccl": "it is for NVIDIA GPUs",
     }
     why = reasons.get(context.launching.backend, "")
     message = f"{names.get(system, system)} in a world of {found}: only the ring backend is promised there ({why})"
-    return [("failed", message, context.again("--backend", "ring"), "--no-preflight tries it all the same")]
+    return [("failed", message, context.again("--backend", "ring"), "")]
 
 
 # Check ➜ the fact it judges.

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+# What a rank's last words mean that it cannot say itself: Metal ends a process in the middle of a line of C++.
+CAUSES = (
+    (
+        re.compile(r"Impacting ?Interactivity"),
+        "macOS ended its GPU work for the sake of a lit display (mlx#3267); put the display to sleep (pmset displaysleepnow "
+        "there, or metal.display=sleep for all hosts), then try a lower metal.evaluation_seconds",
+    ),
+    (
+        re.compile(r"Caused GPU Timeout|kIOGPUCommandBufferCallbackErrorTimeout"),
+        "macOS ended GPU work that took too long; lower metal.evaluation_seconds, put the display to sleep, and end what "
+        "else uses that GPU",
+    ),
+)
 
 
 @dataclass
@@ -30,11 +45,12 @@ class RankSeen:
     passing: str | None = None  # the pass through the model that it is in, in the words of its caller
     passing_since: float = 0.0
     passes: int = 1  # that this is long
+    cause: str | None = None  # of its death, if it said something that has a known one
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a world cannot go on. kind: died, lost, silent, stopped, hung, late, wedged."""
+    """Why a world cannot go on. kind: refused, died, lost, silent, stopped, hung, late, wedged."""
 
     kind: str
     message: str
@@ -56,7 +72,9 @@ def diagnose(
     """
     died = [rank for rank in ranks if rank.status]
     if died:
-        return Fault("died", "; ".join(map(_death, died)), tuple({rank.host for rank in died}))
+        # mpirun's death is told instead of its ranks': what one of them said is told besides.
+        said = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
+        return Fault("died", "; ".join([*map(_death, died), *said]), tuple({rank.host for rank in died}))
     working = [rank for rank in ranks if rank.status is None]
     for host in hosts.values():
         mine = [str(rank.rank) for rank in working if rank.host == host.name]
@@ -113,6 +131,11 @@ def stragglers(now: float, ranks: Sequence[RankSeen], after_seconds: float) -> l
     if max(waits, default=0.0) <= after_seconds:
         return []
     return [rank for rank in ranks if rank.status is None and rank.beats and not rank.waiting]
+
+
+def cause_of(line: str) -> str | None:
+    """What a line of a rank's output means, with the remedy; None for any other line."""
+    return next((cause for pattern, cause in CAUSES if pattern.search(line)), None)
 
 
 def exit_status(status: int) -> int:

@@ -123,10 +123,10 @@ class Host:
 
     def unplug(self) -> None:
         """Takes the cable out: packets to and from this host are lost, nobody is told."""
-        _in_switch(self._switch, ["ip", "link", "set", self._port, "down"])
+        _in_network(self._switch, ["ip", "link", "set", self._port, "down"])
 
     def plug_in(self) -> None:
-        _in_switch(self._switch, ["ip", "link", "set", self._port, "up"])
+        _in_network(self._switch, ["ip", "link", "set", self._port, "up"])
 
     def shape(self, rate: str | None) -> None:
         """Limits what this host sends, e.g. "200mbit"; None for no limit."""
@@ -202,8 +202,8 @@ def cluster(
                 (cgroup / "cgroup.procs").write_text(str(pid))
             _answer(first, name)
             port = f"port{index}"
-            _in_switch(switch_pid, ["ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", str(pid)])
-            _in_switch(switch_pid, ["ip", "link", "set", port, "master", "bridge", "up"])
+            _in_network(switch_pid, ["ip", "link", "add", port, "type", "veth", "peer", "eth0", "netns", str(pid)])
+            _in_network(switch_pid, ["ip", "link", "set", port, "master", "bridge", "up"])
             first.stdin.write(b"go on\n")  # type: ignore[union-attr]
             first.stdin.flush()  # type: ignore[union-attr]
             _answer(first, name)
@@ -212,6 +212,31 @@ def cluster(
                 host.shape(rate)
             built.append(host)
         yield built
+
+
+@contextlib.contextmanager
+def cables(hosts: Sequence[Host]) -> Iterator[list[str]]:
+    """Cables from each host to the next and from the last to the first, as between Macs with Thunderbolt; no switch.
+
+    Each cable is a network of its own, with a mask of 30 bits, beside the one that ssh goes over.
+
+    Returns:
+        For every host the address at which the one before it, and no other, reaches it: what mlx.distributed_config writes.
+    """
+    facing = [""] * len(hosts)
+    with contextlib.ExitStack() as undo:
+        for index, host in enumerate(hosts):
+            place = (index + 1) % len(hosts)
+            other, ends = hosts[place], (f"cable{index}a", f"cable{index}b")
+            addresses = (f"192.168.0.{4 * index + 1}", f"192.168.0.{4 * index + 2}")
+            add = ["ip", "link", "add", ends[0], "type", "veth", "peer", ends[1], "netns", str(other._pid)]
+            _in_network(host._pid, add)
+            undo.callback(_in_network, host._pid, ["ip", "link", "del", ends[0]])
+            for machine, end, address in zip((host, other), ends, addresses, strict=True):
+                _in_network(machine._pid, ["ip", "address", "add", f"{address}/30", "dev", end])
+                _in_network(machine._pid, ["ip", "link", "set", end, "up"])
+            facing[place] = addresses[1]
+        yield facing
 
 
 def _write_configuration(folder: Path, addresses: dict[str, str]) -> None:
@@ -290,7 +315,8 @@ def _cgroup(undo: contextlib.ExitStack, name: str, quota: float | None) -> Path 
     return cgroup
 
 
-def _in_switch(pid: int, command: list[str]) -> None:
+def _in_network(pid: int, command: list[str]) -> None:
+    """Runs a command in the network of the switch, or of a host, by the id of its first process."""
     _check(["nsenter", f"--target={pid}", "--net", "--", *command])
 
 

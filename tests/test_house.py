@@ -49,6 +49,9 @@ FLOORS = [
         "estimate",
         "correction",
         "strategy",
+        "metal",
+        "ring",
+        "topology",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool", "matmul"},
     {
@@ -66,7 +69,7 @@ FLOORS = [
         "exchange",
         "ledger",
     }
-    | {"rounds", "launcher", "preflight", "host_facts", "verdicts", "ranks", "supervisor"},
+    | {"rounds", "launcher", "preflight", "host_facts", "verdicts", "ranks", "reach", "supervisor"},
     {
         "evaluate",
         "bulk",

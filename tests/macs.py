@@ -1,0 +1,84 @@
+"""A Mac that is imitated on Linux: what its kernel calls itself, and a PATH of its tools, which record how they were called.
+
+Nothing here was recorded on a Mac of ours: the forms are those that other people published (system_profiler's keys in
+timmo001/system-bridge#3408 and exelban/stats#394, `spdisplays_asleep` as many tools read it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+SITE = """
+import platform
+platform.system = lambda: "Darwin"
+"""
+
+
+def profile(*displays: tuple[str, bool]) -> str:
+    """What `system_profiler SPDisplaysDataType -json` prints of displays, each with whether it is awake."""
+    screens = [
+        {
+            "_name": name,
+            "_spdisplays_displayID": str(number),
+            "spdisplays_main": "spdisplays_yes" if number == 1 else "spdisplays_no",
+            "spdisplays_online": "spdisplays_yes",
+            **({} if awake else {"spdisplays_asleep": "spdisplays_yes"}),
+        }
+        for number, (name, awake) in enumerate(displays, 1)
+    ]
+    gpu = {"_name": "Apple M4 Max", "spdisplays_mtlgpufamilysupport": "spdisplays_metal3", "sppci_cores": "40"}
+    return json.dumps({"SPDisplaysDataType": [gpu | ({"spdisplays_ndrvs": screens} if screens else {})]})
+
+
+def tool(folder: Path, name: str, prints: str = "", status: int = 0, does: str = "") -> Path:
+    """A program of that name in a folder, of which `does` is a line; returns the file that gets a line for each call."""
+    folder.mkdir(parents=True, exist_ok=True)
+    calls, output = folder / f"{name}.calls", folder / f"{name}.output"
+    output.write_text(prints)
+    program = folder / name
+    program.write_text(f'#!/bin/sh\necho "$*" >> "{calls}"\n{does}\ncat "{output}"\nexit {status}\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return calls
+
+
+def is_mac(monkeypatch: pytest.MonkeyPatch, folder: Path, displays: str) -> Path:
+    """Makes this process believe that it is on a Mac with a GPU, whose displays sleep when pmset says so.
+
+    Returns:
+        The file of pmset's calls.
+    """
+    tool(folder, "system_profiler", displays)
+    (folder / "dark").write_text(displays.replace("spdisplays_main", "spdisplays_asleep").replace("_no", "_yes"))
+    calls = tool(folder, "pmset", does=f'cp "{folder}/dark" "{folder}/system_profiler.output"')
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr("lib.metal.SLEEP_SECONDS", 0.0)
+    monkeypatch.setattr("lib.metal.uses_metal", lambda: True)
+    return calls
+
+
+def interpreter(folder: Path, seen_at: Path) -> Path:
+    """An interpreter whose processes believe that they are on a Mac, with a Mac's tools; `seen_at`: the folder's own path."""
+    tool(folder / "bin", "caffeinate")
+    (folder / "site").mkdir(exist_ok=True)
+    (folder / "site" / "sitecustomize.py").write_text(SITE)
+    return _script(folder, f'PATH="{seen_at}/bin:$PATH" PYTHONPATH="{seen_at}/site" exec {sys.executable} "$@"')
+
+
+def plain_interpreter(folder: Path) -> Path:
+    """At the same place, on a host that is none."""
+    return _script(folder, f'exec {sys.executable} "$@"')
+
+
+def _script(folder: Path, line: str) -> Path:
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{line}\n")
+    program.chmod(0o755)
+    return program

@@ -1,0 +1,126 @@
+"""The ranks of a ring wait for each other, in whatever order they start, whoever else connects."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lib import ring
+from lib.config import UserError
+from tests.tiny import ROOT
+
+
+def free_addresses(count: int) -> list[tuple[str, int]]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [("127.0.0.1", one.getsockname()[1]) for one in sockets]
+
+
+def meet(addresses: Sequence[tuple[str, int]], order: Sequence[int], pause: float) -> dict[int, float]:
+    """When each rank went on, in seconds since the last of them began."""
+    ended: dict[int, float] = {}
+
+    def run(rank: int) -> None:
+        ring.wait_for_ring(rank, addresses)
+        ended[rank] = time.monotonic()
+
+    threads = []
+    for rank in order:
+        time.sleep(pause)
+        threads.append(threading.Thread(target=run, args=(rank,), daemon=True))
+        threads[-1].start()
+    began = time.monotonic()
+    for thread in threads:
+        thread.join(20)
+    assert len(ended) == len(order), f"{sorted(ended)} of {len(order)} went on"
+    return {rank: at - began for rank, at in ended.items()}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_ranks_may_start_in_any_order_and_none_goes_on_alone(count: int) -> None:
+    orders = list(itertools.permutations(range(count)))
+    for order in orders[:: max(1, len(orders) // 6)]:
+        ended = meet(free_addresses(count), order, pause=0.05)
+        assert max(ended.values()) < 1.0, (order, ended)
+        assert ended[0] > 0, "rank 0 knows that all are there; MLX's first to be waited for is the last rank"
+        assert ended[count - 1] > 0, "which connects first"
+
+
+def test_strangers_are_passed_over() -> None:
+    addresses = free_addresses(3)
+    over = threading.Event()
+
+    def disturb(address: tuple[str, int], says: bytes) -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(address, timeout=1) as stranger:
+                stranger.settimeout(0.2)
+                if says == b"echo":
+                    stranger.sendall(stranger.recv(100))
+                elif says:
+                    stranger.sendall(says)
+                stranger.recv(1)
+            time.sleep(0.05)
+
+    kinds = (b"GET / HTTP/1.0\r\n\r\n", b"", ring.CALL, ring.REPLY, b"echo")
+    strangers = [
+        threading.Thread(target=disturb, args=pair, daemon=True) for pair in itertools.product(addresses, kinds)
+    ]
+    for stranger in strangers:
+        stranger.start()
+    try:
+        meet(addresses, (2, 1, 0), pause=0.3)
+    finally:
+        over.set()
+        for stranger in strangers:
+            stranger.join(5)
+
+
+def test_an_address_that_is_not_this_hosts_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"cannot listen at 192.0.2.7:32323: .*--starting-port") as error:
+        ring.wait_for_ring(1, [("127.0.0.1", 1), ("192.0.2.7", 32323)])
+    assert "\n" not in str(error.value)
+
+
+def test_mlxs_ring_of_three_comes_up_whoever_is_late(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    path.write_text(json.dumps([[f"{host}:{port}"] for host, port in free_addresses(3)]))
+    code = (
+        "from lib import runtime; runtime.prepare()\n"
+        "import mlx.core as mx; from lib import sync\n"
+        "world = sync.start(runtime.launch_environment(), 30)\n"
+        "print(world.all_sum(mx.array(2**world.rank), 'the sum').item())"
+    )
+    started = []
+    for rank in (2, 1, 0):
+        own = {**os.environ, "MLX_HOSTFILE": str(path), "MLX_RANK": str(rank)}
+        started.append(subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=own, stdout=subprocess.PIPE))
+        time.sleep(0.5)
+    assert [process.communicate(timeout=40)[0] for process in started] == [b"7\n"] * 3
+
+
+def test_a_jaccl_rank_ends_in_order_when_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "devices.json").write_text('[[null, "rdma_en5"], ["rdma_en5", null]]')
+    code = (
+        "from lib import runtime; runtime.prepare()\n"
+        "import os, signal; from lib import sync\n"
+        "try: sync.start(runtime.launch_environment(), 5)\n"
+        "except (RuntimeError, ValueError): pass  # no RDMA here\n"
+        "try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "except KeyboardInterrupt: print('in order')"
+    )
+    own = {"MLX_IBV_DEVICES": f"{tmp_path}/devices.json", "MLX_JACCL_COORDINATOR": "127.0.0.1:9", "MLX_RANK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "in order\n", done.stderr
