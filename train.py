@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib import command, runtime, terminal
+from lib import command, metal, runtime, terminal
 from lib import config as settings
 from lib.config import Config, Stopped, UserError
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = command.parse(arguments, __doc__)
         launch = runtime.launch_environment()
-        runtime.prepare()
+        runtime.prepare(metal.relaxes(options))
         from lib import sync  # MLX comes in here: --help and a misspelt option answer at once
 
         world = sync.start(launch)
@@ -101,6 +101,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     plan = first_plan(config, world, hosts, data.lengths)
     schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
     report.show_run(say, config, plan, data, valid, steps)
+    report.warn_of_displays(say, config, world, hosts, dry_run)
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return
-    world = loading.divided(model, plan.division, world)
+    world = loading.divided(model, plan.division, world, config.metal.wired)
     workers = world.workers  # those that take different rows: all ranks, or, where they share one model, all as one
     multiple, shares_prompts, why_not = scoring.layout(model, config.data, world)
     if why_not:
@@ -159,16 +160,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Training ----------------------------------------------------------------------------------------------------
 
     tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank], feed)
-    tracker.record(
-        "start",
-        **report.provenance(),
-        resumed_from_step=progress.step if resume else None,
-        resumes=progress.resumes,
-        resume_ids=progress.resume_ids,
-        steps=steps,
-        config=config.model_dump(mode="json"),
-        plan=plan.to_dict(),
-    )
+    started = report.provenance() | {"steps": steps, "config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    started |= {"resumes": progress.resumes, "resume_ids": progress.resume_ids}
+    tracker.record("start", **started, resumed_from_step=progress.step if resume else None)
     say.record_in(tracker, progress.step, each_rank=apart is not None)
     if apart is None:
         take_step = make_step(model, optimizer, config.train, workers, config.model.dropout > 0, config.sync, feedback)
@@ -177,7 +171,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # Unlike devices pad unlike, but all ranks deal alike.
     lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
-    make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers))
+    passes = metal.training_passes(config.model.method, bool(plan.gradient_checkpointing))
+    pace = metal.pace(config, model, data.seen.sum() / len(data), passes, world)
+    make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers), pace)
 
     def batches() -> Iterator[tuple[int, Position, int, list[float], list[int], list[Any]]]:
         """Every step that is left: its epoch, the position after it, its pairs, what each rank's part costs, and this rank's part."""
@@ -241,6 +237,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
         )
+        pace.observe(len(rows), result.compute_seconds[result.rank], result.traces)
         show(index + 1, apart.of_all(result) if apart else result)
         progress.skipped_in_row = progress.skipped_in_row + 1 if result.skipped else 0
         if result.skipped:

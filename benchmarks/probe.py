@@ -28,13 +28,15 @@ import numpy as np
 
 from lib import runtime  # noqa: E402
 
-runtime.prepare()
+# What it measures runs under the settings of training; some are read as MLX comes in.
+REQUEST = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
+runtime.prepare(REQUEST.get("config", {}).get("metal", {}).get("relax_watchdog", True))
 
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from lib import losses, scoring  # noqa: E402
+from lib import loading, losses, scoring  # noqa: E402
 from lib import model as models  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
 from lib.data import Batch, Dataset, Example, collate, prefetch  # noqa: E402
@@ -111,6 +113,7 @@ def trainable_model(config: Config) -> nn.Module:
     """The model as a run trains it."""
     model = models.load(config.model, config.train.seed)
     models.make_trainable(model, config.model, config.train.seed)
+    loading.divided(model, None, World(), config.metal.wired)
     return model
 
 
@@ -148,10 +151,12 @@ def passes(request: dict[str, Any]) -> dict[str, Any]:
     rows = examples(request["batch_size"], request, config)
     pieces = [piece for row in rows for piece in (row.prompt_ids, *row.completions)]
     bounds = np.cumsum([0, *map(len, pieces)])
+    evaluating = config.evaluate.model_copy(update={"batch_size": request["batch_size"]})
+    passes_config = config.model_copy(update={"evaluate": evaluating})
     dataset = Dataset("random tokens", config.record_kind, "", 0, [], "", np.concatenate(pieces), bounds)
 
     def reference() -> None:
-        scoring.dataset_logps(model, dataset, World(), [1], request["batch_size"], config.data)
+        scoring.dataset_logps(model, dataset, World(), [1], passes_config)
 
     count = 16
     prompt = mx.array(rows[0].prompt_ids if len(rows[0].prompt_ids) else rows[0].completions[0])
@@ -207,9 +212,8 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    request = json.loads(sys.argv[1])
     try:
-        answer = {"step": step, "passes": passes, "machine": machine}[request["kind"]](request)
+        answer = {"step": step, "passes": passes, "machine": machine}[REQUEST["kind"]](REQUEST)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ import numpy as np
 
 from lib.config import Config
 from lib.data import Batch, Dataset, collate
+from lib.metal import Pace
 from lib.order import epoch_order, micro_batches
 from lib.shapes import NEED, Shape, few_shapes, need_of, real_tokens
 from lib.streaming import StreamedDataset
@@ -29,6 +30,7 @@ class MicroBatches:
         length_multiple, shared_prompts: as `collate` takes them.
         is_compiled: whether every shape costs a trace: then there are at most train.max_traces of them, none of which
             is met for the first time after the first epoch.
+        pace: how many rows may be evaluated at once: larger micro-batches are cut, which changes no result.
     """
 
     def __init__(
@@ -39,14 +41,19 @@ class MicroBatches:
         length_multiple: int,
         shared_prompts: bool,
         is_compiled: bool,
+        pace: Pace | None = None,
     ):
         self.data, self.reference, self.config = data, reference, config
         self.length_multiple, self.shared_prompts, self.is_compiled = length_multiple, shared_prompts, is_compiled
+        self.pace = pace or Pace()
         self._shapes = functools.cache(self._few_shapes)
 
     def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
         """Micro-batches of these rows, without those that turn out to be unusable. micro_batch_size: the most rows in one."""
-        shapes = self._shapes(micro_batch_size) if self.is_compiled else []
+        most = self.pace.most_rows(micro_batch_size)
+        if most < micro_batch_size:
+            parts = [piece for part in parts for piece in micro_batches(part, most)]
+        shapes = self._shapes(most) if self.is_compiled else []
         found = ((self.data.examples(part.tolist()), part) for part in parts)
         return [
             (

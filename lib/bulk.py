@@ -25,7 +25,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm import batch_generate
 from mlx_lm.sample_utils import make_sampler
 
-from lib import losses, scoring, sources
+from lib import losses, metal, scoring, sources
 from lib import model as models
 from lib.chunks import Dispatcher, Journal, Lines, Local, Remote, Server, work
 from lib.config import Config, Data, UserError
@@ -201,7 +201,10 @@ class Scorer:
         """float32 [n, K], in nats."""
         lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
         logps = np.zeros((len(examples), len(examples[0].completions)), np.float32)
-        for part in micro_batches(np.argsort(lengths, kind="stable"), self.settings.evaluate.batch_size):
+        tokens = float(lengths.mean()) * logps.shape[1]
+        pace = metal.pace(self.settings, model, tokens, metal.FORWARD, World())
+        most = pace.most_rows(self.settings.evaluate.batch_size)
+        for part in micro_batches(np.argsort(lengths, kind="stable"), most):
             batch = collate([examples[i] for i in part.tolist()], self.multiple, self.shares_prompts)
             logps[part] = np.array(completion_logps(model, arrays_of(batch.inputs)))
         return logps

@@ -30,6 +30,7 @@ RESUMABLE: tuple[str, ...] = (
     "checkpoint.",
     "evaluate.",
     "serve.",
+    "metal.",
     "run.log_every",
     "run.sinks",
     "strategy",
@@ -344,6 +345,19 @@ class Evaluate(_Section):
     """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line; by default an answer is right or wrong (evaluate.answer_pattern)."""
 
 
+class Metal(_Section):
+    """What is particular to Macs; elsewhere nothing here has an effect."""
+
+    display: Literal["advise", "sleep", "ignore"] = "advise"
+    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so at the start, put it to sleep then (pmset displaysleepnow), or leave it."""
+    relax_watchdog: bool = True
+    """Set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 before MLX comes in: macOS then waits longer for the GPU, and a display may stutter. What the environment says comes first."""
+    evaluation_seconds: PositiveFloat | None = 2.0
+    """Most seconds of one evaluation: a micro-batch that would take longer is evaluated in pieces, with the same result; null for never."""
+    wired: Literal["auto", "always", "never"] = "auto"
+    """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it (mlx#3186). `auto`: where the model takes half of the memory or more."""
+
+
 class Serve(_Section):
     """A finished run behind an OpenAI-compatible gateway, `make serve`; docs/serving.md tells the whole story."""
 
@@ -412,6 +426,7 @@ class Config(_Section):
     independent: Independent = Independent()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
+    metal: Metal = Metal()
     serve: Serve = Serve()
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from lib import config, host_facts, machine, network, os_commands, runtime, terminal
+from lib import config, host_facts, machine, metal, network, os_commands, runtime, terminal
 from lib.ranks import ROOT
 from lib.verdicts import ALLOW, PRIVATE, REFUSED, mend_ssh
 
@@ -215,7 +215,7 @@ class Examination:
     def display(self, limit_seconds: float) -> Result | None:
         if not os_commands.is_mac():
             return None
-        names = lit_displays(
+        names = metal.lit(
             os_commands.output(["system_profiler", "SPDisplaysDataType", "-json"], limit_seconds=limit_seconds)
         )
         if not names:
@@ -289,16 +289,6 @@ class Examination:
 def pinned(constraints: str) -> dict[str, str]:
     """Versions by package name."""
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", constraints, re.MULTILINE))
-
-
-def lit_displays(profile: str) -> list[str]:
-    """The displays that are on, by name, from what `system_profiler SPDisplaysDataType -json` prints."""
-    try:
-        cards = json.loads(profile)["SPDisplaysDataType"]
-        displays = [display for card in cards for display in card.get("spdisplays_ndrvs", [])]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [str(one.get("_name", "a display")) for one in displays if one.get("spdisplays_asleep") != "spdisplays_yes"]
 
 
 def shortened(text: str, home: str, user: str) -> str:

@@ -65,7 +65,7 @@ def policy_logps(
     model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]
 ) -> np.ndarray:
     """log pi of every completion, float32 [N, K], as `scoring.dataset_logps` gives them at the evaluation batch size."""
-    return scoring.dataset_logps(model, dataset, world, shares, settings.evaluate.batch_size, settings.data)
+    return scoring.dataset_logps(model, dataset, world, shares, settings)
 
 
 def digest_of(valid: Dataset | None, questions: list[Question]) -> str:
@@ -323,9 +323,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     if wants_reference:
         judge = loading.load_reference(settings, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
-            reference = scoring.dataset_logps(
-                judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress
-            )
+            reference = scoring.dataset_logps(judge, dataset, world, shares, settings, progress)
         del judge  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
         model = models.load(settings.model, settings.train.seed, lazy=division is not None)
@@ -334,7 +332,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
             models.load_trained(model, Path(options.run), "--run")
         elif settings.model.adapter is not None:
             models.make_trainable(model, settings.model, settings.train.seed)
-    world = loading.divided(model, division, world)
+    world = loading.divided(model, division, world, settings.metal.wired)
     policy = policy_logps(model, dataset, settings, world, shares)
     values = metrics_of(dataset, policy, reference, settings)
     if questions:
@@ -370,6 +368,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         source = options.data or settings.data.valid or settings.data.train
         found = bulk.open_rows(str(source), settings.data, "prompt" if writes else settings.record_kind, say)
         model = models.load(settings.model, settings.train.seed)
+        loading.divided(model, None, world, settings.metal.wired)
         reference: Any = {} if kind == "rewards" else None
         if options.run is not None or settings.model.adapter is not None:
             models.make_trainable(model, settings.model, settings.train.seed)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from lib import metal, shard, sync
 from lib import model as models
-from lib import shard, sync
 from lib.config import Config
 from lib.division import Division, divide, shape_of
 from lib.sync import ShardedWorld, World
 
 
-def divided(model: nn.Module, division: Division | None, world: World) -> World:
+def divided(model: nn.Module, division: Division | None, world: World, wired: str | None = None) -> World:
     """Leaves every rank its part of a model, which may be loaded lazily; the world of ranks that share it.
+
+    wired: on a Mac, whether to keep in memory what MLX holds, by this model's size (metal.wired).
 
     Raises:
         AgreedError: the model cannot be divided so.
     """
-    if division is None:
-        return world
-    with world.agreeing("dividing the model"):
-        parts, partial = shard.shard(model, division, world)
-    return sync.sharded(world, division, parts, partial)
+    if division is not None:
+        with world.agreeing("dividing the model"):
+            parts, partial = shard.shard(model, division, world)
+        world = sync.sharded(world, division, parts, partial)
+    if wired is not None:
+        metal.keep_wired(wired, sum(array.nbytes for _, array in tree_flatten(model.parameters())))
+    return world
 
 
 def load_reference(settings: Config, world: World) -> nn.Module:

@@ -84,15 +84,6 @@ def mac_free_memory_bytes(vm_stat: str) -> int | None:
     return int(page[1]) * sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
 
 
-def keep_wired() -> None:
-    """Keeps what MLX holds on Metal in memory, as far as the GPU may use it: what macOS compresses stalls every step."""
-    device, facts = mlx_device()
-    if device == "metal":
-        import mlx.core as mx
-
-        mx.set_wired_limit(facts["max_recommended_working_set_size"])
-
-
 def versions() -> dict[str, str]:
     """Of the packages whose change makes a measurement stale."""
     return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}

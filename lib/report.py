@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from rich.live import Live
 from rich.text import Text
 
-from lib import advice, charts, checkpoint, machine, pages
+from lib import advice, charts, checkpoint, machine, metal, pages
 from lib.config import Config
 from lib.data import Dataset
 from lib.performance import PerformanceTracker, hosts_cost, read_records
@@ -396,6 +396,15 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def warn_of_displays(say: Report, config: Config, world: World, hosts: Sequence[str], dry_run: bool) -> None:
+    """Looks after the displays of hosts that are Macs, as metal.display says, and tells of those that stay lit. All ranks call it."""
+    is_first_here = list(hosts).index(hosts[world.rank]) == world.rank
+    mine = metal.attend_displays(config.metal, is_first_here, only_look=dry_run)
+    displays = world.gather_long_text(json.dumps(mine), "the hosts' displays")
+    if (told := metal.advice(hosts, [json.loads(text) for text in displays])) is not None:
+        say.warning(told)
 
 
 def show_model(say: Report, config: Config, model: nn.Module) -> None:

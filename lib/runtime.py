@@ -22,6 +22,8 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
+from lib import metal, os_commands
+
 MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 
 
@@ -29,15 +31,20 @@ MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
 class Launch:
     """This process as its launcher described it; `local_size`: the ranks of this host, if known."""
 
-    backend: str | None = None  # "mpi", "ring", "nccl" or "jaccl"; None if nobody launched us
+    backend: str | None = None  # "mpi", "ring", "nccl" or "jaccl" (its ring, too); None if nobody launched us
     rank: int = 0
     size: int = 1
     local_size: int = 1
     local_rank: int = 0  # among them
 
 
-def prepare() -> None:
-    """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay."""
+def prepare(relax_watchdog: bool = True) -> None:
+    """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay.
+
+    relax_watchdog: on a Mac, have its GPU's driver wait longer before it ends work for a display's sake (lib/metal.py).
+    """
+    if relax_watchdog and os_commands.is_mac():
+        os.environ.setdefault(metal.WATCHDOG_RELAXED, "1")
     for name, value in {
         # One thread for each rank: the bits then do not depend on the number of cores. A second made a
         # step 20 % faster on two idle cores, and ten times as slow when another process wanted one of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib import files, loading, losses
+from lib import files, loading, losses, metal
 from lib import model as models
 from lib.config import Config, Data, UserError
 from lib.data import Batch, Dataset, collate
@@ -29,24 +30,24 @@ def dataset_logps(
     dataset: Dataset,
     world: World,
     shares: Sequence[int],
-    batch_size: int,
-    settings: Data,
+    settings: Config,
     progress: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:
     """log pi(completion | prompt) of every completion, summed over its tokens.
 
     Args:
         shares: relative amounts of work of the world's workers.
-        batch_size: examples per forward pass.
-        settings: how lengths are padded, and whether prompts may run once for all their completions.
+        settings: how lengths are padded, whether prompts may run once for all their completions, and how many examples
+            a forward pass has at most.
         progress: called with the number of examples done.
 
     Returns:
         float32 [N, K] in the dataset's order, the same on every rank.
     """
     model.eval()
-    world = world.workers
-    multiple, share, _ = layout(model, settings, world)
+    pace = metal.pace(settings, model, float(dataset.seen.sum() / max(len(dataset), 1)), metal.FORWARD, world)
+    world, batch_size = world.workers, settings.evaluate.batch_size
+    multiple, share, _ = layout(model, settings.data, world)
     order = np.argsort(dataset.lengths, kind="stable")
     logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
     block_size = batch_size * world.size * BLOCK_BATCHES
@@ -54,10 +55,13 @@ def dataset_logps(
         block = order[start : start + block_size]
         mine = np.zeros_like(logps[block])
         place = {row: i for i, row in enumerate(block.tolist())}
-        for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
+        most = pace.most_rows(batch_size)
+        for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], most):
             batch = collate([dataset[row] for row in rows], multiple, share)
+            began = time.perf_counter()
             with world.together("log-probabilities of a batch"):
                 own = np.array(completion_logps(model, arrays_of(batch.inputs)))
+            pace.observe(len(rows), time.perf_counter() - began)
             mine[[place[row] for row in rows.tolist()]] = own
         logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
         progress(min(start + block_size, len(order)))
@@ -108,7 +112,7 @@ def reference_logps(
         named = settings.model.reference != "initial"
         judge = loading.load_reference(settings, world) if named else policy
         with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
-            logps = dataset_logps(judge, dataset, world, shares, settings.evaluate.batch_size, settings.data, progress)
+            logps = dataset_logps(judge, dataset, world, shares, settings, progress)
     with world.agreeing("keeping the reference's log-probabilities"):
         if is_new or not (folder / f"{key}.npy").exists():  # on every disk: the first host may be the one that is lost
             keep_logps(folder, key, logps)

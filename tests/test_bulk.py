@@ -197,7 +197,7 @@ def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: 
     for prefix, folder in (("policy", "model"), ("reference", "other")):
         drawn = folder == "model"
         path = settings.model.model_copy(update={"path": str(tmp_path / folder), "random_init": drawn})
-        logps = scoring.dataset_logps(models.load(path, 0), dataset, World(), [1], 4, settings.data)
+        logps = scoring.dataset_logps(models.load(path, 0), dataset, World(), [1], settings)
         for k, name in enumerate(("chosen", "rejected")):
             np.testing.assert_allclose([row[f"{prefix}_{name}_logp"] for row in rows], logps[:, k], rtol=1e-5)
             assert [row[f"{name}_tokens"] for row in rows] == dataset.scored_tokens[:, k].tolist()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lib import doctor, host_facts, machine, network
+from lib import doctor, host_facts, machine, metal, network
 from lib.doctor import Check, Checked, Examination, Result
 from tests import darwin
 from tests.tiny import ROOT
@@ -171,9 +171,7 @@ def test_what_only_a_mac_has(mac: darwin.Mac, monkeypatch: pytest.MonkeyPatch) -
     mac.says("system_profiler SPDisplaysDataType -json", darwin.LIT)
     lit = examination.display(5)
     assert lit is not None and lit.status == "note" and lit.message.startswith("Color LCD") and "3267" in lit.message
-    assert (
-        doctor.lit_displays("") == doctor.lit_displays("[]") == doctor.lit_displays('{"SPDisplaysDataType": 1}') == []
-    )
+    assert metal.lit("") == metal.lit("[]") == metal.lit('{"SPDisplaysDataType": 1}') == []
     assert examination.wired_limit(5) == Result("ok", "the system's own")
     mac.says("sysctl -n iogpu.wired_limit_mb", "126000\n")
     wired = examination.wired_limit(5)
