@@ -95,8 +95,8 @@ async def supervise(
             missing = tuple(host for host in everyone if host not in hosts)
             looking = asyncio.ensure_future(_look_out(attempt, missing, everyone)) if missing else None
             outcome = await attempt.go(interrupts)
-            if max_restarts is None and len(links) == len(hosts):  # all were there once
-                max_restarts = usual_restarts(link.system for link in links.values())
+            if max_restarts is None and attempt.systems:  # all hosts were there once
+                max_restarts = usual_restarts(attempt.systems.values())
             if looking is not None:
                 looking.cancel()
                 await asyncio.wait([looking])

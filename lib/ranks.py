@@ -90,7 +90,8 @@ def processes_of(launching: Launching, folders: Sequence[str]) -> list[tuple[lis
     """For every host its processes, and the files that they read in that host's folder.
 
     Contracts: MLX_HOSTFILE and MLX_RANK (ring); MLX_IBV_DEVICES, MLX_JACCL_COORDINATOR and MLX_RANK (jaccl), and
-    MLX_JACCL_RING (jaccl-ring); NCCL_HOST_IP, NCCL_PORT, MLX_WORLD_SIZE and MLX_RANK (nccl); Open MPI's own (mpi). lib/runtime.py reads them.
+    MLX_JACCL_RING (jaccl-ring); NCCL_HOST_IP, NCCL_PORT, MLX_WORLD_SIZE and MLX_RANK (nccl); Open MPI's own (mpi).
+    lib/runtime.py reads them.
     """
     hosts, port = launching.hosts, launching.starting_port
     environment = {"PYTHONUNBUFFERED": "1", **launching.environment}
@@ -417,6 +418,7 @@ class Attempt:
         self.hosts: dict[str, watch.HostSeen] = {}
         self.ranks: dict[int, watch.RankSeen] = {}
         self.ended: dict[str, asyncio.Event] = {}
+        self.systems: dict[str, str] = {}  # by host, once all of them have answered: Darwin, Linux
         self.first: int = -1 if launching.backend == "mpi" else 0
         self.run: str | None = None
         self.checkpoint: int | None = None
@@ -449,13 +451,13 @@ class Attempt:
                 fault = watch.Fault("lost", "; ".join(failed), tuple({host.name for host in new} - self.links.keys()))
                 self._tell(fault)
                 return Outcome(1, fault)
-            systems = {link.name: link.system for link in self._own_links()}
-            if (refused := topology.refusal(self.launching.backend, systems)) is not None:
-                fault = watch.Fault("refused", refused, tuple(systems))
+            self.systems = {link.name: link.system for link in self._own_links()}
+            if (refused := topology.refusal(self.launching.backend, self.systems)) is not None:
+                fault = watch.Fault("refused", refused, tuple(self.systems))
                 self._tell(fault)
                 return Outcome(2, fault)
             if self.spares is None:
-                self.spares = "Darwin" in systems.values()
+                self.spares = "Darwin" in self.systems.values()
             self._start()
             return await self._watch(interrupts)
         finally:

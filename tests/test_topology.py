@@ -259,7 +259,7 @@ def test_jaccl_goes_on_with_the_devices_of_those_that_are_left_and_lets_ranks_en
     macs.interpreter(a.outside, a.disk)  # all three are Macs
     path, record = tmp_path / "hosts.json", a.disk / "record"
     path.write_text(json.dumps(mesh(3)))
-    options = ["--backend", "jaccl", "--max-restarts", "1", "--silent-seconds", f"{LIMIT:g}", "--no-preflight", "--"]
+    options = ["--backend", "jaccl", "--silent-seconds", f"{LIMIT:g}", "--no-preflight", "--"]
     words = [
         sys.executable,
         str(ROOT / "launch"),
