@@ -295,3 +295,27 @@ def test_what_hosts_are_told_to_run_is_known_to_bsd() -> None:
         for text in texts:
             for pattern, why in GNU_ONLY.items():
                 assert not re.search(pattern, text), f"{path.name}: {why}: {text.strip()}"
+
+
+# Of the options that Apple's openrsync takes (apple-oss-distributions/rsync, openrsync/main.c), those that we may want.
+OPENRSYNC = {"--archive", "--checksum", "--delete", "--dry-run", "--exclude", "--exclude-from", "--filter", "--include"}
+OPENRSYNC |= {
+    "--itemize-changes",
+    "--partial",
+    "--rsh",
+    "--rsync-path",
+    "--size-only",
+    "--stats",
+    "--timeout",
+    "--update",
+}
+
+
+def test_rsync_is_given_what_apples_openrsync_takes() -> None:
+    seen: set[str] = set()
+    for path in sorted((ROOT / "lib").glob("*.py")):
+        for text in strings(path):
+            if re.search(r"\brsync |--(exclude|delete|rsync-path|checksum)", text):
+                seen |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    ours = {"--sync", "--hosts", "--directory", "--hostfile", "--help", "--role", "--no-preflight"}  # ./launch's own
+    assert {"--checksum", "--exclude", "--rsync-path"} <= seen and seen - ours <= OPENRSYNC, seen - ours - OPENRSYNC
