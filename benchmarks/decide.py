@@ -1,4 +1,4 @@
-"""Apart, every step together, or in parts? What `strategy=auto` takes for models of some sizes, and what each way would give.
+"""Independent, synchronous or sharded? What `strategy=auto` takes for models of some sizes, and what each way would give.
 
     python benchmarks/decide.py                                       an M4 Max of 128 GB and an M3 Ultra of 512 GB
     python benchmarks/decide.py --links tb5:1e-5:1e10 lan:5e-4:1.2e8  other links: name:latency in s:bytes/s
@@ -35,6 +35,7 @@ from lib.plan import ClusterPlan  # noqa: E402
 
 HOSTS = ("m4-max", "m3-ultra")
 TOKENS, BATCH, RANK, DATASET = 1024, 64, 8, 10_000
+WAYS = ("independent", "synchronous", "sharded")
 LINKS = ("thunderbolt-rdma:2e-5:8e9", "ethernet-10g:3e-4:1.1e9", "ethernet-1g:5e-4:1.1e8")
 COMMON = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "num_key_value_heads": 8, "head_dim": 128}
 Q4 = {"quantization": {"group_size": 64, "bits": 4}}
@@ -64,15 +65,16 @@ def main() -> None:
     options = parser.parse_args()
     rows = [decided(name, stored, link) for name, stored in MODELS.items() for link in options.links]
     table = Table(title="m4-max (128 GB) and m3-ultra (512 GB), predicted pairs/s (MB that each sends a step)")
-    for column in ("model", "link", "auto takes", "independent", "synchronous", "sharded", "synchronous loses"):
+    for column in ("model", "link", "auto takes", "steps a round", *WAYS, "synchronous loses"):
         table.add_column(column, justify="left" if column in ("model", "link", "auto takes") else "right")
     for row in rows:
         cells = [
             "-" if row[way] is None else f"{row[way]['pairs_per_second']:.3g} ({row[way]['megabytes']:.3g})"
-            for way in ("independent", "synchronous", "sharded")
+            for way in WAYS
         ]
         cost = "-" if row["sync_cost"] is None else f"{row['sync_cost']:.1%}"
-        table.add_row(row["model"], row["link"], row["taken"], *cells, cost)
+        every = "-" if row["steps_per_round"] is None else str(row["steps_per_round"])
+        table.add_row(row["model"], row["link"], row["taken"], every, *cells, cost)
     Console(width=150).print(table)
     print(json.dumps({"hosts": HOSTS, "rows": rows}))
 
@@ -89,7 +91,7 @@ def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
         None, ["model.path=-", "data.train=-", f"train.global_batch_size={BATCH}", f"model.method={method}"]
     )
     found: dict[str, Any] = {"model": name, "link": link_name, "sync_cost": None}
-    found |= dict.fromkeys(("independent", "synchronous", "sharded"))
+    found |= dict.fromkeys((*WAYS, "steps_per_round"))
     memory = [one.machine.memory_bytes for one in calibrations]
     try:
         plan = plan_run(
@@ -106,7 +108,8 @@ def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
         )
     except UserError as error:
         return {**found, "taken": "nothing: too large", "error": str(error)}
-    return {**found, **predicted(plan), "taken": plan.strategy, "reason": plan.reason}
+    ways = {**predicted(plan), "steps_per_round": plan.steps_per_round}
+    return {**found, **ways, "taken": plan.strategy, "reason": plan.reason}
 
 
 def calibrated(

@@ -4,9 +4,10 @@
     python benchmarks/strategies.py --quick         one seed, a third of the steps, a few merges: about two minutes
     python benchmarks/strategies.py --results runs/strategies.jsonl --runs 4
                                                     at most four runs more than that file has; the table is of all in it
+    python benchmarks/strategies.py --ways auto synchronous      five seeds of these two, about five minutes
 
-Two ranks of unequal shares (24 + 8 of 32 pairs) beside one: synchronous, also with compressed gradients, and independent
-with each merge, in one round and in eight. Exact match is that of greedy answers to 300 held-out sums; the KL is to the
+Two ranks: what `strategy=auto` makes of them, in rounds as long as measured; and in unequal shares (24 + 8 of 32 pairs)
+beside one: synchronous, also with compressed gradients, and independent with each merge, in one round and in eight. Exact match is that of greedy answers to 300 held-out sums; the KL is to the
 model before training, per held-out completion; bytes are what rank 0 sends in steps and merges. The last line is one JSON object.
 """
 
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ways", nargs="+", metavar="NAME", help="these alone, as the table names them")
     parser.add_argument("--results", type=Path, help="file of the runs that are done: they are not done again")
     parser.add_argument("--runs", type=int, help="most new runs of this call")
     options = parser.parse_args()
@@ -54,6 +56,10 @@ def main() -> None:
     batch = config.load(QUICKSTART).train.global_batch_size
     steps = 21 if options.quick else 63
     ways = ways_to_train(-(-steps // ROUNDS) * batch, options.quick)
+    if options.ways:
+        if unknown := [name for name in options.ways if name not in ways]:
+            parser.error(f"--ways {', '.join(unknown)}: not one of {', '.join(ways)}")
+        ways = {name: ways[name] for name in options.ways}
     seeds = range(options.seed, options.seed + (1 if options.quick else options.seeds))
     with tempfile.TemporaryDirectory() as folder:
         results = options.results or Path(folder) / "results.jsonl"
@@ -76,7 +82,7 @@ def main() -> None:
     runs = {
         name: {w[1]: done[json.dumps(w)] for n, w in wanted if n == name and json.dumps(w) in done} for name in ways
     }
-    rows = [summed_up(name, of_way, runs["synchronous"]) for name, of_way in runs.items() if of_way]
+    rows = [summed_up(name, of_way, runs.get("synchronous", {})) for name, of_way in runs.items() if of_way]
     table = Table(title=f"{steps} steps of {batch} pairs; two ranks, {SHARES}")
     for column in ("", "seeds", "exact match", "lowest", "highest", "points from synchronous", "KL", "loss", "MB sent"):
         table.add_column(column, justify="right" if column else "left")
@@ -111,9 +117,10 @@ def ways_to_train(pairs_per_round: int, quick: bool) -> dict[str, list[str]]:
     """Words of each run, by its name."""
     apart = ["strategy=independent", SHARES, "independent.pairs_per_round=1000000"]
     in_rounds = [*apart, f"independent.pairs_per_round={pairs_per_round}"]
-    ways: dict[str, list[str]] = {"single": [], "synchronous": [SHARES]}
+    ways: dict[str, list[str]] = {"single": [], "auto": ["strategy=auto"]}
+    ways["synchronous"] = ["strategy=synchronous", SHARES]
     for compression in ("int8",) if quick else ("bf16", "int8", "topk"):
-        ways[f"synchronous, {compression}"] = [SHARES, f"sync.compression={compression}"]
+        ways[f"synchronous, {compression}"] = ["strategy=synchronous", SHARES, f"sync.compression={compression}"]
     for merge in ("svd",) if quick else MERGES:
         ways[f"{merge}, 1 round"] = [*apart, f"independent.merge={merge}"]
     for merge in ("outer",) if quick else MERGES[:-1]:

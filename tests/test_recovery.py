@@ -123,6 +123,33 @@ def test_a_lost_rank_is_noticed_named_and_trained_on_without(
         assert tiny.difference(alone / "run", a.outside / "runs/run") <= 1e-5
 
 
+@pytest.mark.parametrize("kind", ["died", "silent"])
+def test_independent_ranks_of_auto_go_on_after_a_fault(fresh_hosts: list[Host], tmp_path: Path, kind: str) -> None:
+    """Started again on both hosts, or without the lost one from the last merge: no strategy is named anywhere."""
+    a, b, _ = fresh_hosts
+    train = [word for word in train_words(tmp_path, a.disk / "runs", steps=120) if not word.startswith("strategy=")]
+    command = [*words([a, b], "--max-restarts", "1", "--silent-seconds", str(LIMIT)), *train]
+    launch = Watched(a, command)
+    try:
+        wait_for(lambda: len(steps(a, 0)) >= 17, 60)  # two merges and a checkpoint at least
+        FAULTS[kind](b)
+        launch.until(rf"launch: {kind}: ")
+        _, line = launch.until("launch: start 2")
+        assert ("1 of 2 hosts (without host-b)" if kind == "silent" else "on 2 of 2 hosts") in line
+        assert launch.end() == 0, launch.notes[-1]
+    finally:
+        b.plug_in()
+    wait_for(lambda: nothing_left(fresh_hosts), 10)
+    run = a.outside / "runs/run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["strategy"] == "independent" and summary["steps"] == 120
+    assert summary["world_size"] == (1 if kind == "silent" else 2)
+    starts = [r for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "start"]
+    assert starts[-1]["resumed_from_step"] >= 15, "what was trained before the last merge is kept"
+    if kind == "died":  # the logs of both disks tell the history that lives on
+        assert trained([a, b]) == {epoch: list(range(45)) for epoch in range(20)}
+
+
 def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
     fresh_hosts: list[Host], tmp_path: Path
 ) -> None:
