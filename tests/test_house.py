@@ -12,6 +12,7 @@ FLOORS = [
     {"command", "config", "records", "calibration", "performance", "runtime", "hostfile", "machine", "division"}
     | {
         "heartbeat",
+        "channel",
         "watch",
         "network",
         "agent",
