@@ -28,13 +28,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from lib import network, os_commands
+from lib import channel, network, os_commands
 from lib.heartbeat import ADDRESS, SECONDS, agent_folder
 from lib.tail import Tail
 
 CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time
-LINE_BYTES = 2**26  # of the launcher's words
 HOST_FILE = "host"  # in the agent's folder: the name that the launcher fixed for this machine
 EXIT_SECONDS = 0.02  # between looks whether a rank has ended
 
@@ -48,6 +47,7 @@ class Ranks:
         self.typed_all = asyncio.Event()
         self.processes: dict[int | None, asyncio.subprocess.Process] = {}  # None: mpirun
         self.pids: dict[int, int] = {}  # of every rank of this host, whoever started it
+        self.exits: list[tuple[int | None, int]] = []  # statuses of those that have ended
         self.folder = Path(agent_folder())
         self.folder.mkdir(mode=0o700)
         self.server: asyncio.Server | None = None
@@ -63,7 +63,7 @@ class Ranks:
         """Writes what the ranks read, and hears what they say of themselves."""
         for name, text in files.items():
             (self.folder / name).write_text(text)
-        self.server = await asyncio.start_unix_server(self._accept, self.folder / "agent", limit=LINE_BYTES)
+        self.server = await asyncio.start_unix_server(self._accept, self.folder / "agent", limit=channel.LINE_BYTES)
 
     async def start(
         self,
@@ -89,6 +89,7 @@ class Ranks:
                 process = await _open(command, environment, directory, rank == 0)
         except OSError as error:
             self.say("output", rank=rank, stream="stderr", text=f"{command[0]}: {error.strerror}")
+            self.exits.append((rank, 127))
             self.say("exit", rank=rank, status=127)
             return
         self.processes[rank] = process
@@ -105,6 +106,7 @@ class Ranks:
         # What it left in its pipes; a child of it that lives on holds them open, and is not waited for.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(relays, 1.0)
+        self.exits.append((rank, status))
         self.say("exit", rank=rank, status=status)
         _signal_group(process.pid, signal.SIGKILL)
 
@@ -124,7 +126,7 @@ class Ranks:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A rank's heart, or the output of one that mpirun started."""
         try:
-            hello = json.loads(await reader.readline())
+            hello = json.loads(await reader.readline())  # like all that comes here, of this folder's owner alone
             if hello["kind"] == "input":  # not by mpirun, which loses what comes after 64 kB
                 self.typed.set_result(writer)
                 await self.typed_all.wait()
@@ -139,7 +141,7 @@ class Ranks:
                         self.followed.add(facts["rank"])
                         self._task(self._send_log(facts["rank"], facts["run"]))
                     self.say("beat", **facts)
-        except (ValueError, KeyError, ConnectionError):
+        except (ValueError, KeyError, TypeError, ConnectionError):
             pass  # a rank that died in the middle of a word: its exit tells more
         finally:
             writer.close()
@@ -310,7 +312,9 @@ class Agent:
         """Tells that this host lives, and which of its ranks are stopped or gone; ends them if the launcher is silent."""
         while True:
             if self.ranks is not None:
-                self.ranks.say("alive", states={rank: _state(pid) for rank, pid in self.ranks.pids.items()})
+                states = {rank: _state(pid) for rank, pid in self.ranks.pids.items()}
+                # The exits once more: a line can be lost to somebody who writes into the same stream.
+                self.ranks.say("alive", states=states, exits=self.ranks.exits)
             await asyncio.sleep(SECONDS)
             if time.monotonic() - self.heard > self.silent_seconds:
                 return
@@ -352,7 +356,7 @@ class Agent:
 async def serve() -> None:
     """Obeys the launcher until its words end."""
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    reader = asyncio.StreamReader(limit=channel.LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
@@ -372,22 +376,31 @@ async def serve() -> None:
     async def answer(number: int, question: str, **words: Any) -> None:
         try:
             _say(writer, "answer", number=number, answer=await agent.answer(question, **words))
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, LookupError, TypeError) as error:
             _say(writer, "answer", number=number, error=str(error) or "timed out")
 
+    async def take(kind: str, **words: Any) -> None:
+        if kind == "start":
+            await agent.start(**words)
+        elif kind == "ask":
+            meanwhile(answer(**words))
+        elif kind == "typed" and agent.ranks is not None:
+            meanwhile(agent.ranks.type(words["text"]))
+        elif kind == "end":
+            meanwhile(agent.end(**words))
+
     async def obey() -> None:
-        while line := await reader.readline():
+        texts = channel.ForeignTexts()
+        async for line in channel.lines(reader):
             agent.heard = time.monotonic()
-            words = json.loads(line)
-            kind = words.pop("kind")
-            if kind == "start":
-                await agent.start(**words)
-            elif kind == "ask":
-                meanwhile(answer(**words))
-            elif kind == "typed" and agent.ranks is not None:
-                meanwhile(agent.ranks.type(words["text"]))
-            elif kind == "end":
-                meanwhile(agent.end(**words))
+            messages, foreign = channel.decoded(line)
+            for message in messages:
+                try:
+                    await take(**message)
+                except (LookupError, TypeError) as error:  # it lacks what its kind has, or has more
+                    foreign = foreign or f"{message['kind']}: {error}"
+            if (text := texts.shown(foreign)) is not None:
+                _say(writer, "warning", text=f"its agent did not understand: {text}")
 
     obeying, watching = asyncio.ensure_future(obey()), asyncio.ensure_future(agent.watch())
     try:
@@ -398,7 +411,7 @@ async def serve() -> None:
 
 
 def _say(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
-    writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+    writer.write(channel.encoded(kind, **fields))
 
 
 async def _open(
@@ -412,7 +425,7 @@ async def _open(
         env={**os.environ, **environment},
         cwd=directory,
         start_new_session=True,  # its children are ended with it
-        limit=LINE_BYTES,
+        limit=channel.LINE_BYTES,
     )
 
 

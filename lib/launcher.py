@@ -146,6 +146,8 @@ async def supervise(
 async def _reach(launching: Launching, links: dict[str, Link], host: Host) -> bool:
     """Whether a host answers; its agent then is among the links."""
     if host.name not in links or links[host.name].closed:
+        if host.name in links:
+            links[host.name].drop()
         try:
             links[host.name] = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
         except (TimeoutError, ConnectionError):

@@ -153,7 +153,7 @@ async def _ask(
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         limit_seconds = ranks.CONNECT_SECONDS + LIMIT_SECONDS + 3
-        answer = await asyncio.wait_for(ranks.first_words(process.stdout), limit_seconds)
+        answer = await asyncio.wait_for(ranks.first_words(process.stdout, "clock"), limit_seconds)
     except (TimeoutError, ConnectionError):
         pass
     finally:

@@ -31,7 +31,7 @@ from typing import Any
 
 from rich.text import Text
 
-from lib import hostfile, network, reach, topology, watch
+from lib import channel, hostfile, network, reach, topology, watch
 from lib.config import UserError
 from lib.hostfile import Host
 from lib.tail import Copy
@@ -45,7 +45,6 @@ CONNECT_SECONDS = 10
 SETTLE_SECONDS = 0.5  # after a death, for the others to tell why they end
 PREPARE_SECONDS = 60.0  # for a process to import and read everything
 PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
-LINE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class Link:
 
     def send(self, kind: str, **fields: Any) -> None:
         if self.process.stdin is not None and not self.process.stdin.is_closing():
-            self.process.stdin.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+            self.process.stdin.write(channel.encoded(kind, **fields))
 
     async def ask(self, question: str, limit_seconds: float, **fields: Any) -> Any:
         """The agent's answer.
@@ -224,23 +223,48 @@ class Link:
         except TimeoutError:
             kill(self.process)
             await self.process.wait()
+        self.drop()
+
+    def drop(self) -> None:
+        """Ends our end of the connection at once, whoever still holds the other one open."""
+        kill(self.process)
         for task in self.tasks:
             task.cancel()
+        close_pipes(self.process)
 
     async def _read(self) -> None:
+        """Takes in what the agent says, to the end of it; what else comes through is passed on as text, in bounds."""
         assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            words = json.loads(line)
-            kind = words.pop("kind")
+        texts = channel.ForeignTexts()
+        try:
+            async for line in channel.lines(self.process.stdout):
+                messages, foreign = channel.decoded(line)
+                for message in messages:
+                    if not self._take(dict(message)):
+                        foreign = foreign or json.dumps(message)
+                if (text := texts.shown(foreign)) is not None:
+                    self.hear("foreign", {"text": text})
+        finally:
+            self.closed = True
+            for answer in self.questions.values():
+                if not answer.done():
+                    answer.set_exception(ConnectionError(f"{self.name}: its agent is gone"))
+            self.hear("closed", {})
+
+    def _take(self, message: dict[str, Any]) -> bool:
+        """Whether it was a message of an agent's."""
+        try:
+            kind = message.pop("kind")
             if kind != "answer":
-                self.hear(kind, words)
-            elif (answer := self.questions.get(words["number"])) is not None and not answer.done():
-                if "error" in words:
-                    answer.set_exception(ConnectionError(f"{self.name}: {words['error']}"))
+                self.hear(kind, message)
+            elif (answer := self.questions.get(message["number"])) is not None and not answer.done():
+                if "error" in message:
+                    answer.set_exception(ConnectionError(f"{self.name}: {message['error']}"))
                 else:
-                    answer.set_result(words["answer"])
-        self.closed = True
-        self.hear("closed", {})
+                    answer.set_result(message["answer"])
+        except (LookupError, TypeError, ValueError, AttributeError, zlib.error):  # it lacks what its kind has
+            return False
+        return True
 
     async def _ping(self) -> None:
         """An agent that hears nothing for too long ends its ranks."""
@@ -314,13 +338,13 @@ async def connect(launching: Launching, host: Host) -> Link:
         stderr=subprocess.PIPE,
         cwd=ROOT,
         start_new_session=True,  # a Ctrl-C is ours to hand on
-        limit=LINE_BYTES,
+        limit=channel.LINE_BYTES,
     )
     assert process.stdout is not None and process.stderr is not None
     hello = None
     try:
         with contextlib.suppress(asyncio.TimeoutError):
-            hello = await asyncio.wait_for(first_words(process.stdout), CONNECT_SECONDS + 2)
+            hello = await asyncio.wait_for(first_words(process.stdout, "host"), CONNECT_SECONDS + 2)
     finally:
         told = await last_words(process) if hello is None else ""
     if hello is None:
@@ -328,13 +352,14 @@ async def connect(launching: Launching, host: Host) -> Link:
     return Link(host, process, hello, is_here)
 
 
-async def first_words(stream: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The first JSON object that a host says, None if it says none; what its login shell prints before is passed over."""
-    while line := await stream.readline():
+async def first_words(stream: asyncio.StreamReader, key: str) -> dict[str, Any] | None:
+    """The first JSON object with a `key` that a host says, None if it says none; what its login shell prints is passed over."""
+    async for line in channel.lines(stream):
         _, brace, rest = line.partition(b"{")
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             words: dict[str, Any] = json.loads(brace + rest)
-            return words
+            if key in words:
+                return words
     return None
 
 
@@ -583,7 +608,7 @@ class Attempt:
 
     def _give_up(self, name: str) -> None:
         self.hosts[name].closed = True
-        kill(self.links[name].process)
+        self.links[name].drop()
         if self.keeps_links:
             del self.links[name]
 
@@ -623,6 +648,9 @@ class Attempt:
 
     def _hear(self, host: str, kind: str, words: dict[str, Any]) -> None:
         """Takes in what a host's agent says."""
+        if kind == "foreign":  # no sign that the agent lives
+            self.console.note(f"{host} says: {words['text']}")
+            return
         self.hosts[host].heard = time.monotonic()
         if kind == "output":
             self.console.output(words["rank"], host, words["stream"], words["text"])
@@ -636,9 +664,11 @@ class Attempt:
         elif words.pop("start", None) != self.address:
             return  # of an earlier start
         elif kind == "exit":
-            self.ranks[self.first if words["rank"] is None else words["rank"]].status = words["status"]
+            self._note_exit(**words)
         elif kind == "alive":
             self._note_states(host, words["states"])
+            for rank, status in words["exits"]:
+                self._note_exit(rank, status)
         elif kind == "beat":
             self._note_beat(host, words)
         elif kind == "log":
@@ -659,6 +689,9 @@ class Attempt:
             except OSError as error:
                 self.console.note(f"the logs of {host} are not copied to {copy.logs}: {error.strerror}")
                 self.copies[host] = None
+
+    def _note_exit(self, rank: int | None, status: int) -> None:
+        self.ranks[self.first if rank is None else rank].status = status
 
     def _note_states(self, host: str, states: dict[str, str]) -> None:
         for rank, state in states.items():
@@ -690,6 +723,11 @@ def kill(process: asyncio.subprocess.Process) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def close_pipes(process: asyncio.subprocess.Process) -> None:
+    """Closes a process's pipes, which else outlast the event loop where a child of it has them: the loop complains."""
+    process._transport.close()  # type: ignore[attr-defined]
+
+
 async def last_words(process: asyncio.subprocess.Process) -> str:
     """Ends a process; returns the last line that it wrote to its standard error."""
     assert process.stderr is not None
@@ -699,7 +737,7 @@ async def last_words(process: asyncio.subprocess.Process) -> str:
         read = await asyncio.wait_for(process.stderr.read(), topology.END_SECONDS)
         lines = read.decode(errors="replace").strip().splitlines()
         await asyncio.wait_for(process.wait(), topology.END_SECONDS)
-    process._transport.close()  # type: ignore[attr-defined]  # else its pipes outlast the loop, which complains
+    close_pipes(process)
     return lines[-1] if lines else "no answer"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lib import config
+from lib import config, files
 from lib.calibration import (
     Curve,
     CurveKey,
@@ -65,12 +65,10 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path, monkeyp
     path = tmp_path / "a.json"
     write_calibration(path, calibration("a", KEY))
 
-    def half(self: Path, text: str, encoding: str) -> int:
-        with self.open("w") as file:
-            file.write(text[: len(text) // 2])
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(files, "flush", full)
     with pytest.raises(OSError, match="No space"):
         write_calibration(path, calibration("b", KEY))
     assert read_calibration(path).machine.host == "a"

@@ -26,6 +26,7 @@ FLOORS = [
     }
     | {
         "heartbeat",
+        "channel",
         "watch",
         "network",
         "agent",

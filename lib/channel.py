@@ -1,0 +1,79 @@
+"""What a launcher and its agents say to each other: one JSON object a line, among whatever else a host writes into the same stream.
+
+A login shell's greeting, a library's warning, ssh's last line and a line that was cut off by a death come through the same
+pipe. None of them ends the reading: what is a message is taken, the rest is handed on as text.
+
+Only the standard library is imported: a host's agent is there in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+LINE_BYTES = 2**24  # of one message; a longer line is none
+TEXTS, TEXT_CHARACTERS = 20, 300  # of foreign texts that are shown
+BEGINNING = '{"kind": "'  # of every message, as `encoded` writes it
+
+
+def encoded(kind: str, **fields: Any) -> bytes:
+    """One message as one line."""
+    return json.dumps({"kind": kind, **fields}).encode() + b"\n"
+
+
+def decoded(line: bytes) -> tuple[list[dict[str, Any]], str]:
+    """The messages of a line, and what else it holds: "" where it is a message and nothing else.
+
+    A foreign text that does not end its line stands before a message or behind it. Of a message that was cut off nothing
+    is left, up to the next one in the line.
+    """
+    text = line.decode(errors="replace")
+    messages: list[dict[str, Any]] = []
+    foreign, position = "", 0
+    while (start := text.find(BEGINNING, position)) >= 0:
+        foreign += text[position:start]
+        try:
+            message, position = _DECODER.raw_decode(text, start)
+            messages.append(message)
+        except (ValueError, RecursionError):
+            following = text.find(BEGINNING, start + 1)
+            position = len(text) if following < 0 else following
+    return messages, (foreign + text[position:]).strip()
+
+
+class ForeignTexts:
+    """The first foreign texts of a stream, as they may be shown: short, and without what would move a terminal's cursor."""
+
+    def __init__(self, limit: int = TEXTS):
+        self.left = limit
+
+    def shown(self, text: str) -> str | None:
+        """What to show of a text; None where nothing is left to be shown."""
+        if not text or self.left == 0:
+            return None
+        self.left -= 1
+        short = text if len(text) <= TEXT_CHARACTERS else f"{text[:TEXT_CHARACTERS]} ..."
+        printable = "".join(letter if letter.isprintable() else " " for letter in short)
+        return printable if self.left else f"{printable} (more of this kind is not shown)"
+
+
+async def lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a stream to its end, the last one without its own end if it has none; one that is too long is not there.
+
+    The stream's limit is LINE_BYTES.
+    """
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # asyncio has dropped what was read of it; the rest comes as a line
+            continue
+        except OSError:
+            return
+        if not line:
+            return
+        yield line
+
+
+_DECODER = json.JSONDecoder()
