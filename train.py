@@ -15,11 +15,12 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib import command, metal, runtime, terminal
+    hosts = sync.host_names(world)
+    plan = first_plan(config, world, hosts, data.lengths, folder if resume else None)
 from lib import config as settings
 from lib.config import Config, Stopped, UserError
 
@@ -57,6 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # a full or read-only disk: what was saved before is whole
         terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with {again}")
         return runtime.leave(2, launch, alone=True)
+    except (out_of_memory.OutOfMemory, RuntimeError, MemoryError) as error:
+        if not out_of_memory.told_by(error):
+            raise
+        terminal.error(f"{out_of_memory.advice(error)}; go on with {again}")
+        return runtime.leave(1, launch, alone=True)
     except (Stopped, KeyboardInterrupt) as error:
         terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with {again}", "stopped")
         return 1
@@ -70,12 +76,14 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib import ahead, checkpoint, evaluate, heartbeat, loading, report, scoring, sinks, sync
     from lib import model as models
     from lib.batches import MicroBatches
+    from lib.ceilings import Memory
     from lib.data import prefetch, tokens_to_deal
+    from lib.learner import Learner
     from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.order import micro_batches as micro_batches_of
     from lib.performance import PerformanceTracker
     from lib.rounds import Rounds
-    from lib.schedule import Schedule, first_plan
+    from lib.schedule import Schedule, first_plan, memory_limit
     from lib.step import is_compiled, make_optimizer, make_step
     from lib.streaming import StreamedDataset
 
@@ -97,8 +105,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
-    hosts = sync.host_names(world)
-    plan = first_plan(config, world, hosts, data.lengths)
+    started = report.provenance() | {"steps": steps, "config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    started |= {"resumes": progress.resumes, "resume_ids": progress.resume_ids}
+    started |= {"kernel_kills": out_of_memory.kernel_kills()}
+    tracker.record("start", **started, resumed_from_step=progress.step if resume else None)
     schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
     report.show_run(say, config, plan, data, valid, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)
@@ -154,26 +164,30 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             raise sync.AgreedError(f"{folder} is a run of ranks that train apart; go on with strategy=independent")
         if progress.schedule and not schedule.restore(progress.schedule):
             say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
+        if schedule.at(progress.step + 1).gradient_checkpointing and not plan.gradient_checkpointing:
+            models.checkpoint_blocks(model)
         checkpoint.go_back(folder / "logs", progress, world, lock is not None)
         say.line(f"resuming {folder} after step {progress.step} of {steps}")
 
     # ---- Training ----------------------------------------------------------------------------------------------------
 
     tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank], feed)
-    started = report.provenance() | {"steps": steps, "config": config.model_dump(mode="json"), "plan": plan.to_dict()}
-    started |= {"resumes": progress.resumes, "resume_ids": progress.resume_ids}
-    tracker.record("start", **started, resumed_from_step=progress.step if resume else None)
-    say.record_in(tracker, progress.step, each_rank=apart is not None)
-    if apart is None:
-        take_step = make_step(model, optimizer, config.train, workers, config.model.dropout > 0, config.sync, feedback)
-    else:
-        take_step = make_step(model, optimizer, config.train, world.alone(), config.model.dropout > 0, rank=world.rank)
-
-    # Unlike devices pad unlike, but all ranks deal alike.
-    lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
     passes = metal.training_passes(config.model.method, bool(plan.gradient_checkpointing))
     pace = metal.pace(config, model, data.seen.sum() / len(data), passes, world)
     make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers), pace)
+    limit, remembers = memory_limit(config, hosts, world), Memory.of(config, hosts, world.rank, plan)
+    learner = Learner(config, model, optimizer, schedule, say, tracker, progress, build, make, asked, remembers, limit)
+    say.record_in(tracker, progress.step, each_rank=apart is not None)
+
+    def build() -> Callable[..., StepResult]:
+        among, rank = (workers, None) if apart is None else (world.alone(), world.rank)
+        return make_step(model, optimizer, config.train, among, config.model.dropout > 0, config.sync, feedback, rank)
+
+    # Unlike devices pad unlike, but all ranks deal alike.
+    lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
+    make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers))
+    limit, remembers = memory_limit(config, hosts, world), Memory.of(config, hosts, world.rank, plan)
+    learner = Learner(config, model, optimizer, schedule, say, tracker, progress, build, make, asked, remembers, limit)
 
     def batches() -> Iterator[tuple[int, Position, int, list[float], list[int], list[Any]]]:
         """Every step that is left: its epoch, the position after it, its pairs, what each rank's part costs, and this rank's part."""
@@ -228,27 +242,6 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             if fault := checkpoint.save_all(folder, world, writer, *state, config, plan_now, own, tracker, is_last):
                 say.warning(fault, progress.step)
 
-    def learn(step: int, index: int, epoch: int, rows: list[int], micro_batches: list[Any]) -> StepResult:
-        """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0."""
-        result = take_step(index, steps, asked(micro_batches))
-        if result.skipped:
-            say.warning(f"step {step}: loss or gradient is not finite; computed once more", step)
-            result = take_step(index, steps, asked(micro_batches))
-        tracker.log_batch(
-            step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
-        )
-        pace.observe(len(rows), result.compute_seconds[result.rank], result.traces)
-        show(index + 1, apart.of_all(result) if apart else result)
-        progress.skipped_in_row = progress.skipped_in_row + 1 if result.skipped else 0
-        if result.skipped:
-            say.warning(f"step {step}: not finite again; update {progress.skipped_in_row} in a row left out", step)
-        if result.skipped and progress.skipped_in_row >= config.train.max_skipped_steps:
-            raise Stopped(
-                f"{progress.skipped_in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
-                f"{config.train.max_skipped_steps}); lower train.learning_rate ({config.train.learning_rate:g}) or look at the rows in {tracker.log_path}"
-            )
-        return result
-
     if progress.step == 0:
         progress.before = evaluate_now()
         if not questions:
@@ -259,7 +252,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             with contextlib.closing(prefetch(batches(), PREFETCHED)) as upcoming:
                 for epoch, position, pairs, tokens, rows, micro_batches in upcoming:
                     step = progress.step + 1
-                    result = learn(step, step - 1, epoch, rows, micro_batches)
+                    result = learner.learn(step, step - 1, epoch, rows, micro_batches)
+                    show(step, result)
                     progress.count(step, position, pairs, result)
                     changed = schedule.observe(step, tokens, result.compute_seconds)
                     progress.schedule = schedule.state(step)
@@ -273,7 +267,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
             def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
                 rows = rows[np.argsort(lengths[rows], kind="stable")]
                 parts = micro_batches_of(rows, micro_batch_size)
-                return learn(step, index, epoch, rows.tolist(), make.of(parts, micro_batch_size))
+                result = learner.learn(step, index, epoch, rows.tolist(), make.of(parts, micro_batch_size))
+                show(index + 1, apart.of_all(result))
+                apart.limit(world.rank, learner.most)
+                return result
 
             evaluated = progress.step
             for merged, is_due in apart.train(progress, local_step, checkpoint_every):

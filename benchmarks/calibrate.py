@@ -379,8 +379,8 @@ def measure_host(
                 say.labelled("warning", f"the machine's rates could not be measured: {answer}")
             else:
                 rates = {**answer, "measured_at": calibrations.time_now(), "versions": versions}
-    links = known.links if known else ()
-    found_here = HostCalibration(machine=identity, curves=tuple(curves.values()), links=links, **rates)
+    kept = {"links": known.links, "ceilings": known.ceilings} if known else {}
+    found_here = HostCalibration(machine=identity, curves=tuple(curves.values()), **kept, **rates)
     calibrations.write_calibration(path, found_here)
     return found_here, {"measured": measured, "lost": lost, "seconds": round(time.monotonic() - began, 1)}
 

@@ -25,17 +25,60 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-from lib import channel, network, os_commands
+from lib import channel, network, os_commands, out_of_memory
 from lib.heartbeat import ADDRESS, SECONDS, agent_folder
 from lib.tail import Tail
 
 CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time
 HOST_FILE = "host"  # in the agent's folder: the name that the launcher fixed for this machine
+LAST_LINES = 40  # of a rank's output, in which MLX may have told why it ended
 EXIT_SECONDS = 0.02  # between looks whether a rank has ended
+
+
+class Look:
+    """What was seen of a rank, for the case that it is ended for its memory and cannot tell."""
+
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.facts: dict[str, Any] = {}  # of its heart's last beat
+        self.groups = ""
+        self.kills: dict[str, int] = {}  # by the kernel, before it began
+        self.held_bytes = 0
+        self.is_over = False
+
+    def at_living(self, pid: int) -> None:
+        groups = out_of_memory.control_groups(pid)
+        self.kills = {**out_of_memory.kernel_kills(groups), **self.kills}  # who is counted first counts
+        self.groups = groups
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            self.held_bytes = pages * os.sysconf("SC_PAGE_SIZE") or self.held_bytes
+
+    def ran_out(self, status: int | None) -> str | None:
+        """What shows that the rank ran out of memory, with what is known; its run's folder keeps it for the next start.
+
+        status: of its end; None where only its parent knows it.
+        """
+        if self.facts.get("ended"):
+            return None
+        killed = out_of_memory.has_killed(self.kills, out_of_memory.kernel_kills(self.groups))
+        why = out_of_memory.evidence(-signal.SIGKILL if status is None else status, list(self.lines), killed)
+        if why is None:
+            return None
+        if self.held_bytes:
+            why += f"; it held {self.held_bytes / 1e9:.4g} GB when last seen"
+        if self.facts.get("run") and self.facts.get("micro_batch_size"):
+            note = {"evidence": why, **{name: self.facts.get(name) for name in ("rank", *out_of_memory.NOTED)}}
+            file = Path(self.facts["run"]) / out_of_memory.NOTE.format(host=self.facts["machine"])
+            with contextlib.suppress(OSError):
+                file.write_text(json.dumps(note) + "\n")
+            why += f", with micro-batches of {self.facts['micro_batch_size']}; the next start takes half there"
+        return why
 
 
 class Ranks:
@@ -53,6 +96,7 @@ class Ranks:
         self.server: asyncio.Server | None = None
         self.tasks: set[asyncio.Future[None]] = set()
         self.ending = asyncio.Event()
+        self.looks: dict[int, Look] = {}  # at every rank of this host
         self.typed: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's input
 
     def say(self, kind: str, **fields: Any) -> None:
@@ -106,6 +150,10 @@ class Ranks:
         # What it left in its pipes; a child of it that lives on holds them open, and is not waited for.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(relays, 1.0)
+        if rank is not None:
+            self.look(rank, process.pid, status)
+        else:
+            self.look_at_gone()
         self.exits.append((rank, status))
         self.say("exit", rank=rank, status=status)
         _signal_group(process.pid, signal.SIGKILL)
@@ -118,10 +166,32 @@ class Ranks:
             if len(rest) > CHUNK_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self.say("output", rank=rank, stream=stream, text=line.decode(errors="replace"))
+                self._pass_on(rank, stream, line)
             await self.writer.drain()
         if rest:
-            self.say("output", rank=rank, stream=stream, text=rest.decode(errors="replace"))
+            self._pass_on(rank, stream, rest)
+
+    def _pass_on(self, rank: int | None, stream: str, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        if rank is not None:
+            self.looks.setdefault(rank, Look()).lines.append(text)
+        self.say("output", rank=rank, stream=stream, text=text)
+
+    def look(self, rank: int, pid: int, status: int | None = None) -> None:
+        """Looks at a rank: what it holds while it lives; and, once, whether it ran out of memory when it is gone."""
+        look = self.looks.setdefault(rank, Look())
+        if status is None and _state(pid) != "gone":
+            look.at_living(pid)
+        elif not look.is_over:
+            look.is_over = True
+            if (why := look.ran_out(status)) is not None:
+                self.say("memory", rank=rank, text=why)
+
+    def look_at_gone(self) -> None:
+        """The same for all ranks that mpirun started; how they ended it tells nobody."""
+        for rank, pid in self.pids.items():
+            if rank not in self.processes:
+                self.look(rank, pid)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A rank's heart, or the output of one that mpirun started."""
@@ -137,6 +207,8 @@ class Ranks:
                 while line := await reader.readline():
                     facts = json.loads(line)
                     self.pids[facts["rank"]] = facts["pid"]
+                    self.looks.setdefault(facts["rank"], Look()).facts = facts
+                    self.look(facts["rank"], facts["pid"])
                     if self.sends_logs and "run" in facts and facts["rank"] not in self.followed:
                         self.followed.add(facts["rank"])
                         self._task(self._send_log(facts["rank"], facts["run"]))
@@ -312,6 +384,7 @@ class Agent:
         """Tells that this host lives, and which of its ranks are stopped or gone; ends them if the launcher is silent."""
         while True:
             if self.ranks is not None:
+                self.ranks.look_at_gone()
                 states = {rank: _state(pid) for rank, pid in self.ranks.pids.items()}
                 # The exits once more: a line can be lost to somebody who writes into the same stream.
                 self.ranks.say("alive", states=states, exits=self.ranks.exits)

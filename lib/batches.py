@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lib.ceilings import pieces
 from lib.config import Config
 from lib.data import Batch, Dataset, collate
 from lib.metal import Pace
@@ -63,6 +64,21 @@ class MicroBatches:
             for examples, part in found
             if examples
         ]
+
+    def within(
+        self, made: list[tuple[Batch, np.ndarray | None]], most: int | None
+    ) -> list[tuple[Batch, np.ndarray | None]]:
+        """The same rows in micro-batches of at most so many; those that are small enough stay as they are."""
+        if most is None:
+            return made
+        smaller = []
+        for batch, reference in made:
+            sizes = pieces(len(batch.rows), most)
+            if len(sizes) == 1:
+                smaller.append((batch, reference))
+            else:
+                smaller += self.of(np.split(batch.rows, np.cumsum(sizes)[:-1]), most)
+        return smaller
 
     def _few_shapes(self, micro_batch_size: int) -> list[Shape]:
         """Shapes for micro-batches of up to so many rows, whichever rows they are: from data, seed and settings alone."""

@@ -25,7 +25,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm import batch_generate
 from mlx_lm.sample_utils import make_sampler
 
-from lib import losses, metal, scoring, sources
+from lib import losses, metal, out_of_memory, scoring, sources
 from lib import model as models
 from lib.chunks import Dispatcher, Journal, Lines, Local, Remote, Server, work
 from lib.config import Config, Data, UserError
@@ -203,10 +203,15 @@ class Scorer:
         logps = np.zeros((len(examples), len(examples[0].completions)), np.float32)
         tokens = float(lengths.mean()) * logps.shape[1]
         pace = metal.pace(self.settings, model, tokens, metal.FORWARD, World())
+
+        def of(places: Sequence[int]) -> np.ndarray:
+            batch = collate([examples[i] for i in places], self.multiple, self.shares_prompts)
+            return np.array(completion_logps(model, arrays_of(batch.inputs)))
+
+        mx.eval(model.state)
         most = pace.most_rows(self.settings.evaluate.batch_size)
         for part in micro_batches(np.argsort(lengths, kind="stable"), most):
-            batch = collate([examples[i] for i in part.tolist()], self.multiple, self.shares_prompts)
-            logps[part] = np.array(completion_logps(model, arrays_of(batch.inputs)))
+            logps[part] = np.concatenate([own for _, own in out_of_memory.in_pieces(part.tolist(), of)])
         return logps
 
 

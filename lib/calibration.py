@@ -99,6 +99,9 @@ class Curve(_Record):
     measured_at: str | None = None  # ISO 8601
     versions: dict[str, str] = {}  # of mlx, mlx-lm, ...
     note: str = ""
+    max_pairs: PositiveInt | None = (
+        None  # of a micro-batch, whatever was measured: a run's larger ones ran out of memory
+    )
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> Curve:
@@ -152,7 +155,7 @@ class Curve(_Record):
 
         Fits: its peak memory, linear between measured sizes, is at most 1 - MEMORY_HEADROOM of the limit.
         """
-        largest = self.points[-1].batch_size
+        largest = min(self.points[-1].batch_size, self.max_pairs or self.points[-1].batch_size)
         peaks = [point.peak_memory_bytes for point in self.points]
         if self.memory_limit_bytes is None or peaks[0] is None:
             return largest
@@ -209,6 +212,15 @@ class Link(_Record):
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
+class Ceiling(_Record):
+    """The largest micro-batch that is left to runs with this key, once larger ones ran out of memory (lib/ceilings.py)."""
+
+    key: CurveKey
+    max_pairs: Annotated[int, Field(ge=0)]  # 0: not even one, without gradient checkpointing
+    measured_at: str | None = None  # ISO 8601
+    note: str = ""
+
+
 class HostCalibration(_Record):
     """The content of calibration/HOST.json."""
 
@@ -217,6 +229,7 @@ class HostCalibration(_Record):
     gflops: PositiveFloat | None = None  # matrix multiplication
     memory_bytes_per_second: PositiveFloat | None = None
     links: tuple[Link, ...] = ()
+    ceilings: tuple[Ceiling, ...] = ()
     measured_at: str | None = None  # the machine's own rates
     versions: dict[str, str] = {}
     source: str = "measured"
@@ -262,12 +275,15 @@ def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibratio
     Raises:
         UserError: as read_calibration.
     """
+    path = own_file(folder, hosts, rank)
+    return read_calibration(path) if path.exists() else None
+
+
+def own_file(folder: Path, hosts: list[str], rank: int) -> Path:
+    """The file that this rank of a world goes by, whether it exists or not."""
     host = hosts[rank]
-    names = [f"{host}.json"]
-    if hosts.count(host) > 1:
-        names.insert(0, f"{host}-{hosts[:rank].count(host)}.json")
-    path = next((folder / name for name in names if (folder / name).exists()), None)
-    return read_calibration(path) if path else None
+    numbered = folder / f"{host}-{hosts[:rank].count(host)}.json"
+    return numbered if hosts.count(host) > 1 and numbered.exists() else folder / f"{host}.json"
 
 
 def write_calibration(path: Path, calibration: HostCalibration) -> None:

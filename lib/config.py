@@ -260,6 +260,8 @@ class Plan(_Section):
     """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else equal. With strategy=sharded: each rank's weight in the division of the model."""
     micro_batch_sizes: tuple[Positive, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
+    memory_limit_gb: PositiveFloat | dict[str, PositiveFloat] | None = None
+    """What MLX may hold in each rank's process, one number for all or by host, e.g. {m4-max: 96}: a step that takes more is taken again in smaller micro-batches. Default: what the machine bears."""
     calibration_dir: str = "calibration"
     """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, HOST-1.json, ... where several ranks share a host."""
     require_calibration: bool = False

@@ -30,7 +30,7 @@ import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm import batch_generate  # noqa: E402
 
-from lib import bulk, command, config, loading, losses, scoring, sync, terminal  # noqa: E402
+from lib import bulk, command, config, loading, losses, out_of_memory, scoring, sync, terminal  # noqa: E402
 from lib import model as models  # noqa: E402
 from lib.bulk import extract  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
@@ -41,7 +41,7 @@ from lib.report import Report, describe  # noqa: E402
 from lib.schedule import sharded_plan  # noqa: E402
 from lib.step import SUMS, means_of, objective  # noqa: E402
 from lib.streaming import StreamedDataset  # noqa: E402
-from lib.sync import World  # noqa: E402
+from lib.sync import Lockstep, World  # noqa: E402
 
 Metrics = dict[str, float | None]
 
@@ -178,18 +178,23 @@ def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_t
     world = world.workers
     mine = list(range(world.rank, len(prompts), world.size))
     tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
-    if mine:
-        with world.together("greedy answers", passes=len(mine)):
+
+    def answers(places: Sequence[int]) -> list[list[int]]:
+        with world.together("greedy answers", passes=len(places)):
             response = batch_generate(
                 model,
                 tokenizer,
-                [prompts[i] for i in mine],
+                [prompts[i] for i in places],
                 max_tokens=max_tokens,
                 return_token_ids=True,
                 sampler=lambda logps: world.decide(mx.argmax(logps, axis=-1)),
             )
-        for i, generated in zip(mine, response.token_ids or [], strict=True):
-            ids = [token for token in generated if token not in tokenizer.eos_token_ids][:max_tokens]
+        return response.token_ids or []
+
+    mx.eval(model.state)
+    for start, generated in out_of_memory.in_pieces(mine, answers, can_halve=not isinstance(world, Lockstep)):
+        for i, made in zip(mine[start:], generated, strict=False):
+            ids = [token for token in made if token not in tokenizer.eos_token_ids][:max_tokens]
             tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
     gathered = np.array(world.all_sum(mx.array(tokens), "greedy answers"))
     return [tokenizer.decode(row[1 : 1 + row[0]].tolist()) for row in gathered]

@@ -49,6 +49,7 @@ def start(rank: int) -> None:
     thread.start()
 
     def end() -> None:  # a thread that lives on would spoil the exit status under mpirun
+        _facts["ended"] = True  # by itself: nobody killed it
         _ended.set()
         _changed.set()
         thread.join(2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.calibration import MEMORY_HEADROOM, Curve
+from lib.calibration import MEMORY_HEADROOM, Curve, CurveKey
 from lib.config import Config, UserError
 from lib.division import Division, Shape, divide, rank_bytes
 from lib.shares import (
@@ -45,6 +45,7 @@ class Plan:
     micro_batch_sizes: tuple[int, ...]  # pairs, in the order they are run; they add up to the share
     predicted_compute_seconds: float | None = None  # without the sync; None where nothing is measured
     solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
+    max_micro_batch_size: int | None = None  # larger ones ran out of memory there
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class ClusterPlan:
     merges: int | None = None  # in the whole run, if that stays so
     merging: str = ""  # how often ranks merge, and why so often
     synchronous_instead: str = ""  # what strategy=synchronous would give and cost
+    key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
 
     @property
     def workers(self) -> tuple[Plan, ...]:
@@ -183,7 +185,8 @@ class ClusterPlan:
         """For plan.json and the records; of the curves what can be drawn."""
         drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
         return {
-            **asdict(replace(self, curves=())),
+            **asdict(replace(self, curves=(), key=None)),
+            "key": self.key and self.key.model_dump(mode="json"),
             "curves": [curve and curve.model_dump(mode="json", include=drawn) for curve in self.curves],
             "shares": self.shares,
             "predicted_step_seconds": self.predicted_step_seconds,

@@ -533,7 +533,7 @@ class Attempt:
             link.send("typed", text=text)
 
     async def _watch(self, interrupts: asyncio.Queue[int]) -> Outcome:
-        limits = self.launching.silent_seconds, self.launching.wedged_seconds
+        limits = self._limits
         checkpoint = None
         while any(rank.status is None for rank in self._started()):
             now = time.monotonic()
@@ -570,6 +570,10 @@ class Attempt:
             self._tell(fault)
         return Outcome(self._worst(), fault, self.run)
 
+    @property
+    def _limits(self) -> tuple[float, float]:
+        return self.launching.silent_seconds, self.launching.wedged_seconds
+
     def _look_between(self, now: float) -> watch.Fault | None:
         """Where all ranks wait, whether their hosts still reach each other: none has to wait for the limit to know."""
         waited, limit = watch.common_wait_seconds(now, list(self.ranks.values())), self.launching.silent_seconds
@@ -595,6 +599,10 @@ class Attempt:
             deadline = time.monotonic() + SETTLE_SECONDS
             while time.monotonic() < deadline and any(rank.status is None for rank in self._started()):
                 await asyncio.sleep(0.02)
+        elif fault.kind == "died" and self.first == -1 and len(self.hosts) > 1:  # of other hosts only their agents know
+            await asyncio.sleep(SETTLE_SECONDS)
+        if fault.kind == "died" and any(rank.memory for rank in self.ranks.values()):
+            fault = watch.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *self._limits) or fault
         status = self._worst() or 1
         self._tell(fault)
         if fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
@@ -663,6 +671,8 @@ class Attempt:
             self.ended[host].set()
         elif words.pop("start", None) != self.address:
             return  # of an earlier start
+        elif kind == "memory":
+            self.ranks.setdefault(words["rank"], watch.RankSeen(words["rank"], host)).memory = words["text"]
         elif kind == "exit":
             self._note_exit(**words)
         elif kind == "alive":

@@ -67,6 +67,7 @@ class Rounds:
         self.follows_speed = config.plan.replan and config.plan.shares is None and world.size > 1
         self.shares = plan.shares
         self.micro_batch_sizes = [max(r.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for r in plan.ranks]
+        self.most = [rank.max_micro_batch_size for rank in plan.ranks]  # that memory leaves; None: whatever was planned
         predicted = [(rank.share, rank.predicted_compute_seconds) for rank in plan.ranks]
         self.speeds = [share / seconds if seconds else 0.0 for share, seconds in predicted]  # pairs/s; 0 is unknown
         self.local_steps = [0] * world.size
@@ -188,6 +189,8 @@ class Rounds:
         self.pending = ledger.left_over(self.pending, queues, done)
         self.trained = [[p + more, s + n] for (p, s), more, n in zip(self.trained, pairs, done, strict=True)]
         self.local_steps = [steps + more for steps, more in zip(self.local_steps, done, strict=True)]
+        for other, answer in enumerate(answers):
+            self.limit(other, answer["most"])
         self._measure(answers, pairs)
         progress.pairs += sum(pairs)
         progress.tokens += sum(answer["tokens"] for answer in answers)
@@ -228,6 +231,7 @@ class Rounds:
         assert self.round is not None
         rank, batch_size = self.world.rank, self.config.train.global_batch_size
         told: dict[str, Any] = {"steps": 0, "tokens": 0, "timed_tokens": 0, "timed_seconds": 0.0}
+        told["most"] = self.most[rank]
         began = time.perf_counter()
         for chunk in queue:
             elapsed = time.perf_counter() - began
@@ -247,6 +251,7 @@ class Rounds:
             except (UserError, OSError) as error:
                 return {**told, AgreedError.__name__: str(error)}
             told["steps"] += 1
+            told["most"] = self.most[rank]  # memory may have run out
             told["tokens"] += result.tokens
             if self._warm:  # the first step compiles
                 told["timed_tokens"] += result.tokens
@@ -272,6 +277,12 @@ class Rounds:
                     shares[shares.index(max(shares))] -= 1
             self.shares = shares
 
+    def limit(self, rank: int, most: int | None) -> None:
+        """Keeps a rank's micro-batches to what its memory was seen to leave."""
+        if most is not None:
+            self.most[rank] = min(most, self.most[rank] or most)
+            self.micro_batch_sizes[rank] = min(self.micro_batch_sizes[rank], most)
+
     def _place(self) -> tuple[int, int, int]:
         """Global batches trained, in whole ones, and the epoch and cursor there, as a synchronous run counts them."""
         assert self.round is not None
@@ -292,6 +303,7 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """What all ranks know alike."""
         known: dict[str, Any] = {"shares": self.shares, "speeds": self.speeds, "are_one": not self.is_inside}
+        known["max_micro_batch_sizes"] = self.most
         known["local_steps"] = [*self.local_steps, *self.former_steps]
         known["round_ends"] = self.round_ends
         if self.round is not None:
@@ -327,6 +339,9 @@ class Rounds:
             self.shares, self.speeds = state["shares"], state["speeds"]
             self.round_ends = state.get("round_ends", [])
             self._choose_length()
+        most = state.get("max_micro_batch_sizes", [])
+        for rank, size in enumerate(most if len(most) == self.world.size else ()):
+            self.limit(rank, size)
         if "tail" in state:
             # A run of an earlier version took an epoch, where the settings did not say.
             pairs = (

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lib import calibration, correction, machine, matmul
+from lib import calibration, ceilings, correction, machine, matmul, network
 from lib import model as models
 from lib.advice import advised
 from lib.calibration import Curve, CurveKey, HostCalibration
@@ -26,6 +26,7 @@ from lib.config import Plan as PlanSettings
 from lib.division import shape_of
 from lib.estimate import needs_rates
 from lib.forward import length_multiple
+from lib.out_of_memory import Limit
 from lib.plan import ClusterPlan, plan_cluster, plan_sharded, with_micro_batches
 from lib.shapes import padded_lengths
 from lib.shares import DEFAULT_MICRO_BATCH_SIZE
@@ -34,20 +35,26 @@ from lib.sync import World
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
 
 
-def first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarray) -> ClusterPlan:
+def first_plan(
+    config: Config, world: World, hosts: list[str], lengths: np.ndarray, resumed: Path | None = None
+) -> ClusterPlan:
     """The plan that a run starts with, and what is likely to be a mistake in it (lib/advice.py).
 
     Each rank reads its own host's calibration, and all exchange them.
 
-    lengths: int [n], of the training data's rows, as Dataset.lengths.
+    Args:
+        lengths: int [n], of the training data's rows, as Dataset.lengths.
+        resumed: the folder of a run that goes on: where it ended for want of memory, its host remembers that first.
 
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
-    return advised(config, _first_plan(config, world, hosts, lengths))
+    return advised(config, _first_plan(config, world, hosts, lengths, resumed))
 
 
-def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndarray) -> ClusterPlan:
+def _first_plan(
+    config: Config, world: World, hosts: list[str], lengths: np.ndarray, resumed: Path | None
+) -> ClusterPlan:
     if config.strategy == "sharded" and world.size == 1:
         sizes = config.plan.micro_batch_sizes
         alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
@@ -63,13 +70,24 @@ def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndar
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
     agreed = json.loads(world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())})))
+    key = calibration.CurveKey(**agreed["key"])
+    warning, limit = "", memory_limit(config, hosts, world)
+    with world.agreeing("reading the calibration"):
+        if (
+            resumed is not None
+            and (killed := ceilings.killed_before(resumed, hosts[world.rank], network.host_name())) is not None
+        ):
+            memory = ceilings.Memory(Path(config.plan.calibration_dir), hosts, world.rank, key)
+            warning = memory.take_over(killed, resumed)
+            own = calibration.own_calibration(memory.folder, hosts, world.rank)
+    own = ceilings.bounded(own, key, limit.size_bytes if limit.is_configured else None)
+    warnings = world.gather_text(warning, "what ended for want of memory")
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
-    memory = world.gather_text(json.dumps(_memory_bytes(hosts, world)), "every host's memory")
+    memory_bytes = world.gather_text(json.dumps(limit.size_bytes), "every host's memory")
     chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
     calibrations = [HostCalibration.model_validate_json(text) if text else None for text in texts]
-    key = calibration.CurveKey(**agreed["key"])
     with world.agreeing("planning"):
-        return plan_run(
+        plan = plan_run(
             config,
             hosts,
             calibrations,
@@ -81,9 +99,17 @@ def _first_plan(config: Config, world: World, hosts: list[str], lengths: np.ndar
             published=list(calibration.read_published().values()),
             dataset_size=len(lengths),
             shape=shape,
-            memory_bytes=[json.loads(text) for text in memory],
+            memory_bytes=[json.loads(text) for text in memory_bytes],
             gflops=_matmul_rates(hosts, calibrations, key, world),
         )
+        told = tuple(dict.fromkeys(filter(None, warnings)))
+        plan = replace(plan, key=key, warnings=(*told, *plan.warnings))
+        return ceilings.applied(plan, calibrations, may_checkpoint(config))
+
+
+def may_checkpoint(config: Config) -> bool:
+    """Whether gradient checkpointing may be turned on: dropout is the one thing that MLX's gets wrong."""
+    return config.model.gradient_checkpointing is None and not config.model.dropout
 
 
 def _matmul_rates(
@@ -104,7 +130,7 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         shape = shape_of(models.stored_config(config.model), _dtype(config))
-        memory = _memory_bytes(hosts, world)
+        memory = memory_limit(config, hosts, world).size_bytes
     facts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")
     memory_bytes, gflops = zip(*map(json.loads, facts), strict=True)
     with world.agreeing("planning"):
@@ -116,12 +142,17 @@ def _dtype(config: Config) -> str | None:
     return config.model.dtype or ("float32" if config.model.random_init else None)
 
 
-def _memory_bytes(hosts: list[str], world: World) -> int | None:
+def memory_limit(config: Config, hosts: list[str], world: World) -> Limit:
     """What this rank may use."""
+    configured = config.plan.memory_limit_gb
+    if isinstance(configured, dict):
+        configured = configured.get(hosts[world.rank])
+    if configured is not None:
+        return Limit(round(configured * 1e9), is_configured=True)
     memory = machine.memory_limit_bytes()
     if memory and machine.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
         memory //= hosts.count(hosts[world.rank])
-    return memory
+    return Limit(memory)
 
 
 @dataclass(frozen=True)
@@ -210,6 +241,29 @@ class Schedule:
         self.plans.append((step + self.lead, other))
         return other
 
+    def halve(self, step: int, ranks: Sequence[int], gradient_checkpointing: bool = False) -> ClusterPlan:
+        """The plan from step + lead on, once these workers ran out of memory at `step`: half the micro-batch for them.
+
+        What is made already, up to there, each rank cuts by itself (`most_at`). Later plans and resumes keep to it.
+        """
+        _, plan = self.plans[-1]
+        hit = range(len(plan.ranks)) if plan.division else ranks
+        if gradient_checkpointing:
+            new = replace(plan, gradient_checkpointing=True)
+            why = "gradient checkpointing is on"
+        else:
+            new = ceilings.halved(plan, hit)
+            why = f"micro-batches of at most {', '.join(str(new.ranks[rank].max_micro_batch_size) for rank in ranks)}"
+        names = ", ".join(f"rank {rank} ({plan.ranks[rank].host})" for rank in hit)
+        new = replace(new, reason=f"{names} ran out of memory in step {step}: {why}", warnings=(), predictions=())
+        self.plans.append((step + self.lead, new))
+        self._forget()
+        return new
+
+    def most_at(self, worker: int) -> int | None:
+        """The largest micro-batch that memory leaves to a worker, from now on, whatever the plan of a step says."""
+        return self.plans[-1][1].workers[worker].max_micro_batch_size
+
     def _take_in(self, plan: ClusterPlan, counts: np.ndarray, seconds: np.ndarray, worked: np.ndarray) -> None:
         """One step's speeds. counts: tokens; worked: which ranks had any."""
         shares = np.array(plan.shares, dtype=np.float64)
@@ -253,7 +307,7 @@ class Schedule:
             replace(new, solo_pairs_per_second=old.solo_pairs_per_second)
             for new, old in zip(other.ranks, plan.ranks, strict=True)
         ]
-        return replace(
+        changed = replace(
             plan,
             ranks=tuple(ranks),
             curves=other.curves if None not in plan.curves else plan.curves,
@@ -261,6 +315,7 @@ class Schedule:
             warnings=other.warnings,
             predictions=(),
         )
+        return ceilings.within(changed, [rank.max_micro_batch_size for rank in plan.ranks])
 
     def _slowdowns(self, plan: ClusterPlan, rates: np.ndarray) -> dict[int, float]:
         """Every working rank's time over its calibrated curve's; seconds a pair where there is none."""
@@ -335,6 +390,8 @@ class Schedule:
                 {
                     "first_step": first,
                     "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks],
+                    "max_micro_batch_sizes": [rank.max_micro_batch_size for rank in plan.ranks],
+                    "gradient_checkpointing": plan.gradient_checkpointing,
                 }
                 for first, plan in self.plans
                 if first >= current
@@ -351,7 +408,9 @@ class Schedule:
             sizes = [tuple(of_rank) for of_rank in kept["micro_batch_sizes"]]
             same = sizes == [rank.micro_batch_sizes for rank in first.ranks]
             plan = first if same else with_micro_batches(first, sizes, "as the checkpoint has it")
-            self.plans.append((kept["first_step"], plan))
+            plan = ceilings.within(plan, kept.get("max_micro_batch_sizes") or [None] * len(plan.ranks))
+            recomputes = first.gradient_checkpointing or kept.get("gradient_checkpointing", False)
+            self.plans.append((kept["first_step"], replace(plan, gradient_checkpointing=recomputes)))
         return True
 
     def _identity(self) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib import files, loading, losses, metal
+from lib import files, loading, losses, metal, out_of_memory
 from lib import model as models
 from lib.config import Config, Data, UserError
 from lib.data import Batch, Dataset, collate
 from lib.forward import arrays_of, cannot_share_prompts, completion_logps, length_multiple
 from lib.order import micro_batches, split
-from lib.sync import World
+from lib.sync import Lockstep, World
 
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
 
@@ -50,6 +50,14 @@ def dataset_logps(
     multiple, share, _ = layout(model, settings.data, world)
     order = np.argsort(dataset.lengths, kind="stable")
     logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
+    can_halve = not isinstance(world, Lockstep)
+    mx.eval(model.state)
+
+    def logps_of(rows: Sequence[int]) -> np.ndarray:
+        batch = collate([dataset[row] for row in rows], multiple, share)
+        with world.together("log-probabilities of a batch"):
+            return np.array(completion_logps(model, arrays_of(batch.inputs)))
+
     block_size = batch_size * world.size * BLOCK_BATCHES
     for start in range(0, len(order), block_size):
         block = order[start : start + block_size]
@@ -57,12 +65,10 @@ def dataset_logps(
         place = {row: i for i, row in enumerate(block.tolist())}
         most = pace.most_rows(batch_size)
         for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], most):
-            batch = collate([dataset[row] for row in rows], multiple, share)
             began = time.perf_counter()
-            with world.together("log-probabilities of a batch"):
-                own = np.array(completion_logps(model, arrays_of(batch.inputs)))
+            own = out_of_memory.in_pieces(rows.tolist(), logps_of, can_halve)
             pace.observe(len(rows), time.perf_counter() - began)
-            mine[[place[row] for row in rows.tolist()]] = own
+            mine[[place[row] for row in rows.tolist()]] = np.concatenate([of_piece for _, of_piece in own])
         logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
         progress(min(start + block_size, len(order)))
     return logps
@@ -132,6 +138,7 @@ def ask_as_needed(
     named = settings.model.reference != "initial"
     judge = loading.load_reference(settings, world) if named else policy
     judge.eval()
+    mx.eval(judge.state)
     start = {} if named else models.trainable(policy)
 
     def of(batches: Iterable[tuple[Batch, np.ndarray | None]]) -> Iterator[tuple[Batch, np.ndarray | None]]:

@@ -18,10 +18,11 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from lib import exchange, losses
+from lib import exchange, losses, out_of_memory
 from lib.config import Sync, Train, UserError
 from lib.data import Batch
 from lib.forward import arrays_of, completion_logps
+from lib.out_of_memory import OutOfMemory
 from lib.sync import Lockstep, World
 
 # What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs for preference
@@ -171,6 +172,34 @@ def _compiles(train: Train) -> bool:
     return train.compile if train.compile is not None else mx.default_device() == mx.gpu
 
 
+def _tried(
+    world: World, model: nn.Module, what: str, work: Callable[[], tuple[Any, mx.array]]
+) -> tuple[Any, mx.array, str | None]:
+    """Gradients and sums, or None, zeros, and what went wrong where memory ran out: all that was made is let go then.
+
+    Raises:
+        OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot meet there.
+    """
+    before = model.trainable_parameters()
+    try:
+        return *work(), None
+    except (OutOfMemory, RuntimeError, MemoryError) as error:
+        if not out_of_memory.told_by(error):
+            raise
+        failure, between_passes = str(error) or "std::bad_alloc", isinstance(error, OutOfMemory)
+        all_know = isinstance(error, OutOfMemory) and bool(error.ranks)
+    model.update(before)  # the reference's may be in their place
+    out_of_memory.release()
+    if world.size > 1:
+        return None, mx.zeros(len(SUMS)), failure
+    if isinstance(world, Lockstep):
+        if not between_passes:  # the others are inside of one, where nothing can be said to them
+            raise OutOfMemory(failure)
+        if not all_know:
+            world.give_up(what)
+    raise OutOfMemory(failure, (0,), (max(1, mx.get_peak_memory()),))
+
+
 def make_step(
     model: nn.Module,
     optimizer: optim.Optimizer,
@@ -182,6 +211,9 @@ def make_step(
     rank: int | None = None,
 ) -> Callable[..., StepResult]:
     """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None).
+
+    A step raises OutOfMemory on all ranks where memory ran out on one of them before the sum: weights, optimizer and feedback
+    are as they were, and the same step can be taken again. `batches` may raise it, too.
 
     Args:
         world: the ranks whose gradients are summed; a rank that trains apart is alone in it.
@@ -220,6 +252,28 @@ def make_step(
     shapes: set[Any] = set()
     last_started = time.perf_counter()
 
+    def summed(
+        what: str, batches: Iterable[tuple[Batch, np.ndarray | None]], counted: list[Batch]
+    ) -> tuple[Any, mx.array]:
+        """The sums of the gradients and of SUMS over this rank's micro-batches, evaluated; `counted` gets what they were of."""
+        gradients: Any = None
+        sums = mx.zeros(len(SUMS))
+        for batch, reference in batches:
+            shapes.add(batch.shapes)
+            counted.append(batch)
+            with world.together(what):
+                (_, micro_sums), micro = gradients_of(
+                    arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
+                )
+                micro = tree_map(lambda g: g.astype(mx.float32), micro)
+                gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
+                del micro  # as large as what is trained
+                sums = sums + micro_sums
+                mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
+        with world.together(what):
+            mx.eval(gradients, sums)
+        return gradients, sums
+
     def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
         nonlocal last_started
         started, bytes_before = time.perf_counter(), world.traffic.bytes_sent
@@ -229,31 +283,24 @@ def make_step(
         model.train()
         if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
             mx.random.seed(int(np.random.SeedSequence([train.seed, index, rank]).generate_state(1)[0]))
-        gradients: Any = None
-        sums = mx.zeros(len(SUMS))
-        rank_tokens = padded_tokens = 0
-        for batch, reference in batches:
-            rank_tokens += batch.real_tokens
-            padded_tokens += batch.computed_tokens
-            shapes.add(batch.shapes)
-            with world.together(f"step {index + 1}"):
-                (_, micro_sums), micro = gradients_of(
-                    arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
-                )
-                micro = tree_map(lambda g: g.astype(mx.float32), micro)
-                gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
-                del micro  # as large as what is trained
-                sums = sums + micro_sums
-                mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
+        rank_tokens = padded_tokens = failed_bytes = 0
+        counted: list[Batch] = []
+        gradients, sums, failure = _tried(
+            world, model, f"step {index + 1}", lambda: summed(f"step {index + 1}", batches, counted)
+        )
+        if failure is not None:  # the others wait for this rank in the sum: it comes with nothing but that
+            failed_bytes = max(1, mx.get_peak_memory())
+        else:
+            rank_tokens = sum(batch.real_tokens for batch in counted)
+            padded_tokens = sum(batch.computed_tokens for batch in counted)
         if gradients is None:  # no row of this step is this rank's
             gradients = tree_map(lambda p: mx.zeros(p.shape, mx.float32), model.trainable_parameters())
-        with world.together(f"step {index + 1}"):
-            mx.eval(gradients, sums)
         compute_seconds = time.perf_counter() - started
 
-        # Each rank puts its seconds in a slot of its own: after the sum all ranks know who waited for whom.
-        seconds = [compute_seconds if other == world.rank else 0.0 for other in range(world.size)]
-        both = mx.concatenate([sums, mx.array([*seconds, float(rank_tokens), elapsed])])
+        # Each rank has slots of its own: after the sum all ranks know who waited for whom, and who ran out of memory.
+        own = [(compute_seconds, failed_bytes) if other == world.rank else (0.0, 0) for other in range(world.size)]
+        seconds, bytes_by_rank = ([float(each[i]) for each in own] for i in (0, 1))
+        both = mx.concatenate([sums, mx.array([*seconds, *bytes_by_rank, float(rank_tokens), elapsed])])
         gradients, both, left_out = exchange.sum_gradients(world, gradients, both, sync, feedback)
         gradients, squares = mean_of(gradients, both[SUMS.index("count")])
         norm = mx.sqrt(world.sum_of_all(squares))
@@ -261,7 +308,9 @@ def make_step(
         sync_seconds = time.perf_counter() - started - compute_seconds
         values = both.tolist()
         totals = dict(zip(SUMS, values, strict=False))
-        ranks_seconds, tokens = values[len(SUMS) : -2], int(values[-2])
+        ranks_seconds, tokens = values[len(SUMS) : len(SUMS) + world.size], int(values[-2])
+        if failed := {rank: int(size) for rank, size in enumerate(values[len(SUMS) + world.size : -2]) if size}:
+            raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(totals["loss"]) and math.isfinite(norm.item()))
         rate = learning_rate(train, index, steps)

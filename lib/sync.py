@@ -26,6 +26,7 @@ from lib import heartbeat, ring
 from lib.config import UserError
 from lib.division import Division, Part
 from lib.network import distinct_names, host_name, machine_id
+from lib.out_of_memory import OutOfMemory
 from lib.runtime import Launch
 
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
@@ -409,10 +410,19 @@ class Lockstep(World):
 
     @contextlib.contextmanager
     def together(self, what: str, passes: int = 1) -> Iterator[None]:
-        """Ranks meet on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by."""
-        self.ranks.all_sum(mx.array(0.0), what)
+        """Ranks meet on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
+
+        Raises:
+            OutOfMemory: a rank gave up instead.
+        """
+        if self.ranks.all_sum(mx.array(0.0), what).item():
+            raise OutOfMemory("another rank's", (0,))
         with self.ranks.deadline(what, passes):
             yield
+
+    def give_up(self, what: str) -> None:
+        """Meets the others, who are about to pass through the model, to say that this rank's memory does not allow it."""
+        self.ranks.all_sum(mx.array(1.0), what)
 
 
 def start(launch: Launch, timeout_seconds: float = 600.0) -> World:

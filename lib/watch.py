@@ -46,6 +46,7 @@ class RankSeen:
     passing_since: float = 0.0
     passes: int = 1  # that this is long
     cause: str | None = None  # of its death, if it said something that has a known one
+    memory: str | None = None  # what shows that it ran out of memory
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ def diagnose(
     """
     died = [rank for rank in ranks if rank.status]
     if died:
+        starved = [rank for rank in ranks if rank.memory]
+        if starved:  # the others end with them, or mpirun for them
+            causes = [f"rank {rank.rank} on {rank.host} ran out of memory: {rank.memory}" for rank in starved]
+            return Fault("died", "; ".join(causes), tuple({rank.host for rank in starved}))
         # mpirun's death is told instead of its ranks': what one of them said is told besides.
         said = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
         return Fault("died", "; ".join([*map(_death, died), *said]), tuple({rank.host for rank in died}))

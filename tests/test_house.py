@@ -53,6 +53,7 @@ FLOORS = [
         "metal",
         "ring",
         "topology",
+        "out_of_memory",
     },
     {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool", "matmul"},
     {
@@ -69,8 +70,10 @@ FLOORS = [
         "checkpoint",
         "exchange",
         "ledger",
+        "ceilings",
     }
     | {"rounds", "launcher", "preflight", "host_facts", "verdicts", "ranks", "reach", "supervisor"},
+    | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
     {
         "evaluate",
         "bulk",
@@ -84,6 +87,7 @@ FLOORS = [
         "spare",
         "ahead",
         "doctor",
+        "learner",
     },
 ]
 

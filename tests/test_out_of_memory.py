@@ -1,0 +1,425 @@
+"""Running out of memory: the step is taken again in smaller micro-batches, and the host remembers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from lib import calibration, ceilings, machine, network, out_of_memory, watch
+from lib.agent import Look
+from lib.calibration import Ceiling, Curve, CurveKey, HostCalibration
+from lib.config import Plan as PlanSettings
+from lib.out_of_memory import OutOfMemory
+from lib.plan import ClusterPlan, plan_cluster
+from lib.schedule import Schedule
+from tests import tiny
+
+KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=100)
+RUN: dict[str, Any] = {"rows": 40, "train__steps": 5, "train__global_batch_size": 16, "checkpoint__every": 2}
+
+
+def records(run: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    lines = (run / "logs" / f"rank-{rank:03d}.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def weights(run: Path, folder: str = "") -> np.ndarray:
+    arrays: Any = mx.load(str(run / folder / "adapters.safetensors"))
+    return np.concatenate([np.array(arrays[name]).ravel() for name in sorted(arrays)])
+
+
+def remembered(folder: Path) -> dict[bool, int]:
+    """{gradient checkpointing: pairs}, of the one file in a calibration's folder."""
+    (file,) = folder.glob("*.json")
+    return {one.key.gradient_checkpointing: one.max_pairs for one in calibration.read_calibration(file).ceilings}
+
+
+# ---- What is told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[malloc] Unable to allocate 4294967296 bytes.",
+        "[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum allowed buffer size of 9 bytes.",
+        "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+        "cudaPeekAtLastError() failed: out of memory",
+    ],
+)
+def test_what_mlx_says_is_recognised_raised_or_last_before_an_abort(text: str) -> None:
+    assert out_of_memory.told_by(RuntimeError(text)) and out_of_memory.told_by(MemoryError())
+    assert not out_of_memory.told_by(RuntimeError("[matmul] shapes do not match")) and not out_of_memory.told_by(
+        ValueError(text)
+    )
+    lines = ["step 7", f"libc++abi: terminating due to uncaught exception of type std::runtime_error: {text}", ""]
+    assert text in (out_of_memory.evidence(-signal.SIGABRT, lines, kernel_killed=False) or "")
+    assert text in (out_of_memory.evidence(128 + signal.SIGABRT, lines, kernel_killed=False) or "")
+    assert out_of_memory.evidence(1, lines, kernel_killed=False) is None  # it ended by itself, and could say what to do
+    assert out_of_memory.evidence(-signal.SIGABRT, ["assertion failed"], kernel_killed=True) is None
+
+
+def test_the_kernels_counter_is_evidence_for_a_kill_alone() -> None:
+    assert out_of_memory.evidence(-signal.SIGKILL, [], kernel_killed=True)
+    assert out_of_memory.evidence(128 + signal.SIGKILL, [], kernel_killed=True)
+    assert out_of_memory.evidence(-signal.SIGTERM, [], kernel_killed=True) is None
+    assert out_of_memory.evidence(-signal.SIGKILL, [], kernel_killed=False) is None
+    before = {"boot a": 4, "group a /x": 0}
+    assert out_of_memory.has_killed(before, {"boot a": 4, "group a /x": 1})
+    assert not out_of_memory.has_killed(before, {"boot a": 9, "group a /x": 0})  # somebody else's
+    assert out_of_memory.has_killed(before, {"boot a": 5}) and not out_of_memory.has_killed(before, {"boot b": 5})
+    assert not out_of_memory.has_killed({}, {})
+
+
+# ---- Work that is tried again
+
+
+def test_what_failed_leaves_no_array_behind() -> None:
+    mx.eval(mx.ones(1))
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+
+    def fail() -> None:
+        kept = mx.ones((1000, 1000)) + 1
+        mx.eval(kept)
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with pytest.raises(OutOfMemory, match="Unable to allocate") as caught:
+        out_of_memory.attempt(fail)
+    assert mx.get_active_memory() - before < 1e5 and mx.get_cache_memory() == 0, (
+        "the failed work's arrays are still there"
+    )
+    assert caught.value.__context__ is None
+    with pytest.raises(RuntimeError, match="shapes"):
+        out_of_memory.attempt(lambda: (_ for _ in ()).throw(RuntimeError("shapes")))
+
+
+def test_a_batch_is_cut_until_it_fits_and_says_so_where_one_row_does_not() -> None:
+    tried: list[int] = []
+
+    def work(rows: list[int]) -> list[int]:
+        tried.append(len(rows))
+        if len(rows) > 3:
+            raise MemoryError
+        return [row * row for row in rows]
+
+    done = out_of_memory.in_pieces(list(range(10)), work)
+    assert [square for _, squares in done for square in squares] == [row * row for row in range(10)]
+    assert [start for start, _ in done] == [0, 3, 6, 9] and tried == [10, 5, 3, 3, 3, 1]
+    with pytest.raises(OutOfMemory, match="batch of 4"):
+        out_of_memory.in_pieces(list(range(4)), work, can_halve=False)
+    with pytest.raises(OutOfMemory, match="batch of 1"):
+        out_of_memory.in_pieces([1, 2], lambda rows: work([*rows, 1, 1, 1]))
+
+
+# ---- Plans
+
+
+def cluster(*sizes: int, share: int = 20) -> ClusterPlan:
+    hosts = [f"h{i}" for i in range(len(sizes))]
+    return replace(plan_cluster(hosts, share * len(sizes), micro_batch_sizes=sizes), key=KEY)
+
+
+def test_half_the_micro_batch_for_those_that_ran_out_and_the_same_share() -> None:
+    plan = cluster(8, 8)
+    half = ceilings.halved(plan, [1])
+    assert half.micro_batch_sizes == [(8, 8, 4), (4, 4, 4, 4, 4)] and half.shares == plan.shares
+    assert [rank.max_micro_batch_size for rank in half.ranks] == [None, 4]
+    again = ceilings.halved(ceilings.halved(half, [1]), [1])
+    assert again.micro_batch_sizes[1] == (1,) * 20 and ceilings.halved(again, [1]).micro_batch_sizes[1] == (1,) * 20
+    assert [sum(ceilings.pieces(9, most)) for most in (None, 4, 9)] == [9] * 3 and ceilings.pieces(9, 4) == [3, 3, 3]
+
+
+def test_a_schedule_keeps_to_it_from_the_first_step_that_is_not_made_and_after_a_resume() -> None:
+    plan, settings = cluster(8, 8), PlanSettings()
+    schedule = Schedule(plan, settings, lead=3, steps=20)
+    schedule.halve(5, [0])
+    schedule.halve(5, [0])
+    assert [schedule.at(step).micro_batch_sizes[0][0] for step in (5, 7, 8, 20)] == [8, 8, 2, 2]
+    assert schedule.most_at(0) == 2 and schedule.most_at(1) is None
+    resumed = Schedule(plan, settings, lead=3, steps=20)
+    assert resumed.restore(json.loads(json.dumps(schedule.state(6))))
+    assert [resumed.at(step).micro_batch_sizes for step in (7, 8)] == [
+        schedule.at(step).micro_batch_sizes for step in (7, 8)
+    ]
+    assert resumed.most_at(0) == 2, "the resumed run would go back to the size that failed"
+    schedule.halve(9, [0], gradient_checkpointing=True)
+    assert resumed.restore(schedule.state(12)) and resumed.at(13).gradient_checkpointing
+
+
+def known(ceiling: int | None, curve_measured_at: str | None = None, **key: Any) -> HostCalibration:
+    curve = Curve.from_rates({1: 10, 8: 40, 32: 60}).model_copy(update={"key": KEY, "measured_at": curve_measured_at})
+    kept = Ceiling(key=KEY.model_copy(update=key), max_pairs=ceiling or 0, measured_at="2026-05-01T00:00:00+00:00")
+    return HostCalibration(
+        machine=machine.Machine(host="h0", device_name="chip", device="cpu"),
+        curves=(curve,),
+        ceilings=(kept,) if ceiling is not None else (),
+    )
+
+
+def test_a_plan_stays_below_what_its_hosts_remember() -> None:
+    plan = cluster(16, 16)
+    applied = ceilings.applied(plan, [known(4), None], may_checkpoint=True)
+    assert (
+        applied.micro_batch_sizes == [(4,) * 5, (16, 4)] and "micro-batches of 4 instead of 16" in applied.warnings[-1]
+    )
+    assert ceilings.applied(plan, [known(4, dtype="bfloat16"), None], True) == ceilings.within(plan, [None, None])
+    longer = replace(plan, key=KEY.at_length(200))
+    assert ceilings.applied(longer, [known(4), None], True).micro_batch_sizes[0] == (2,) * 10  # in proportion to tokens
+    newer = known(4, curve_measured_at="2026-06-01T00:00:00+00:00")
+    assert ceilings.applied(plan, [newer, None], True).micro_batch_sizes[0] == (16, 4)  # measured anew since
+    checkpointed = ceilings.applied(plan, [known(0), None], may_checkpoint=True)
+    assert checkpointed.gradient_checkpointing and checkpointed.micro_batch_sizes[0] == (16, 4)
+    assert not ceilings.applied(plan, [known(0), None], may_checkpoint=False).gradient_checkpointing
+    bounded = ceilings.bounded(known(8), KEY)
+    assert bounded is not None and bounded.curves[0].max_batch_size == 8 and known(8).curves[0].max_batch_size == 32
+
+
+def test_a_host_remembers_the_smallest_even_without_a_calibration_and_old_files_stay_readable(tmp_path: Path) -> None:
+    memory = ceilings.Memory(tmp_path / "new", ["h0", "h0"], 0, KEY)
+    assert memory.remember(8, False, "why") is None and memory.remember(16, False, "why") is None
+    assert memory.remember(2, True, "why") is None and remembered(tmp_path / "new") == {False: 8, True: 2}
+    calibration.write_calibration(tmp_path / "old" / "h0.json", known(None))
+    assert "ceilings" not in (tmp_path / "old" / "h0.json").read_text()
+    assert ceilings.Memory(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
+    kept = calibration.read_calibration(tmp_path / "old" / "h0.json")
+    assert kept.curves and kept.ceilings[0].max_pairs == 4
+    (tmp_path / "file").write_text("")
+    assert "does not remember" in (ceilings.Memory(tmp_path / "file", ["h0"], 0, KEY).remember(4, False, "") or "")
+
+
+# ---- Runs
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """The folder and words of a run in micro-batches of 16, which met nothing."""
+    folder = tmp_path_factory.mktemp("free")
+    words = [*tiny.settings(folder, **RUN), "plan.micro_batch_sizes=[16]"]
+    tiny.train(folder, [*words, "run.name=free"])
+    yield folder, words
+
+
+def peak_gb(run: Path) -> float:
+    return max(record["peak_memory_bytes"] for record in records(run, "step")) / 1e9
+
+
+def test_a_step_that_takes_too_much_is_taken_again_with_the_same_result(
+    free: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    folder, words = free
+    words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs"]
+    limited = [*words, f"plan.memory_limit_gb={0.4 * peak_gb(folder / 'runs/free'):.6f}"]
+    tiny.train(tmp_path, [*limited, "run.name=limited"])
+    run = tmp_path / "runs/limited"
+    np.testing.assert_allclose(weights(run), weights(folder / "runs/free"), atol=1e-5)
+    assert "ran out of memory in step 1" in records(run, "warning")[0]["text"]
+    plans = records(run, "plan")
+    assert [plan["ranks"][0]["micro_batch_sizes"][0] for plan in plans] == [8, 4][: len(plans)] and plans[0][
+        "first_step"
+    ] == 4
+    least = plans[-1]["ranks"][0]["micro_batch_sizes"][0]
+    steps = records(run, "step")
+    assert [step["pairs"] for step in steps] == [16, 16, 8, 16, 16] and max(
+        step["peak_memory_bytes"] for step in steps
+    ) < 0.4 * 1e9 * peak_gb(folder / "runs/free")
+    assert sorted(steps[0]["rows"]) == sorted(records(folder / "runs/free", "step")[0]["rows"])
+    assert remembered(tmp_path) == {False: least}
+    state = json.loads((run / "checkpoints/step-00000004/state.json").read_text())["schedule"]["plans"]
+    assert state[-1]["max_micro_batch_sizes"] == [least]
+    # The next run starts below, though the larger size is asked for; so does a resumed one, without the host's memory.
+    done = tiny.train(tmp_path, [*limited, "run.name=next"])
+    assert (
+        not records(tmp_path / "runs/next", "plan")
+        and f"micro-batches of {least} instead of 16" in done.stdout + done.stderr
+    )
+    again = [f"plan.calibration_dir={tmp_path}/none"]
+    (run / "checkpoints/step-00000005").rename(tmp_path / "undone")
+    tiny.train(tmp_path, ["--resume", str(run), *again])
+    assert len(records(run, "plan")) == len(plans) and not (tmp_path / "none").exists(), "it tried the size that failed"
+    np.testing.assert_allclose(weights(run), weights(folder / "runs/free"), atol=1e-5)
+
+
+def test_the_same_in_threads_that_are_given_up_as_on_cuda(
+    free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, words = free
+    started: list[str] = []
+    in_thread = out_of_memory._in_thread
+    monkeypatch.setattr(out_of_memory, "_is_cuda", lambda: True)
+    monkeypatch.setattr(out_of_memory, "_in_thread", lambda work: (started.append(""), in_thread(work))[1])
+    words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "run.name=threads"]
+    limit = f"plan.memory_limit_gb={0.4 * peak_gb(folder / 'runs/free'):.6f}"
+    tiny.train(tmp_path, [*words, limit, "train.compile=true", "evaluate.every=2"])
+    out_of_memory._threads.pop().shutdown()
+    run = tmp_path / "runs/threads"
+    assert len(started) > 5 and records(run, "plan")
+    np.testing.assert_allclose(weights(run), weights(folder / "runs/free"), atol=1e-5)
+
+
+def test_down_to_one_pair_then_checkpointing_then_a_clear_end(free: tuple[Path, list[str]], tmp_path: Path) -> None:
+    _, words = free
+    words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "plan.memory_limit_gb=0.000001"]
+    done = tiny.train(tmp_path, [*words, "run.name=none"], check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.strip().splitlines()[-1] if "try" in done.stderr.strip().splitlines()[-1] else done.stderr
+    assert (
+        "ran out of memory with a single pair and gradient checkpointing" in last
+        and "plan.memory_limit_gb is 1e-06 GB" in last
+    )
+    plans = records(tmp_path / "runs/none", "plan")
+    assert [(plan["ranks"][0]["micro_batch_sizes"][0], plan["gradient_checkpointing"]) for plan in plans] == [
+        *((size, False) for size in (8, 4, 2, 1)),
+        (1, True),
+    ]
+    assert remembered(tmp_path) == {False: 0, True: 0}
+    dropout = tiny.train(
+        tmp_path, [*words, "run.name=dropout", "model.dropout=0.1", f"plan.calibration_dir={tmp_path}/d"], check=False
+    )
+    assert dropout.returncode == 2 and "with a single pair:" in dropout.stderr and "model.dropout=0" in dropout.stderr
+    assert not any(plan["gradient_checkpointing"] for plan in records(tmp_path / "runs/dropout", "plan"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"), [("synchronous", "[2,8]"), ("independent", "[2,8]"), ("sharded", "[16,16]")]
+)
+def test_ranks_agree_on_what_one_of_them_met(tmp_path: Path, strategy: str, sizes: str) -> None:
+    changes: dict[str, Any] = {**RUN, "train__steps": 4}
+    words = [*tiny.settings(tmp_path, **changes), f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}"]
+    words += ["plan.shares=[4,12]"]  # sharded: the larger part of the model
+    tiny.train(tmp_path, [*words, "run.name=free"], ranks=2)
+    free = tmp_path / "runs/free"
+    peaks = [max(step["peak_memory_bytes"] for step in records(free, "step", rank)) for rank in (0, 1)]
+    limit = (0.75 * peaks[1] if strategy != "sharded" else sum(peaks) / 2) / 1e9
+    print("PEAKS", peaks)
+    limited = [*words, f"plan.memory_limit_gb={limit:.7f}", f"plan.calibration_dir={tmp_path}/remembers"]
+    tiny.train(tmp_path, [*limited, "run.name=limited"], ranks=2)
+    run = tmp_path / "runs/limited"
+    np.testing.assert_allclose(weights(run), weights(free), atol=1e-5)
+    plan = records(run, "plan", 1 if strategy == "independent" else 0)[-1]
+    made = [max(rank["micro_batch_sizes"]) for rank in plan["ranks"]]
+    assert made[1] < int(sizes[1:-1].split(",")[1]) and (made[0] == made[1] if strategy == "sharded" else made[0] == 2)
+    assert remembered(tmp_path / "remembers")[False] == made[1]
+    if strategy == "independent":
+        state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())["rounds"]
+        assert state["max_micro_batch_sizes"] == [None, made[1]]
+
+
+# ---- Killed
+
+
+def test_a_fault_names_who_ran_out_of_memory_and_not_who_ended_with_it() -> None:
+    seen = [watch.RankSeen(-1, "a", status=137), watch.RankSeen(0, "a", status=0), watch.RankSeen(1, "b", memory="why")]
+    fault = watch.diagnose(0.0, {}, seen, 10, 10)
+    assert fault == watch.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
+
+
+def test_the_agent_leaves_a_note_and_the_resumed_run_takes_half(
+    free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, words = free
+    words = [*words, f"plan.calibration_dir={tmp_path}/cal", f"run.dir={tmp_path}/runs", "run.name=killed"]
+    tiny.train(tmp_path, [*words, "train.steps=4"])
+    run, look = tmp_path / "runs/killed", Look()
+    counters = tmp_path / "vmstat"
+    counters.write_text("pgfault 12\noom_kill 3\n")
+    monkeypatch.setattr(out_of_memory, "VMSTAT", counters)
+    monkeypatch.setattr(out_of_memory, "CGROUPS", tmp_path)
+    process = subprocess.Popen(["sleep", "60"])
+    look.at_living(process.pid)
+    look.facts = {"rank": 0, "run": str(run), "micro_batch_size": 16, "gradient_checkpointing": False}
+    look.facts["machine"] = network.host_name()
+    process.kill()
+    assert look.ran_out(process.wait()) is None  # somebody's kill -9
+    counters.write_text("pgfault 12\noom_kill 4\n")
+    why = look.ran_out(process.returncode) or ""
+    assert "killer ended it; it held 0." in why and "micro-batches of 16" in why
+    done = tiny.train(tmp_path, ["--resume", str(run)])
+    assert "micro-batches of 16 (the kernel" in done.stdout + done.stderr and not list(run.glob("out-of-memory-*"))
+    assert remembered(tmp_path / "cal") == {False: 8} and records(run, "start")[-1]["plan"]["ranks"][0][
+        "micro_batch_sizes"
+    ] == [8, 8]
+
+
+def test_a_log_without_an_end_is_evidence_once_the_kernel_has_killed(tmp_path: Path) -> None:
+    log = tmp_path / "logs/rank-000.jsonl"
+    log.parent.mkdir()
+    rank = {"micro_batch_sizes": [16, 4]}
+    start = {"kind": "start", "rank": 0, "host": "h", "kernel_kills": {"boot a": 3}}
+    start["plan"] = {"ranks": [rank], "gradient_checkpointing": False}
+
+    def told(now: int, *more: Any, host: str = "h") -> ceilings.Killed | None:
+        tiny.write_jsonl(log, [start, {"kind": "step", "step": 1}, *more])
+        return ceilings.killed_before(tmp_path, host, "here", lambda: {"boot a": now})
+
+    killed = told(4)
+    assert killed is not None and killed.micro_batch_size == 16
+    assert told(3) is None and told(4, host="other") is None and told(4, {"kind": "end"}) is None
+    later = told(4, {"kind": "plan", "ranks": [{"micro_batch_sizes": [2]}], "gradient_checkpointing": False})
+    assert later is not None and later.micro_batch_size == 2
+    assert told(4, {"kind": "end"}, start | {"kernel_kills": {"boot a": 4}}) is None
+
+
+GROUP = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 900 MB."""
+    group = GROUP / f"tandem-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(900 * 10**6))
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.skipif(not os.access(GROUP / "cgroup.procs", os.W_OK), reason="no memory control group can be made here")
+@pytest.mark.parametrize("backend", ["ring", "mpi"], ids=["by itself", "by Open MPI"])
+def test_a_rank_that_the_kernel_kills_goes_on_with_half(small_group: Path, tmp_path: Path, backend: str) -> None:
+    script = tmp_path / "train_there.py"
+    script.write_text(
+        f"import os, sys\nopen({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        f"sys.path.insert(0, {str(tiny.ROOT)!r})\nimport train\nfrom lib import runtime\nsys.exit(runtime.status_of(train.main))\n"
+    )
+    rows = [{"prompt_ids": [5] * 40, "chosen_ids": [6] * 40, "rejected_ids": [7] * 40} for _ in range(64)]
+    words = [*tiny.settings(tmp_path, train__steps=2, train__global_batch_size=64, checkpoint__every=1)]
+    tiny.model_folder(tmp_path / "model", vocab_size=16000)
+    tiny.write_jsonl(tmp_path / "train.jsonl", rows)
+    words += [
+        "data.valid=null",
+        "plan.micro_batch_sizes=[64]",
+        "evaluate.batch_size=1",
+        "data.max_length=128",
+        "run.name=killed",
+    ]
+    options = ["--hosts", "localhost:1", "--backend", backend, "--max-restarts", "4", "--no-preflight"]
+    command = [
+        sys.executable,
+        "launch",
+        *options,
+        "--",
+        str(script),
+        "--config",
+        str(tiny.config_file(tmp_path)),
+        *words,
+    ]
+    done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=200)
+    said = done.stderr
+    assert "rank 0 on localhost ran out of memory: the kernel's out-of-memory killer ended it; it held 0." in said, said
+    assert done.returncode == 0, said[-3000:]
+    assert remembered(tmp_path / "calibration")[False] <= 32 and "start 2" in said
