@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-    hosts = sync.host_names(world)
-    plan = first_plan(config, world, hosts, data.lengths, folder if resume else None)
+from lib import command, metal, out_of_memory, runtime, terminal
 from lib import config as settings
 from lib.config import Config, Stopped, UserError
 
@@ -105,10 +104,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
-    started = report.provenance() | {"steps": steps, "config": config.model_dump(mode="json"), "plan": plan.to_dict()}
-    started |= {"resumes": progress.resumes, "resume_ids": progress.resume_ids}
-    started |= {"kernel_kills": out_of_memory.kernel_kills()}
-    tracker.record("start", **started, resumed_from_step=progress.step if resume else None)
+    hosts = sync.host_names(world)
+    plan = first_plan(config, world, hosts, data.lengths, folder if resume else None)
     schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
     report.show_run(say, config, plan, data, valid, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)
@@ -172,11 +169,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Training ----------------------------------------------------------------------------------------------------
 
     tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank], feed)
-    passes = metal.training_passes(config.model.method, bool(plan.gradient_checkpointing))
-    pace = metal.pace(config, model, data.seen.sum() / len(data), passes, world)
-    make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers), pace)
-    limit, remembers = memory_limit(config, hosts, world), Memory.of(config, hosts, world.rank, plan)
-    learner = Learner(config, model, optimizer, schedule, say, tracker, progress, build, make, asked, remembers, limit)
+    started = report.provenance() | {"steps": steps, "config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    started |= {"resumes": progress.resumes, "resume_ids": progress.resume_ids}
+    started |= {"kernel_kills": out_of_memory.kernel_kills()}
+    tracker.record("start", **started, resumed_from_step=progress.step if resume else None)
     say.record_in(tracker, progress.step, each_rank=apart is not None)
 
     def build() -> Callable[..., StepResult]:
@@ -185,7 +181,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # Unlike devices pad unlike, but all ranks deal alike.
     lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
-    make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers))
+    passes = metal.training_passes(config.model.method, bool(plan.gradient_checkpointing))
+    pace = metal.pace(config, model, data.seen.sum() / len(data), passes, world)
+    make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers), pace)
     limit, remembers = memory_limit(config, hosts, world), Memory.of(config, hosts, world.rank, plan)
     learner = Learner(config, model, optimizer, schedule, say, tracker, progress, build, make, asked, remembers, limit)
 

@@ -73,7 +73,6 @@ FLOORS = [
         "ceilings",
     }
     | {"rounds", "launcher", "preflight", "host_facts", "verdicts", "ranks", "reach", "supervisor"},
-    | {"rounds", "launcher", "preflight", "ranks", "supervisor"},
     {
         "evaluate",
         "bulk",
