@@ -135,9 +135,9 @@ def summed_up(name: str, runs: dict[str, dict[str, Any]], synchronous: dict[str,
 
     runs, synchronous: summaries by seed; compared are those of seeds that both have.
     """
-    each = {
-        s: [r["exact_match"] for r in one.get("ranks", [])] or [one["exact_match_after"]] for s, one in runs.items()
-    }
+    # Each rank has held-out figures of its own only where nothing was merged.
+    learners = {s: [rank for rank in one["ranks"] if "loss" in rank] or [one] for s, one in runs.items()}
+    each = {s: [rank.get("exact_match", runs[s]["exact_match_after"]) for rank in own] for s, own in learners.items()}
     over = [
         statistics.fmean(each[seed]) - synchronous[seed]["exact_match_after"] for seed in runs if seed in synchronous
     ]
@@ -148,8 +148,8 @@ def summed_up(name: str, runs: dict[str, dict[str, Any]], synchronous: dict[str,
         "exact_match_lowest": min(map(min, each.values())),
         "exact_match_highest": max(map(max, each.values())),
         "exact_match_over_synchronous": statistics.fmean(over) if over else None,
-        "kl": statistics.fmean(statistics.fmean(r["kl"] for r in one.get("ranks", [one])) for one in runs.values()),
-        "loss": statistics.fmean(statistics.fmean(r["loss"] for r in one.get("ranks", [one])) for one in runs.values()),
+        "kl": statistics.fmean(statistics.fmean(rank["kl"] for rank in own) for own in learners.values()),
+        "loss": statistics.fmean(statistics.fmean(rank["loss"] for rank in own) for own in learners.values()),
         "bytes_sent": statistics.fmean(one["bytes_sent"] for one in runs.values()),
     }
 
