@@ -204,6 +204,8 @@ def test_the_pace_follows_steps_that_compiled_nothing() -> None:
 def test_the_estimate_is_the_models_products_at_this_machines_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(metal, "RATE_WIDTH", 64)  # a CPU takes seconds for what a Mac's GPU does in one thousandth
+    metal.matmul_rate.cache_clear()
     assert metal.expected_seconds(10**9, 100, 2.0, 1e12) == pytest.approx(2e9 * 100 * 2 / 0.6e12)
     settings = {"model": {"path": str(tiny.model_folder(tmp_path)), "random_init": True}, "data": {"train": "none"}}
     config = Config.model_validate(settings)
@@ -216,6 +218,7 @@ def test_the_estimate_is_the_models_products_at_this_machines_rate(
     assert twice.seconds_per_row == pytest.approx(2 * pace.seconds_per_row)
     passes = [metal.training_passes(method, again) for method in ("lora", "dora", "full") for again in (False, True)]
     assert passes == [2, 3, 2, 3, 3, 4]
+    metal.matmul_rate.cache_clear()
     never = config.model_copy(update={"metal": Metal(evaluation_seconds=None)})
     assert metal.pace(never, model, 100.0, metal.FORWARD, World()).limit_seconds is None
 

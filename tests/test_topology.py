@@ -142,7 +142,8 @@ def test_a_file_for_jaccls_ring_is_started_as_one(tmp_path: Path, capsys: pytest
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"backend": "jaccl-ring", "envs": [], "hosts": ring(4)}))
     assert hostfile.read(path).backend == "jaccl-ring"
-    assert launcher.main(["--hostfile", str(path), "--emit", "hostfile"]) == 0
+    launching = launcher._launching(launcher._parse(["--hostfile", str(path), "--", "train.py"]))
+    assert launching.backend == "jaccl-ring" and [host.index for host in launching.hosts] == [0, 1, 2, 3]
     assert launcher.main(["--hostfile", str(path), "--backend", "jaccl", "--"]) == 2
     told = capsys.readouterr().err
     assert "jaccl wants a device towards every other host" in told and told.count("\n") == 1
