@@ -119,7 +119,8 @@ def of_remedies() -> Iterator[tuple[str, str]]:
     here["files"] = {"data.jsonl": "1", "model": "2", "gone": None}  # type: ignore[dict-item]
     for system, home in (("Linux", "/home/me/tandem"), ("Darwin", "/Users/me/Documents/it's here")):
         systems = {"mac-a": "Linux", "mac-b": system}
-        launching = Launching(hosts, "jaccl", ("train.py", "plan.shares=[12,4]"), directory=home, typed=())
+        typed = ("--hosts", "mac-a:2,mac-b", "--", "train.py", "plan.shares=[12,4]")
+        launching = Launching(hosts, "jaccl", typed[3:], directory=home, typed=typed)
         context = verdicts.Context(here, needs, launching, 2**40, systems)
         facts = {
             "ssh_to": {
