@@ -67,6 +67,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line, like every other mistake of the user's."""
 
     given: Sequence[str] | None = None  # all the words
+    settings_place: str | None = None  # where key=value words go, if not beside the options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.given is None:
@@ -85,9 +86,10 @@ class Parser(argparse.ArgumentParser):
         given = list(self.given or ())
         behind = given[given.index(word) + 1 :][:1] if word in given else []
         shown = value or next((one for one in behind if not one.startswith("-") and "=" not in one), None)
-        takes_settings = any(action.dest == "overrides" for action in self._actions)
+        takes_settings = self.settings_place or any(action.dest == "overrides" for action in self._actions)
         options = [name for name in self._option_string_actions if name.startswith("--")]
-        return hints.of_option(option, shown, known_settings() if takes_settings else [], options)
+        hint = hints.of_option(option, shown, known_settings() if takes_settings else [], options)
+        return f"{hint}, {self.settings_place}" if hint and self.settings_place else hint
 
 
 Positive = Annotated[int, Field(gt=0)]
@@ -549,7 +551,8 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         furthest: dict[tuple[Any, ...], Any] = {}
         for fault in sorted(error.errors(), key=lambda fault: -len(fault["loc"])):
             furthest.setdefault(fault["loc"][:2], fault)
-        told = [_explain(fault, origins, path) for fault in furthest.values()]
+        faults = sorted(furthest.values(), key=lambda fault: fault["type"] == "missing")  # missing, as it is misspelt
+        told = [_explain(fault, origins, path) for fault in faults]
         more = [f"and {len(told) - MOST_FAULTS} more"] if len(told) > MOST_FAULTS else []
         raise UserError("; ".join([*told[:MOST_FAULTS], *more])) from None
 
@@ -653,8 +656,12 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise UserError(
             f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); configs/ has examples"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config file {path} cannot be read: {error}") from None
+    except IsADirectoryError:
+        raise UserError(f"config file {path} is a folder; name a file in it") from None
+    except OSError as error:
+        raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config file {path} is not UTF-8 text; configs/ has examples") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -702,8 +709,8 @@ def _not_key_value(word: str, key: str, has_sign: bool) -> str:
     return f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
 
 
-def _leaves(section: str) -> list[str]:
-    return [key.partition(".")[2] for key in known_settings() if key.startswith(f"{section}.")]
+def _first(section: str) -> str:
+    return next(key for key in known_settings() if key.startswith(f"{section}."))
 
 
 def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> str:
@@ -715,13 +722,16 @@ def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> st
     if error["type"] == "extra_forbidden":
         return f"{place}: unknown setting {key}{hints.of_setting(key, known_settings())}"
     if error["type"] == "missing":
+        key = key if key in known else _first(key)
         return f"{place}: {key} is required; give it in the file or as {key}=..."
     if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{place}: {key} is a section, not {error['input']!r}; its settings are {', '.join(_leaves(key))}"
+        return (
+            f"{place}: {key} is a section, not {error['input']!r}; write its settings below it, or as {_first(key)}=..."
+        )
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     if not key:
         return message
-    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}"
+    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hints.of_value(key, error['input'])}"
 
 
 def _at(config: BaseModel, key: str) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import socket
 import sys
@@ -556,6 +557,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         watcher = Watcher(Path(options.runs), [Path(run) for run in options.run])
         app = make_app(watcher)
+        if not options.run and not runs_in(Path(options.runs)):
+            print(f"dashboard: no run in {options.runs}/ yet; one that starts is shown", flush=True)
         _serve(app, options.host, options.port)
     except UserError as error:
         terminal.error(str(error))
@@ -598,7 +601,9 @@ def _serve(app: Any, host: str, port: int) -> None:
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
-        raise UserError(f"cannot listen at {host}:{port} ({error.strerror}); give another --port") from None
+        raise UserError(
+            f"cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); give another --port"
+        ) from None
     port = listener.getsockname()[1]
     server = make_server(host, port, app.server, threaded=True, fd=listener.fileno())
     # A page of somebody else's that names this address by its own domain gets no answer (DNS rebinding).

@@ -111,6 +111,19 @@ _NOTHING: dict[str, str] = {
         "rows are sorted by length and read ahead without it"
     ),
 }
+# Values that other trainers call otherwise.
+_VALUES: dict[str, dict[str, str]] = {
+    "train.loss": {"dpo": "DPO is sigmoid", "cdpo": "cDPO is sigmoid with train.label_smoothing", "rdpo": "robust"},
+    "model.dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+    "model.method": {
+        "qlora": "QLoRA is lora with a quantised model.path",
+        "sft": "SFT is train.loss=sft",
+        "dpo": "DPO is train.loss=sigmoid",
+    },
+    "strategy": {"ddp": "synchronous", "dp": "synchronous", "fsdp": "sharded", "tp": "sharded", "deepspeed": "sharded"},
+    "train.schedule": {"cosine_with_min_lr": "cosine, with train.final_learning_rate", "none": "constant"},
+    "train.optimizer": {"adamw_torch": "adamw", "adamw_8bit": "adamw", "paged_adamw_8bit": "adamw"},
+}
 WORDS = {name: (word, note) for word, (names, note) in _RENAMED.items() for name in names.split()}
 NOTHING = {name: note for names, note in _NOTHING.items() for name in names.split()}
 
@@ -130,6 +143,9 @@ def of_setting(key: str, known: Sequence[str]) -> str:
     if name in NOTHING:
         return f"; leave it out: {NOTHING[name]}"
     section, _, leaf = key.rpartition(".")
+    sections = list(dict.fromkeys(k.partition(".")[0] for k in known))
+    if not section and (near := difflib.get_close_matches(key, sections, n=1, cutoff=0.75)):
+        return f"; did you mean {near[0]}?"
     siblings = {k.rpartition(".")[2]: k for k in known if section and k.startswith(f"{section}.")}
     if close := _closest(key, known, siblings):
         return f"; did you mean {close}?"
@@ -162,6 +178,12 @@ def of_option(option: str, value: str | None, known: Sequence[str], options: Seq
         return f"leave it out: {NOTHING[name]}"
     close_setting = _closest(key, known, {})
     return f"settings are words without dashes, e.g. {close_setting or 'train.beta'}={shown if close_setting else 0.2}"
+
+
+def of_value(key: str, value: object) -> str:
+    """What follows a value that a setting does not have: what it is called here."""
+    meant = _VALUES.get(key, {}).get(str(value).lower())
+    return f"; here: {meant}" if meant else ""
 
 
 def _closest(key: str, known: Sequence[str], siblings: dict[str, str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from lib.config import UserError
@@ -30,8 +31,18 @@ def resolve(path: str, revision: str | None = None) -> Path:
         except Exception as error:  # the hub client raises a dozen unrelated types: not found, gated, offline
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"model.path {path}: no such folder here, and the hub did not give it: {reason}") from None
+    if folder.is_file():
+        raise UserError(f"model.path {path} is a file; give the folder that holds the model's config.json and weights")
     if not (folder / "config.json").is_file():
         raise UserError(
             f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
+        )
+    try:
+        is_whole = isinstance(json.loads((folder / "config.json").read_bytes()), dict)
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise UserError(
+            f"model.path {path}: its config.json is not a JSON object, perhaps cut short; copy the model again"
         )
     return folder

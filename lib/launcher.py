@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import difflib
 import functools
 import os
 import shlex
@@ -31,8 +32,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lib import command, discovery, hostfile, jobfile, preflight, ranks, reach, rendezvous, terminal, topology
 from lib import config as settings
-from lib import discovery, hostfile, jobfile, preflight, ranks, reach, rendezvous, terminal, topology
 from lib.config import UserError
 from lib.hostfile import Host, Hosts
 from lib.ranks import ROOT, Attempt, Console, Launching, Link, Outcome, as_command, connect, is_this_machine, resumed
@@ -324,6 +325,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = settings.Parser(
         prog="launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.settings_place = "after --, behind train.py"
     add = parser.add_argument
     add("--hostfile", metavar="FILE", type=Path, help="the hosts: NAME:SLOTS or NAME slots=N a line, or MLX's JSON")
     add("--hosts", metavar="A:1,B:1", help="the hosts, here instead of in a file")
@@ -403,6 +405,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         number = getattr(options, name)
         if number is not None and not least <= number <= most:
             raise UserError(f"--{name.replace('_', '-')} {number} is not in {least} to {most}")
+    if (options.directory or str(ROOT)) == str(ROOT):  # elsewhere there may be other files
+        _check_command(options.command)
     if options.role and options.max_restarts:  # each machine would go on alone
         raise UserError(
             "--max-restarts needs ssh, to start all machines again; with --role start them again by hand, --resume"
@@ -413,6 +417,22 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         if not 1 <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name):g} is not at least 1")
     return options
+
+
+def _check_command(words: Sequence[str]) -> None:
+    """Says here and once what every rank would say: that a script is missing, or a setting wrong.
+
+    Raises:
+        UserError: so.
+    """
+    script = ROOT / words[0]
+    if words[0].endswith(".py") and not script.is_file():
+        near = difflib.get_close_matches(words[0], [path.name for path in ROOT.glob("*.py")], n=1)
+        raise UserError(f"{script} does not exist" + (f"; did you mean {near[0]}?" if near else ""))
+    if script == ROOT / "train.py" and "--help" not in words:
+        options = command.parse(list(words[1:]), None)
+        if options.resume is None:  # a run may lie on other hosts only
+            settings.load(ROOT / (options.config or command.QUICKSTART), options.overrides)
 
 
 def _emit_hostfile(options: argparse.Namespace) -> int:

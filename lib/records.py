@@ -80,6 +80,8 @@ def require(file: Path) -> None:
     """Raises UserError, with a guess at what was meant, where there is no such file, and where it is of another kind."""
     if not file.exists():
         near = difflib.get_close_matches(file.name, _names_beside(file), 1)
+        if file.is_symlink():
+            raise UserError(f"{file} is a link to {file.readlink()}, which does not exist; link it anew")
         hint = f"; did you mean {file.parent / near[0]}?" if near else f" (looked from {Path.cwd()})"
         raise UserError(f"{file} does not exist{hint}")
     if file.suffix == ".csv":
@@ -157,6 +159,9 @@ def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, dict[
                 yield line, offset, b"", Unusable(why)
                 offset += size
                 continue
+            if line == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                yield line, offset, b"", Unusable("UTF-16, where UTF-8 is read: iconv -f UTF-16 -t UTF-8 FILE > NEW")
+                return
             if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
                 raw, offset, size = raw[3:], offset + 3, size - 3
             if raw.strip():
@@ -164,6 +169,8 @@ def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, dict[
             offset += size
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         why = f"the gzip stream is cut short or damaged ({error}); copy the file again"
+        if line == 0 and isinstance(error, gzip.BadGzipFile):
+            why = "not gzip, whatever its name says; take .gz off the name"
         yield line + 1, offset, b"", Unusable(why)
 
 
@@ -180,7 +187,8 @@ def parse_json(raw: bytes) -> dict[str, Any] | Unusable:
     except (ValueError, RecursionError) as error:
         return Unusable(f"broken JSON: {error}")
     if not isinstance(record, dict):
-        return Unusable(f"{_name_type(record)} instead of a JSON object; every line holds one {{...}}")
+        made = ": jq -c '.[]' FILE makes them" if isinstance(record, list) else ""
+        return Unusable(f"{_name_type(record)} instead of a JSON object; every line holds one {{...}}{made}")
     return record
 
 

@@ -78,6 +78,9 @@ def test_words_that_hints_give_are_accepted() -> None:
         ("train.beta=", "train.beta= has no value; write it right after the sign, without a blank"),
         ("train.steps=", "or train.steps=null for none"),
         ("train.steps=x", "train.steps: input should be a valid integer, not 'x'"),
+        ("train.loss=dpo", "not 'dpo'; here: DPO is sigmoid"),
+        ("model.dtype=bf16", "not 'bf16'; here: bfloat16"),
+        ("strategy=fsdp", "not 'fsdp'; here: sharded"),
         ("=", "not of the form key=value"),
     ],
 )
@@ -88,8 +91,12 @@ def test_the_line_that_refuses_a_name_has_ours(words: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
+        ("modle: {path: m}\ndata: {train: t}\n", "x.yaml:1: unknown setting modle; did you mean model?; "),
+        ("data: {train: t}\n", "x.yaml: model.path is required; give it in the file or as model.path=..."),
+        ("model: {path: m}\n", "data.train is required"),
+        ("model: {}\ndata: {train: t}\n", "model.path is required"),
         ("base_model: x\nmicro_batch_size: 2\nlora_r: 8\nsequence_len: 512\n", "did you mean model.path?"),
-        ("model: org/name\n", "model is a section, not 'org/name'; its settings are path, reference"),
+        ("model: org/name\n", "model is a section, not 'org/name'; write its settings below it, or as model.path=..."),
         (
             "model: {path: m}\ndata: {train: t}\ntrain: {num_train_epochs: 3}\n",
             ":3: unknown setting train.num_train_epochs",
@@ -97,7 +104,7 @@ def test_the_line_that_refuses_a_name_has_ours(words: str, hint: str) -> None:
     ],
 )
 def test_a_file_for_another_trainer_is_refused_in_one_line(tmp_path: Path, text: str, hint: str) -> None:
-    path = tmp_path / "other.yaml"
+    path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
         config.load(path)
