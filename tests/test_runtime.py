@@ -75,9 +75,12 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 def test_products_are_right():
     import mlx.core as mx
 
+    from tests.rounding import roundoff
+
     a, b = (np.random.default_rng(seed).standard_normal((300, 300)) for seed in (0, 1))
     product = mx.matmul(mx.array(a.astype(np.float32)), mx.array(b.astype(np.float32)), stream=mx.cpu)
-    np.testing.assert_allclose(np.array(product), a @ b, rtol=1e-4, atol=1e-4)
+    # n u of the sum of the terms' sizes, in whatever order they are added; and the roundings of the factors.
+    assert np.all(np.abs(np.array(product) - a @ b) <= roundoff(300 + 2) * (np.abs(a) @ np.abs(b)))
 
 
 def test_products_have_the_same_bits_in_every_process_and_at_every_alignment():
@@ -94,7 +97,7 @@ def test_mlx_computes_with_openblas_and_numpy_keeps_its_own():
     import mlx.core  # noqa: F401
 
     maps = Path("/proc/self/maps").read_text()
-    assert str(library) in maps
+    assert str(library.resolve()) in maps
     assert "mlx_cpu.libs/libblas" not in maps
     assert "mlx_cpu.libs/liblapack" in maps  # it calls the same BLAS
     assert np.linalg.solve(np.eye(3) * 2, np.ones(3)).tolist() == [0.5, 0.5, 0.5]

@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
 
 from lib import config, evaluate, forward, scoring
@@ -17,7 +16,8 @@ from lib import model as models
 from lib.config import Data, UserError
 from lib.data import Example, collate
 from lib.sync import World
-from tests.test_forward import draw, load, weighted
+from tests import rounding
+from tests.test_forward import draw, load, results_of, weighted
 from tests.tiny import ROOT, model_folder, train
 
 QUICKSTART = str(ROOT / "configs/quickstart/model")
@@ -68,13 +68,8 @@ def test_a_window_equals_its_mask_in_every_layout(tmp_path: Path, family: str, w
         def plain(examples: list[Example] = examples) -> mx.array:
             return masked_logps(model, examples, window)
 
-        np.testing.assert_allclose(np.array(ours()), np.array(plain()), rtol=1e-5, atol=1e-5)
-        _, gradients = nn.value_and_grad(model, lambda ours=ours: weighted(ours()))()
-        _, wanted = nn.value_and_grad(model, lambda plain=plain: weighted(plain()))()
-        theirs = dict(tree_flatten(wanted))
-        largest = max(mx.linalg.norm(gradient).item() for gradient in theirs.values())
-        for name, gradient in tree_flatten(gradients):
-            assert mx.linalg.norm(gradient - theirs[name]).item() <= 1e-5 * largest, name
+        wanted = rounding.expected_and_limits(model, lambda plain=plain: results_of(model, plain))
+        rounding.assert_within(results_of(model, ours), *wanted)
     assert layouts >= {(False, True), (False, False), (True, False)}
 
 
@@ -157,6 +152,6 @@ def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:
     train(tmp_path, [*words, "run.name=whole-rows", "data.shared_prompts=false"])
     train(tmp_path, [*words, "run.name=wide", "model.attention_window=null"])
     runs = tmp_path / "runs"
-    assert (
-        tiny.difference(runs / "narrow", runs / "whole-rows") < 1e-3 < tiny.difference(runs / "narrow", runs / "wide")
-    )
+    limit = tiny.difference(runs / "narrow", rounding.changed_run(runs / "narrow"))
+    assert tiny.difference(runs / "narrow", runs / "whole-rows") <= limit
+    assert tiny.difference(runs / "narrow", runs / "wide") > 100 * limit

@@ -1,0 +1,110 @@
+"""How far apart two results may be that are equal but for rounding: from the arithmetic, not from what one CPU gave.
+
+Summed in whatever order, a sum of n products in floating point is the exact sum of factors that were changed by n u at most,
+where u is the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). So a result may differ from
+another computation of it by as much as it moves when every weight is changed by n u: by much where it is ill-conditioned,
+hardly at all where it is not. The changes are drawn at random, the largest movement of a few draws is the limit. Roundings have
+random signs and so reach about 1/sqrt(n) of it: what is measured on five kinds of kernels (make test-matrix) is 1 % to 20 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lib import config
+from lib import model as models
+from lib.sync import World
+
+UNIT_ROUNDOFF = {mx.float32: 2.0**-24, mx.bfloat16: 2.0**-8}
+DRAWS = 2
+
+Results = Mapping[str, Any]  # arrays by name
+
+
+def roundoff(terms: int, dtype: mx.Dtype = mx.float32) -> float:
+    """n u: how much rounding may change the factors of a sum of so many products, relatively."""
+    return terms * UNIT_ROUNDOFF[dtype]
+
+
+def longest_sum(model: nn.Module) -> int:
+    """The largest dimension of any weight: no product of a layer has longer sums."""
+    return max(max(array.shape, default=1) for _, array in tree_flatten(model.parameters()))
+
+
+def changed(model: nn.Module, seed: int) -> Any:
+    """The model's parameters, each changed by a random part of what rounding may do to it."""
+    keys, relative = iter(mx.random.split(mx.random.key(seed), 10_000)), roundoff(longest_sum(model))
+    arrays = {
+        name: (array * (1 + relative * mx.random.uniform(-1, 1, array.shape, key=next(keys)))).astype(array.dtype)
+        for name, array in tree_flatten(model.parameters())
+        if mx.issubdtype(array.dtype, mx.floating)
+    }
+    return tree_unflatten(list(arrays.items()))
+
+
+def expected_and_limits(
+    model: nn.Module, compute: Callable[[], Sequence[Results]]
+) -> tuple[list[dict[str, np.ndarray]], list[dict[str, float]]]:
+    """What `compute` gives of the model, in groups of one kind, and the norm by which each array may be missed.
+
+    A gradient that is nothing but rounding (of a bias before a softmax) does not move: none has a limit below n u of its
+    group's largest norm, whose size the terms of its sums have.
+    """
+
+    def computed() -> list[dict[str, np.ndarray]]:
+        return [{name: np.array(array, np.float64) for name, array in group.items()} for group in compute()]
+
+    expected, kept = computed(), model.parameters()
+    limits = [
+        dict.fromkeys(group, roundoff(longest_sum(model)) * max(map(np.linalg.norm, group.values())))
+        for group in expected
+    ]
+    for seed in range(DRAWS):
+        model.update(changed(model, seed))
+        for group, limit, moved in zip(expected, limits, computed(), strict=True):
+            for name, array in group.items():
+                limit[name] = max(limit[name], float(np.linalg.norm(moved[name] - array)))
+        model.update(kept)
+    return expected, limits
+
+
+def assert_within(
+    actual: Sequence[Results], expected: Sequence[Mapping[str, np.ndarray]], limits: Sequence[Mapping[str, float]]
+) -> None:
+    """Asserts that every array is there, and no farther away than its limit."""
+    for found, wanted, limit in zip(actual, expected, limits, strict=True):
+        assert found.keys() == wanted.keys()
+        for name, array in wanted.items():
+            assert np.linalg.norm(np.array(found[name], np.float64) - array) <= limit[name], name
+
+
+def changed_run(run: Path) -> Path:
+    """A run like this one, from starting weights that are changed by as much as rounding may change them.
+
+    A run that is equal but for rounding ends no farther away than it does: `difference(run, other) <= difference(run,
+    changed_run(run))`. It trains in this process, on one rank.
+    """
+    import train as script
+
+    folder = run.parent / ".changed"  # with a reference of its own
+    settings = config.load(run / "config.yaml", [f"run.dir={folder}", "data.valid=null", "evaluate.samples=0"])
+    load = models.load
+
+    def load_changed(*arguments: Any, **options: Any) -> nn.Module:
+        model = load(*arguments, **options)
+        model.update(changed(model, 0))
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "load", load_changed)
+        patch.setattr("lib.report.plot_curves", lambda log, picture: None)
+        script.train(settings, World(), resume=False, dry_run=False)
+    return folder / run.name
