@@ -84,6 +84,8 @@ def test_without_a_host_its_neighbours_go_on_by_the_network_between_them(
         before = len(steps(a, 0))
         wait_for(lambda: len(steps(a, 0)) > before + 7, 60)
         assert [len(start["plan"]["ranks"]) for start in starts(a)] == [3, 2, 3]
+        names = [rank["host"] for rank in starts(a)[-1]["plan"]["ranks"]]
+        assert names == ["host-a", "host-b", "host-c"], "each beside those to whom its cables lead"
     finally:
         b.plug_in()
         a.signal(next(pid for pid, line in a.processes().items() if f"{ROOT}/launch" in line), signal.SIGINT)
