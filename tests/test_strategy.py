@@ -160,6 +160,29 @@ def test_auto_is_independent_on_ranks_of_one_host(
 
 
 @mpi
+def test_ranks_that_measured_unlike_ends_agree_on_the_next_round(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One saw nothing of a merge, the others a second: by the mean of all, rounds are as long as they may be."""
+    work = rounds.Rounds._work
+
+    def measured_unlike(self: rounds.Rounds, *rest: Any) -> Any:
+        if self.own_round_end is not None:
+            self.own_round_end = 1e-9 if world.rank == 0 else 1.0
+        return work(self, *rest)
+
+    monkeypatch.setattr(rounds.Rounds, "_work", measured_unlike)
+    run = train(world, folder, [*settings(world, folder, rows=45), "train.epochs=6"], "run")
+    world.gather_text("finished")
+    sizes = [sum(merge["pairs"]) for merge in merges_of(run, world.rank)]
+    assert sizes[:2] == [16, 16] and 35 <= sizes[2] <= 40, "two steps, and then five"
+    assert world.gather_text(json.dumps(sizes)) == [json.dumps(sizes)] * world.size
+    world.gather_text("checked")
+
+
+@mpi
 def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:  # noqa: F811
     words = [*settings(world, folder), "train.epochs=4", "model.dropout=0.2", "plan.replan=false"]
     runs = [train(world, folder, words, name) for name in ("a", "b")]
