@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from lib import os_commands
-from lib.os_commands import output as _output
-from lib.os_commands import sysctl as _sysctl
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Device = Literal["metal", "cuda", "cpu"]
@@ -65,7 +63,7 @@ def memory_limit_bytes() -> int | None:
 def free_memory_bytes() -> int | None:
     """Main memory that a new process could take now without swapping; None where the system does not tell."""
     if os_commands.is_mac():
-        return mac_free_memory_bytes(_output(["vm_stat"]))
+        return mac_free_memory_bytes(os_commands.output(["vm_stat"]))
     facts = Path("/proc/meminfo")
     available = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.exists() else "", re.MULTILINE)
     limit = container_memory_bytes()
@@ -102,7 +100,7 @@ def mlx_device() -> tuple[Device, dict[str, Any]]:
 def processor_name() -> str:
     """E.g. "AMD EPYC 9354"."""
     if os_commands.is_mac():
-        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+        return os_commands.sysctl("machdep.cpu.brand_string") or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return named[1].strip() if named else platform.machine()
@@ -110,7 +108,9 @@ def processor_name() -> str:
 
 def apple_gpu_cores() -> int | None:
     """From the I/O registry; neither Metal nor MLX tells it."""
-    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', _output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"]))
+    found = re.search(
+        r'"gpu-core-count"\s*=\s*(\d+)', os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
+    )
     return int(found[1]) if found else None
 
 
@@ -122,7 +122,7 @@ def usable_cpus() -> int | None:
 def host_memory_bytes() -> int | None:
     """The machine's main memory."""
     if os_commands.is_mac():
-        size = _sysctl("hw.memsize")
+        size = os_commands.sysctl("hw.memsize")
         return int(size) if size else None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -163,14 +163,16 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
         *_sysfs(system, "hwmon*/power*_average", "name", 1e-6),
         *_sysfs(system, "hwmon*/power*_input", "name", 1e-6),
     ]
-    told = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", _output(NVIDIA_SENSORS), re.MULTILINE)
+    told = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", os_commands.output(NVIDIA_SENSORS), re.MULTILINE)
     if told:
         temperatures, watts = ([float(one) for one in each if one[0].isdigit()] for each in zip(*told, strict=True))
     if sane := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as zero, or as nonsense
         found["temperature_celsius"] = max(sane)
     if sum(watts) > 0:
         found["power_watts"] = sum(watts)
-    if os_commands.is_mac() and (limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", _output(["pmset", "-g", "therm"]))):
+    if os_commands.is_mac() and (
+        limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", os_commands.output(["pmset", "-g", "therm"]))
+    ):
         found["speed_limit"] = int(limit[1]) / 100
     return found
 
@@ -206,7 +208,7 @@ class Power(NamedTuple):
 def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
     """What feeds this machine, as its system tells; None where it does not."""
     if os_commands.is_mac():
-        return mac_power(_output(["pmset", "-g", "batt"]), _output(["pmset", "-g"]))
+        return mac_power(os_commands.output(["pmset", "-g", "batt"]), os_commands.output(["pmset", "-g"]))
     kinds = {path: _text(path / "type") for path in sorted(system.glob("*"))} if system.exists() else {}
     status = next((_text(path / "status") for path, kind in kinds.items() if kind == "Battery"), "")
     profile = _text(Path("/sys/firmware/acpi/platform_profile"))
@@ -231,13 +233,13 @@ def mac_power(batteries: str, settings: str) -> Power | None:
 
 def wired_limit_bytes() -> int | None:
     """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
-    megabytes = _sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
+    megabytes = os_commands.sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
     return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
 
 
 def is_translated() -> bool:
     """Whether this is an Intel program under Rosetta on Apple silicon, where MLX finds no GPU."""
-    return os_commands.is_mac() and _sysctl("sysctl.proc_translated") == "1"
+    return os_commands.is_mac() and os_commands.sysctl("sysctl.proc_translated") == "1"
 
 
 def _text(path: Path) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import calibrate, curves, links, machines
-from lib import machine, runtime
+from lib import machine, os_commands, runtime
 from lib.calibration import (
     Curve,
     HardwareCalibrator,
@@ -204,7 +204,7 @@ def test_a_damaged_file_or_a_wrong_word_is_one_clear_line(run: Run) -> None:
         (["--length", "many"], "whole numbers"),
         (["--seconds", "0"], "above 0"),
         (["--largest", "1"], "at least 2"),
-        (["--fast"], "--help lists"),
+        (["--fast"], "settings are words without dashes"),
         (["model.method=lara"], "model.method"),
         (["data.train=nowhere.jsonl"], "nowhere.jsonl"),
         (["model.path=nowhere"], "nowhere"),
@@ -374,7 +374,7 @@ def test_a_mac_is_asked_by_its_own_means(monkeypatch: pytest.MonkeyPatch, regist
     def output(command: list[str]) -> str:
         return words[command[0] if command[0] == "ioreg" else command[-1]]
 
-    monkeypatch.setattr(machine, "_output", output)
+    monkeypatch.setattr(os_commands, "output", output)
     monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(machine.platform, "mac_ver", lambda: ("26.1", ("", "", ""), "arm64"))
     facts = {"device_name": "Apple M4 Max", "max_recommended_working_set_size": 10**11}
