@@ -25,7 +25,20 @@ MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 .PHONY: help setup train test launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation clean
 
 help:
-	@echo "make setup | train | test | launch | preflight | calibrate | doctor | serve | dashboard | bench | lint | coverage | docs | mutation | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup        install what is needed into .venv (EXTRA=cpu, metal or cuda; PYTHON=/path/to/python)"
+	@echo "make train        train the quickstart, offline, in about two minutes"
+	@echo "make test         all tests"
+	@echo "make doctor       try this machine part by part"
+	@echo "make preflight    check the machines of HOSTS=hostfile; starts nothing"
+	@echo "make calibrate    measure this machine, or those of HOSTS=hostfile"
+	@echo "make launch       train on the machines of HOSTS=hostfile"
+	@echo "make dashboard    runs in a browser, http://127.0.0.1:8050"
+	@echo "make serve        a finished run behind an OpenAI-compatible server: RUN=runs/NAME"
+	@echo "make bench        the quickstart over five seeds, with its controls"
+	@echo "make lint | coverage | docs | mutation | clean     for who works on Tandem"
+	@echo
+	@echo 'Options of the program go into ARGS: make train ARGS="--config configs/X.yaml train.beta=0.2"'
+	@echo "All settings: .venv/bin/python train.py --help"
 
 setup: $(INSTALLED)
 

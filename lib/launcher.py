@@ -272,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.emit:
             print(_emitted(launching, options.emit), end="")
             return 0
+        if launching.directory == str(ROOT):  # elsewhere there may be other files
+            _check_command(launching.command)
         if options.sync:
             _sync(launching, options.sync)
         here = _this_host(launching, options.role) if options.role else None
@@ -405,8 +407,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         number = getattr(options, name)
         if number is not None and not least <= number <= most:
             raise UserError(f"--{name.replace('_', '-')} {number} is not in {least} to {most}")
-    if (options.directory or str(ROOT)) == str(ROOT):  # elsewhere there may be other files
-        _check_command(options.command)
     if options.role and options.max_restarts:  # each machine would go on alone
         raise UserError(
             "--max-restarts needs ssh, to start all machines again; with --role start them again by hand, --resume"

@@ -1,0 +1,85 @@
+"""The examples of every --help, as printed: they fit the quickstart, name options that exist, and pass a shell unharmed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import train
+from lib import command, runtime
+from tests import test_docs
+from tests.test_docs import help_of
+from tests.tiny import ROOT
+
+PROGRAMS = ("python ", "./launch ", "make ", "mpirun ")
+HELPED = [("train.py",), ("launch",), *(("-m", f"lib.{name}") for name in ("evaluate", "dashboard", "server", "data"))]
+BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
+PLACEHOLDERS = re.compile(r"\[[^]]*( |\.\.\.)[^]]*\]|\S+\|\S+")  # [key=value ...] and a|b are for the reader
+
+
+def examples(text: str) -> list[str]:
+    """The commands of a text, one a line, without what is said beside them."""
+    lines = (re.split(r"\s{3,}", line.strip())[0] for line in text.splitlines())
+    return [PLACEHOLDERS.sub("", line) for line in lines if line.startswith(PROGRAMS) and "usage" not in line]
+
+
+@pytest.mark.parametrize("script", HELPED, ids=lambda script: script[-1])
+def test_an_example_of_a_help_is_understood(
+    script: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = examples(help_of(*script))
+    assert found, "a help without an example"
+    for line in found:
+        words = shlex.split(line)
+        test_docs.check(words[: words.index(">")] if ">" in words else words, "of a help", tmp_path)
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_an_example_of_a_benchmark_names_its_options(path: Path) -> None:
+    source = path.read_text()
+    found = examples(ast.get_docstring(ast.parse(source)) or "")
+    assert found, "a benchmark without an example"
+    for line in found:
+        words = shlex.split(line.rstrip("\\"))
+        assert f"benchmarks/{path.name}" in words, line
+        for option in words[words.index(f"benchmarks/{path.name}") :]:
+            assert not option.startswith("--") or f'"{option}"' in source, f"{line}: no {option}"
+
+
+@pytest.mark.parametrize("text", [*(help_of(*script) for script in HELPED[:2])], ids=["train.py", "launch"])
+def test_an_example_passes_zsh_unharmed(text: str) -> None:
+    for line in examples(text):
+        bare = re.sub(r"'[^']*'", "", line)
+        assert not re.search(r"[\[\]*?#~]", bare), f"{line}: zsh would take this for a pattern; quote it"
+
+
+def test_trainings_of_the_help_run_as_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = [shlex.split(line.replace("configs/X.yaml", command.QUICKSTART)) for line in examples(train.__doc__ or "")]
+    alone = [words[2:] for words in found if words[0] == "python" and "--resume" not in words]
+    ranks = [words for words in found if words[0] == "mpirun"]
+    assert len(alone) >= 3 and ranks
+    for words in alone:
+        assert train.main([*words, "--dry-run"]) == 0
+        assert "dry run: nothing is trained" in capsys.readouterr().out
+    scripts = runtime.mpirun_path().parent
+    for words in ranks:
+        path = f"{scripts}:{os.environ['PATH']}"
+        done = subprocess.run(
+            [*words, "--dry-run"],
+            cwd=ROOT,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0 and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr

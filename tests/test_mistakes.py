@@ -1,0 +1,293 @@
+"""First commands and mistakes of a new user: one line on standard error that says what and how to go on, and status 2.
+
+Most run in this process, by the same `main` that the command line calls; a few start processes of their own, where
+the mistake is the launcher's, the disk's or a port's to notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train
+from lib import dashboard, evaluate, inspection, launcher, runtime, server
+from lib.sync import host_name
+from tests import tiny
+from tests.cluster import unavailable
+from tests.tiny import ROOT
+
+MAINS: dict[str, Callable[[list[str]], int]] = {
+    "train.py": train.main,
+    "lib.evaluate": evaluate.main,
+    "lib.dashboard": dashboard.main,
+    "lib.server": server.main,
+    "lib.data": inspection.main,
+    "launch": launcher.main,
+}
+PAIR = '{"prompt_ids": [5], "chosen_ids": [3, 1], "rejected_ids": [4, 1]}\n'
+FILES: dict[str, str | bytes] = {
+    "empty.jsonl": "",
+    "blank.jsonl": "\n\n",
+    "bad.jsonl": PAIR * 3 + '{"prompt": oops}\n' + PAIR,
+    "norejected.jsonl": '{"prompt": "a", "chosen": "b"}\n',
+    "columns.jsonl": '{"question": "a", "good": "b", "bad": "c"}\n',
+    "binary.jsonl": bytes(range(256)) * 9,
+    "utf16.jsonl": (PAIR * 8).encode("utf-16"),
+    "notgz.jsonl.gz": PAIR * 8,
+    "cut.jsonl.gz": gzip.compress(PAIR.encode() * 99)[:40],
+    "table.csv": "prompt,chosen,rejected\na,b,c\n",
+    "list.json": json.dumps([json.loads(PAIR)] * 8),
+    "fake.parquet": PAIR,
+    "huge.jsonl": "x" * 10_000_000,
+    "ids.jsonl": PAIR.replace("[5]", "[99999]"),
+    "text.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
+    "tab.yaml": "model:\n\tpath: x\n",
+    "syntax.yaml": "model: {path: x\n",
+    "empty.yaml": "",
+    "binary.yaml": b"\xff\xfe\x00",
+    "section.yaml": "modle: {path: x}\ndata: {train: x}\n",
+    "hosts.empty": "",
+    "hosts.twice": "mac-a\nmac-a\n",
+    "calibration.bad/HOST.json": "{oops",
+    "model.cut/config.json": '{"model_type": "lla',
+    "model.strange/config.json": '{"model_type": "frob"}',
+    "model.none/readme": "",
+    "run.empty/logs/readme": "",
+}
+WORKS: dict[str, bytes] = {
+    "bom.jsonl": b"\xef\xbb\xbf" + PAIR.encode() * 8,
+    "crlf.jsonl": PAIR.encode().replace(b"\n", b"\r\n") * 8,
+    "packed.jsonl.gz": gzip.compress(PAIR.encode() * 8),
+    "no-end.jsonl": (PAIR * 8).rstrip().encode(),
+    "with blank ü.jsonl": PAIR.encode() * 8,
+}
+# Program and words ({d}: the folder of the files above), and what the line says.
+MISTAKES: list[tuple[str, str, str]] = [
+    # Words
+    ("train.py", "train.lr=1e-4", r"unknown setting train.lr; did you mean train.learning_rate\?"),
+    ("train.py", "trian.beta=1", r"did you mean train.beta\?"),
+    ("train.py", "frob.nicate=1", "unknown setting frob.nicate; --help lists"),
+    ("train.py", "--batch-size 8", "here it is train.global_batch_size=8"),
+    ("train.py", "--output-dir out", "here it is run.dir=out"),
+    ("train.py", "train.gradient_accumulation_steps=4", "leave it out: it follows from"),
+    ("train.py", "--frob", "unrecognized arguments: --frob; settings are words"),
+    ("train.py", "--dryrun", r"did you mean --dry-run\?"),
+    ("train.py", "train.beta = 0.2", "write train.beta=VALUE in one word"),
+    ("train.py", "train.beta: 0.2", "write train.beta=VALUE in one word"),
+    ("train.py", "train.beta=", "has no value"),
+    ("train.py", "train.steps=many", "should be a valid integer, not 'many'"),
+    ("train.py", "train.learning_rate=-1", "should be greater than 0, not -1"),
+    ("train.py", "train.loss=dpo", "not 'dpo'; here: DPO is sigmoid"),
+    ("train.py", "model.dtype=int8", "'float32', 'bfloat16' or 'float16', not 'int8'"),
+    ("train.py", "plan.shares=[6,1]", "sum to 7, but train.global_batch_size is 8; make them equal"),
+    ("train.py", "plan.shares=[6,2]", "plan.shares .6, 2. has 2 numbers, but there are 1 ranks"),
+    ("train.py", "--config", "--config: expected one argument"),
+    # Configurations
+    ("train.py", "--config nope.yaml", "config file nope.yaml does not exist .*configs/ has examples"),
+    ("train.py", "--config configs", "is a folder; name a file in it"),
+    ("train.py", "--config {d}/tab.yaml", r"tab.yaml:2: not valid YAML: found character '\\t'"),
+    ("train.py", "--config {d}/syntax.yaml", "syntax.yaml:2: not valid YAML"),
+    ("train.py", "--config {d}/empty.yaml", "is empty or not a mapping"),
+    ("train.py", "--config {d}/binary.yaml", "is not UTF-8 text"),
+    ("train.py", "--config {d}/section.yaml", r"section.yaml:1: unknown setting modle; did you mean model\?"),
+    # Data
+    ("train.py", "data.train={d}/none.jsonl", r"none.jsonl does not exist; did you mean .*\?|looked from"),
+    ("train.py", "data.train={d}/*.nothing", "no file matches"),
+    ("train.py", "data.train={d}/empty.jsonl", "is empty: it has no records"),
+    ("train.py", "data.train={d}/blank.jsonl", "is empty: it has no records"),
+    ("train.py", "data.train={d}/bad.jsonl", r"bad.jsonl:4: broken JSON at column 12"),
+    ("train.py", "data.train={d}/norejected.jsonl", "norejected.jsonl:1: no column 'rejected'.*data.rejected=COLUMN"),
+    ("train.py", "data.train={d}/columns.jsonl", "columns: question, good, bad.; name yours with data.chosen=COLUMN"),
+    ("train.py", "data.train={d}/binary.jsonl", "binary.jsonl:1: "),
+    ("train.py", "data.train={d}/utf16.jsonl", "utf16.jsonl:1: UTF-16, where UTF-8 is read: iconv -f UTF-16"),
+    ("train.py", "data.train={d}/notgz.jsonl.gz", "not gzip, whatever its name says; take .gz off"),
+    ("train.py", "data.train={d}/cut.jsonl.gz", "the gzip stream is cut short or damaged"),
+    ("train.py", "data.train={d}/table.csv", "CSV is not read; JSON lines are made of it by: python3"),
+    ("train.py", "data.train={d}/list.json", "a list instead of a JSON object.*jq -c"),
+    ("train.py", "data.train={d}/fake.parquet", "not a readable parquet file"),
+    ("train.py", "data.train={d}/huge.jsonl", "a line of 10,000,000 bytes.*is a line break missing"),
+    ("train.py", "data.train={d}/ids.jsonl", "ids.jsonl:1: token id 99999 is not below the vocabulary's size, 48"),
+    ("train.py", "data.train={d}/text.jsonl", "its records are text, and the model has no tokenizer"),
+    ("train.py", "data.train={d}/link.jsonl", "is a link to /nowhere, which does not exist"),
+    ("train.py", "data.train={d}/run.empty", "run.empty is a folder without records"),
+    ("train.py", "data.valid={d}/none.jsonl", "none.jsonl does not exist"),
+    # Models
+    ("train.py", "model.path={d}/none", "no such folder .a hub name is of the form owner/name"),
+    ("train.py", "model.path={d}/model.none", "the folder has no config.json"),
+    ("train.py", "model.path={d}/model.cut", "its config.json is not a JSON object, perhaps cut short"),
+    ("train.py", "model.path={d}/model.strange", "mlx-lm cannot load it: Model type frob not supported"),
+    ("train.py", "model.path={d}/train.jsonl", "is a file; give the folder"),
+    ("train.py", "model.random_init=false", "no model.*safetensors in the folder"),
+    ("train.py", "model.adapter={d}/none", "model.adapter .*adapter_config.json cannot be read"),
+    ("train.py", "model.keys=[frob]", "no such layer .*its linear layers are mlp.down_proj"),
+    ("train.py", "model.blocks=99", "model.blocks=99, but .* has 2 blocks"),
+    # Runs
+    ("train.py", "run.name=done", "already holds a run; go on with it by --resume"),
+    ("train.py", "run.dir={d}/train.jsonl", "Not a directory"),
+    ("train.py", "run.dir=/proc/nowhere", "/proc/nowhere: "),
+    ("train.py", "plan.calibration_dir={d}/calibration.bad", "json:1: not valid JSON.*make calibrate"),
+    ("train.py", "--resume {d}/none", "no run there .it has no config.yaml"),
+    ("train.py", "--resume {d}/train.jsonl", "no run there .it has no config.yaml"),
+    ("train.py", "--resume {d}/run.empty", "no run there .it has no config.yaml"),
+    ("train.py", "--resume {d}/runs/done train.beta=0.5", "the run was started with 0.1 and cannot change it"),
+    ("train.py", "--resume {d}/runs/done --config x.yaml", "leave --config out"),
+    # The other programs
+    ("lib.evaluate", "", "give either --run RUN or --model PATH"),
+    ("lib.evaluate", "--model {d}/model", "--model needs --data FILE"),
+    ("lib.evaluate", "--run {d}/none", "--run .*none: no "),
+    ("lib.evaluate", "--run {d}/run.half", "no finished run there .adapters.safetensors is missing"),
+    ("lib.dashboard", "{d}/none", "none is not a run's folder"),
+    ("lib.dashboard", "--export {d}/run.empty", "has no records"),
+    ("lib.dashboard", "--runs {d}/runs --port 99999", "--port 99999 is not in 0 to 65535"),
+    ("lib.dashboard", "--runs {d}/runs --port {port}", r"cannot listen at 127.0.0.1:\d+ \(Address already in use\)"),
+    ("lib.server", "", "give either --run RUN or --model PATH"),
+    ("lib.server", "--run {d}/none", "no run there"),
+    ("lib.server", "--run {d}/run.half", "no finished run there"),
+    ("lib.server", "--model {d}/none", "no such folder"),
+    ("lib.server", "--model {q} serve.port={port}", "Address already in use; serve.port=0 takes a free port"),
+    ("lib.server", "--model {q} serve.host=0.0.0.0", "serve.keys"),
+    ("lib.data", "", "required: --inspect"),
+    ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
+    ("launch", "-- train.py", "give --hostfile FILE or --hosts A,B"),
+    ("launch", "--hosts localhost train.py", "the command comes after --"),
+    ("launch", "--hostfile {d}/none -- train.py", "No such file or directory; hostfile.example shows one"),
+    ("launch", "--hostfile {d}/hosts.empty -- train.py", "names no host; one line for each: NAME slots=1"),
+    ("launch", "--hostfile {d}/hosts.twice -- train.py", "names mac-a twice"),
+    ("launch", "--hosts localhost --backend gloo -- train.py", "invalid choice: 'gloo'.*ring"),
+    ("launch", "--hosts localhost:0 -- train.py", "a host takes 1 to 1024 ranks"),
+    (
+        "launch",
+        "--hosts localhost --batch-size 8 -- train.py",
+        "train.global_batch_size=8 .*, after --, behind train.py",
+    ),
+    ("launch", "--hosts localhost -- trian.py", r"trian.py does not exist; did you mean train.py\?"),
+    ("launch", "--hosts localhost -- train.py train.lr=1", r"did you mean train.learning_rate\?"),
+    ("launch", "--hosts localhost -- train.py --config nope.yaml", "nope.yaml does not exist"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All the files, a run that has ended in runs/done, and one that has not in run.half."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    tiny.train(folder, [*tiny.settings(folder, train__steps=1, evaluate__samples=0), "run.name=done"])
+    for name, content in {**FILES, **WORKS}.items():
+        path = folder / name.replace("HOST", host_name())
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "link.jsonl").symlink_to("/nowhere")
+    shutil.copytree(folder / "runs/done", folder / "run.half")
+    (folder / "run.half/adapters.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def taken_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def words_of(program: str, words: str, folder: Path, port: int = 0) -> list[str]:
+    """The command's words; a training gets a tiny model and data, which the words overrule."""
+    given = [word.format(d=folder, port=port, q=ROOT / "configs/quickstart/model") for word in words.split()]
+    if program != "train.py" or any(word in ("--config", "--resume") for word in given):
+        return given
+    defaults = [*tiny.settings(folder, train__steps=1, evaluate__samples=0), "--config", str(folder / "test.yaml")]
+    return [*defaults, *given]
+
+
+def said(main: Callable[[list[str]], int], words: list[str]) -> tuple[int, str, str]:
+    """Exit status, standard output and error of a program in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words)
+    return status, out.getvalue(), err.getvalue()
+
+
+def check(status: int, errors: str, told: str, wanted: int = 2) -> None:
+    assert status == wanted, (status, errors)
+    assert errors.count("\n") == 1 and errors.startswith("error: ") and "Traceback" not in errors, errors
+    assert re.search(told, errors), errors
+    assert len(errors) < 800, "nobody reads so much"
+
+
+def test_there_are_enough() -> None:
+    assert len(MISTAKES) >= 40 and len({words for _, words, _ in MISTAKES if words}) >= 40
+
+
+@pytest.mark.parametrize(("program", "words", "told"), MISTAKES, ids=lambda part: str(part)[:50])
+def test_a_mistake_is_one_line(program: str, words: str, told: str, folder: Path, taken_port: int) -> None:
+    status, _, errors = said(MAINS[program], words_of(program, words, folder, taken_port))
+    check(status, errors, told)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_files_as_other_systems_write_them_work(name: str, folder: Path, tmp_path: Path) -> None:
+    words = [*words_of("train.py", "", folder), f"data.train={folder / name}", f"run.dir={tmp_path}"]
+    status, _, errors = said(train.main, words)
+    assert (status, errors) == (0, "")
+
+
+def command(*words: str | Path, cwd: Path = ROOT) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_from_another_folder(folder: Path) -> None:
+    check(*command(ROOT / "train.py", cwd=folder), "looked from .*, which should be the project's folder")
+
+
+def test_a_benchmark_and_a_missing_file(folder: Path) -> None:
+    check(*command("benchmarks/calibrate.py", "--config", "nope.yaml"), "nope.yaml does not exist")
+
+
+def test_a_full_disk(folder: Path, tmp_path: Path) -> None:
+    """A disk of 200 kB: a file system of its own where that may be made, else a limit on files."""
+    words = [str(word) for word in (*words_of("train.py", "", folder), f"run.dir={tmp_path / 'disk'}")]
+    (tmp_path / "disk").mkdir()
+    python = [sys.executable, str(ROOT / "train.py"), *words]
+    limit = f"import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.path[0] = {str(ROOT)!r}; "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    if unavailable() is None:
+        mount = f'mount -t tmpfs -o size=40k tmpfs {tmp_path}/disk && exec "$@"'
+        full = ["unshare", "--mount", "sh", "-c", mount, "sh", *python]
+    else:
+        full = [sys.executable, "-c", limit, *python[1:]]
+    done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    check(done.returncode, done.stderr, "No space left on device|File too large")
+
+
+def test_shares_of_two_on_three_ranks() -> None:
+    command = [str(runtime.mpirun_path()), "-n", "3", sys.executable, "train.py", "plan.shares=[24,8]", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    own = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # the rest is mpirun's
+    assert done.returncode == 2 and len(own) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "plan.shares [24, 8] has 2 numbers, but there are 3 ranks" in own[0]
+
+
+def test_a_dashboard_without_runs_says_that_it_waits(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "lib.dashboard", "--runs", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first, second = process.stdout.readline(), process.stdout.readline()
+        process.terminate()
+    assert first == f"dashboard: no run in {tmp_path}/ yet; one that starts is shown\n" and "http://127.0.0.1" in second
+
+
+def test_a_host_that_is_not_there() -> None:
+    words = ["--hosts", "localhost,no-such-host.invalid", "--no-preflight", "--", "train.py"]
+    status, errors = command("launch", *words)
+    assert status == 1 and errors.count("\n") == 1 and "Could not resolve hostname no-such-host.invalid" in errors, (
+        errors
+    )
