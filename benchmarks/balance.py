@@ -1,22 +1,29 @@
 """Two real ranks, one slower than the other: does the planned split keep both busy?
 
     python benchmarks/balance.py               skews 1, 2, 4 and 8, and a rank that is throttled in mid-run
+    python benchmarks/balance.py --neighbour   another process takes a random half of either core meanwhile
+    python benchmarks/balance.py --falsify     one point of one rank's calibration is wrong by half
     python benchmarks/balance.py --quick       skew 4 alone, fewer steps
     python benchmarks/balance.py --throttle    only the rank that is throttled in mid-run
 
-As root on Linux with cgroup v1. Each rank has a core of its own; rank 1 gets a part of its core's time, in
-periods of 10 ms. For each skew, one after another in the same processes: a curve of a few micro-batch sizes
-on each rank, each rank alone while the other sleeps, an equal split, and the planned split, at a global batch
-that the plan calls large enough. Efficiency is pairs/s over the sum of what the ranks do alone; the ideal is
-1. The last line is one JSON object.
+On Linux with two cores. Each rank has a core of its own; rank 1 gets a part of its core's time: as root with cgroup v1 by a
+quota in periods of 10 ms, else by as many busy processes on its core as make the skew. For each skew a curve of a few
+micro-batch sizes is measured on each rank, in rounds; then both train, by that curve and by what their first steps correct.
+Efficiency is pairs/s from step 20 on over the sum of what the ranks do alone; the ideal is 1. The training stands still every
+few seconds, and each rank runs steps alone while the other sleeps: both speeds are then of the same minutes.
+
+The neighbour runs without a pause, in bursts of 2 to 20 ms, on one core and then as long on the other, which first is
+random; while it is on a core, the rank there has nearly none of it. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -25,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +49,13 @@ from lib import runtime  # noqa: E402
 from lib.config import UserError  # noqa: E402
 
 CGROUP = Path("/sys/fs/cgroup/cpu")
+RANK_SHARES, NEIGHBOUR_SHARES = 8192, 262144  # of a contended core; any other process has 1024
+BURST_SECONDS = (0.002, 0.02)
+SIZES = (1, 2, 4, 8, 16)  # pairs a micro-batch
+ALONE_MICRO_BATCHES = 4  # of a step that a rank runs alone
+CORRECTED_BY = 20  # the step from which efficiency counts
+WINDOWS = 6  # of training, each beside the ranks' speeds alone
+LEAST_STEP_SECONDS = 1.0  # beside a neighbour: long beside its bursts, so that a step meets its usual part of them
 PERIOD_MICROSECONDS = 10_000
 TARGET = 0.98  # efficiency that the plan must promise: a little above what has to be reached
 TOKENS, VOCABULARY = 32, 256  # of a prompt and of each completion
@@ -65,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skews", default="1,2,4,8", help="how many times slower rank 1 is, comma-separated")
     parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="about, for each run that is measured")
+    parser.add_argument("--neighbour", action="store_true", help="a process that takes a random half of either core")
+    parser.add_argument("--falsify", action="store_true", help="one point of a calibration is wrong by half")
     parser.add_argument("--throttle", action="store_true", help="only the rank that is throttled in mid-run")
     parser.add_argument("--quick", action="store_true", help="skew 4 alone, fewer steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -75,10 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.worker:
         work(options)
         return
-    if os.geteuid() != 0 or not (CGROUP / "cpu.cfs_quota_us").exists() or len(os.sched_getaffinity(0)) < 2:
-        raise UserError(
-            f"this benchmark throttles a rank: it needs root, cgroup v1 ({CGROUP}/cpu.cfs_quota_us) and two cores"
-        )
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        raise UserError("this benchmark gives each of two ranks a core of its own: it needs Linux and two cores")
     try:
         skews = [float(word) for word in options.skews.split(",")]
     except ValueError:
@@ -86,13 +101,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(skews) < 1:
         raise UserError(f"--skews {options.skews}: expected numbers of at least 1, e.g. 1,2,4,8")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the control groups go, too
-    with tempfile.TemporaryDirectory() as name, groups() as joined:
+    if options.throttle and (os.geteuid() != 0 or not (CGROUP / "cpu.cfs_quota_us").exists()):
+        raise UserError(
+            f"--throttle changes a quota in mid-run: it needs root and cgroup v1 ({CGROUP}/cpu.cfs_quota_us)"
+        )
+    with tempfile.TemporaryDirectory() as name, groups() as joined, neighbour(options, joined):
         write_inputs(Path(name), options.seed)
         runtime.prepare()  # mpirun's variables
         environment = os.environ | {
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
-            "TANDEM_CGROUPS": ",".join(map(str, joined)),
+            "TANDEM_CGROUPS": ",".join(map(str, joined[:2])),
         }
         command = [
             str(runtime.mpirun_path()),
@@ -106,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name,
         ]
         command += [f"--skews={options.skews}", f"--seconds={options.seconds}", f"--seed={options.seed}"]
-        process = subprocess.Popen([*command, *(["--throttle"] if options.throttle else [])], env=environment, cwd=ROOT)
+        command += [f"--{word}" for word in ("throttle", "neighbour", "falsify") if getattr(options, word)]
+        process = subprocess.Popen(command, env=environment, cwd=ROOT)
         try:
             status = process.wait()
         finally:
@@ -117,19 +137,66 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def groups() -> Iterator[list[Path]]:
-    """A control group for each rank, preferred over whatever else runs here; removed at the end."""
-    made = [CGROUP / f"tandem-balance-{os.getpid()}-{rank}" for rank in range(2)]
+    """Control groups: each rank's, preferred over whatever else runs here, and the neighbour's; removed at the end.
+
+    None where this process may not make any.
+    """
+    if os.geteuid() != 0 or not (CGROUP / "cpu.cfs_quota_us").exists():
+        yield []
+        return
+    made = [CGROUP / f"tandem-balance-{os.getpid()}-{name}" for name in ("0", "1", "neighbour")]
     try:
         for group in made:
             group.mkdir()
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
-            (group / "cpu.shares").write_text("65536")
+            (group / "cpu.shares").write_text(str(NEIGHBOUR_SHARES if group == made[-1] else RANK_SHARES))
         yield made
     finally:
         for group in made:
             with contextlib.suppress(OSError):  # its last process may be ending still
                 time.sleep(0.2)
                 group.rmdir()
+
+
+@contextlib.contextmanager
+def neighbour(options: argparse.Namespace, joined: Sequence[Path]) -> Iterator[None]:
+    """A process that is now on one core, now on the other, if that is asked for."""
+    if not options.neighbour:
+        yield
+        return
+    process = multiprocessing.get_context("spawn").Process(
+        target=take_cores,
+        args=(options.seed, sorted(os.sched_getaffinity(0))[:2], joined[2] if joined else None),
+        daemon=True,
+    )
+    process.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.join()
+
+
+def take_cores(seed: int, cores: Sequence[int], group: Path | None) -> None:
+    """The neighbour's work: bursts in pairs of one length, a core first and then the other."""
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    with contextlib.suppress(OSError):  # without root it takes only half of the core that it is on
+        os.nice(-20)
+    rng = np.random.default_rng(seed)
+    while True:
+        seconds = rng.uniform(*BURST_SECONDS)
+        for core in rng.permutation(list(cores)):
+            os.sched_setaffinity(0, {int(core)})
+            ends = time.perf_counter() + seconds
+            while time.perf_counter() < ends:
+                pass
+
+
+def spin() -> None:
+    """A process that takes its fair part of a core."""
+    while True:
+        pass
 
 
 def write_inputs(folder: Path, seed: int) -> None:
@@ -159,18 +226,22 @@ def work(options: argparse.Namespace) -> None:
 
     world = sync.start(launch)
     bench = Bench(world, options)
-    paths = bench.groups = [Path(path) for path in os.environ["TANDEM_CGROUPS"].split(",")]
-    (paths[world.rank] / "cgroup.procs").write_text(str(os.getpid()))  # all threads of it
+    paths = bench.groups = [Path(path) for path in os.environ["TANDEM_CGROUPS"].split(",") if path]
+    if paths:
+        (paths[world.rank] / "cgroup.procs").write_text(str(os.getpid()))  # all threads of it
     rows: list[dict[str, Any]] = []
     if not options.throttle:
         for skew in map(float, options.skews.split(",")):
             rows.append(bench.row(skew))
             bench.say(f"skew {skew:g}: " + describe(rows[-1]))
-    throttled = bench.throttled() if options.throttle or "," in options.skews else None
+    is_plain = bool(bench.groups) and not options.neighbour and not options.falsify
+    throttled = bench.throttled() if options.throttle or ("," in options.skews and is_plain) else None
     bench.throttle(1.0)
     if world.rank == 0:
         show(rows, throttled)
-        print(json.dumps({"rows": rows, "throttled": throttled, "seed": options.seed}))
+        modes = {"neighbour": options.neighbour, "falsify": options.falsify}
+        load = round(os.getloadavg()[0], 2)
+        print(json.dumps({"rows": rows, "throttled": throttled, **modes, "seed": options.seed, "load_average": load}))
 
 
 class Bench:
@@ -181,6 +252,8 @@ class Bench:
     def __init__(self, world: Any, options: argparse.Namespace) -> None:
         self.world, self.options, self.folder = world, options, options.worker
         self.runs = self.turns = 0
+        self.spinners: list[Any] = []  # processes that slow this rank down, where there are no control groups
+        self.rng = np.random.default_rng(options.seed)
 
     def say(self, text: str) -> None:
         if self.world.rank == 0:
@@ -189,8 +262,17 @@ class Bench:
     def throttle(self, skew: float) -> None:
         """Rank 1's part of its core from now on."""
         quota = -1 if skew == 1 else round(PERIOD_MICROSECONDS / skew)
-        if self.world.rank == 0:
+        if self.groups and self.world.rank == 0:
             (self.groups[1] / "cpu.cfs_quota_us").write_text(str(quota))
+        while self.spinners:
+            process = self.spinners.pop()
+            process.terminate()
+            process.join()
+        if not self.groups and self.world.rank == 1:  # they inherit this rank's core
+            context = multiprocessing.get_context("spawn")
+            self.spinners = [context.Process(target=spin, daemon=True) for _ in range(round(skew) - 1)]
+            for process in self.spinners:
+                process.start()
         self.world.gather_text("throttled")
 
     def train(self, world: Any, batch: int, steps: int, *words: str, name: str | None = None) -> list[dict[str, Any]]:
@@ -222,7 +304,7 @@ class Bench:
         with contextlib.redirect_stdout(io.StringIO()):
             script.train(config, world, resume=False, dry_run=False)
         log = Path(config.run.dir) / name / "logs" / f"rank-{world.rank:03d}.jsonl"
-        return [record for record in read_records(log) if record["kind"] in ("step", "plan")]
+        return [record for record in read_records(log) if record["kind"] in ("start", "step", "plan")]
 
     def in_turn(self, measure: Any) -> list[Any]:
         """Each rank's measurement while the other sleeps, on all ranks."""
@@ -245,46 +327,104 @@ class Bench:
 
         self.throttle(skew)
         curves = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
-        self.calibrate(curves)
         hosts = [f"rank {rank}" for rank in range(2)]
         sync_seconds = self.sync_seconds(curves[0])
         batch = sufficient_global_batch(hosts, curves, 16, sync_seconds, TARGET) or 16 * 64
+        believed, falsified = self.falsified(curves, skew)
+        self.calibrate(believed)
         plan = plan_cluster(hosts, batch, curves=curves, sync_seconds=sync_seconds)
-        shown = [{p.batch_size: round(p.pairs_per_second, 1) for p in curve.points} for curve in curves]
+        while self.options.neighbour and (plan.predicted_step_seconds or 1.0) < LEAST_STEP_SECONDS:
+            batch *= 2
+            plan = plan_cluster(hosts, batch, curves=curves, sync_seconds=sync_seconds)
+        shown = [{p.batch_size: round(p.pairs_per_second, 1) for p in curve.points} for curve in believed]
         self.say(
             f"skew {skew:g}: pairs/s by micro-batch {shown}; sync {sync_seconds:.4f} s, besides "
-            f"{max(c.step_overhead_seconds for c in curves):.4f} s; {batch} pairs a step"
+            f"{max(c.step_overhead_seconds for c in curves):.4f} s; {batch} pairs a step; {falsified}"
         )
-        solo = self.in_turn(lambda: self.alone(curves[self.world.rank], batch))
+        seconds = plan.predicted_step_seconds or 1.0
+        records, solo = self.beside_alone(curves[self.world.rank].best_point.batch_size, batch, seconds)
+        speeds = [
+            batch
+            / float(np.mean([record["step_seconds"] for record in records["step"] if first < record["step"] <= last]))
+            for first, last in pairwise(solo)
+        ]
+        # What the ranks do alone is measured before and after each window of training together.
+        sums = [sum(solo[first]) / 2 + sum(solo[last]) / 2 for first, last in pairwise(solo)]
+        efficiencies = [speed / both for speed, both in zip(speeds, sums, strict=True)]
+        alone = np.median(list(solo.values()), axis=0)
         equal = equal_shares(batch, 2)
-        slower = max(share / speed for share, speed in zip(equal, solo, strict=True))
-        speeds = {}
-        for kind, words, predicted in (
-            ("equal", [f"plan.shares={equal}"], slower),
-            ("planned", ["plan.replan=false"], plan.predicted_step_seconds or 1.0),
-        ):
-            records = self.train(self.world, batch, self.steps(predicted), *words)
-            speeds[kind] = pairs_per_second(records, batch)
-        mine = float(np.median([record["compute_seconds"] for record in records[2:]]))
-        took = [float(text) for text in self.world.gather_text(repr(mine))]
+        slower = max(share / speed for share, speed in zip(equal, alone, strict=True))
+        equal_speed = pairs_per_second(self.train(self.world, batch, 5, f"plan.shares={equal}"), batch)
+        plans = records["plan"]
         return {
             "skew": skew,
             "global_batch_size": batch,
-            "shares": plan.shares,
-            "solo_pairs_per_second": [round(speed, 2) for speed in solo],
-            "solo_sum_pairs_per_second": round(sum(solo), 2),
-            "pairs_per_second": round(speeds["planned"], 2),
-            "efficiency": round(speeds["planned"] / sum(solo), 4),
+            "falsified": falsified or None,
+            "shares": plans[-1]["shares"] if plans else records["start"][0]["plan"]["shares"],
+            "shares_at_first": records["start"][0]["plan"]["shares"],
+            "planned_again_after": [record["step"] for record in plans],
+            "solo_pairs_per_second": [round(float(speed), 2) for speed in alone],
+            "solo_sum_pairs_per_second": round(float(alone.sum()), 2),
+            "pairs_per_second": round(float(np.median(speeds)), 2),
+            "efficiency": round(float(np.median(efficiencies)), 4),
+            "efficiency_of_windows": [round(one, 3) for one in efficiencies],
             "predicted_efficiency": round(plan.efficiency or 0.0, 4),
-            # Against the curve's: what both at work cost each other, and noise.
-            "compute_over_predicted": [
-                round(seconds / (rank.predicted_compute_seconds or seconds), 3)
-                for seconds, rank in zip(took, plan.ranks, strict=True)
-            ],
-            "equal_split_pairs_per_second": round(speeds["equal"], 2),
-            "equal_split_efficiency": round(speeds["equal"] / sum(solo), 4),
-            "ideal_equal_split_efficiency": round(batch / slower / sum(solo), 4),
+            "equal_split_pairs_per_second": round(equal_speed, 2),
+            "equal_split_efficiency": round(equal_speed / float(alone.sum()), 4),
+            "ideal_equal_split_efficiency": round(batch / slower / float(alone.sum()), 4),
         }
+
+    def falsified(self, curves: Sequence[Any], skew: float) -> tuple[list[Any], str]:
+        """The curves, with one point of one rank's wrong by half, if that is asked for; and which."""
+        if not self.options.falsify:
+            return list(curves), ""
+        rng = np.random.default_rng([self.options.seed, round(100 * skew)])  # both ranks draw the same
+        rank, size, factor = int(rng.integers(2)), int(rng.choice(SIZES)), float(rng.choice([0.5, 2.0]))
+        points = [
+            point.model_copy(
+                update={
+                    "seconds_median": point.seconds_median * factor,
+                    "pairs_per_second": point.pairs_per_second / factor,
+                }
+            )
+            if point.batch_size == size
+            else point
+            for point in curves[rank].points
+        ]
+        wrong = [
+            curve.model_copy(update={"points": tuple(points)}) if r == rank else curve for r, curve in enumerate(curves)
+        ]
+        return wrong, f"rank {rank}'s time of {size} pairs is given as {factor:g} times what it is"
+
+    def beside_alone(
+        self, best: int, batch: int, step_seconds: float
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[float]]]:
+        """A run of both ranks, which stands still every few steps for what each does alone.
+
+        Returns:
+            The run's records by kind; {step: pairs/s of every rank alone after it}, the first after CORRECTED_BY.
+        """
+        from lib.schedule import Schedule
+
+        every = max(2, round(self.options.seconds / WINDOWS / step_seconds))
+        steps = CORRECTED_BY + WINDOWS * every
+        alone = self.alone(best)
+        solo: dict[int, list[float]] = {}
+        observe = Schedule.observe
+
+        def observed(schedule: Schedule, step: int, tokens: Sequence[float], seconds: Sequence[float]) -> Any:
+            new = observe(schedule, step, tokens, seconds)
+            if step >= CORRECTED_BY and (step - CORRECTED_BY) % every == 0:
+                solo[step] = self.in_turn(lambda: alone(batch, self.options.seconds / WINDOWS / 2))
+            return new
+
+        Schedule.observe = observed  # type: ignore[method-assign]
+        try:
+            records = self.train(self.world, batch, steps, "plan.replan_seconds=0")
+        finally:
+            Schedule.observe = observe  # type: ignore[method-assign]
+        kinds = ("start", "step", "plan")
+        return {kind: [record for record in records if record["kind"] == kind] for kind in kinds}, solo
 
     def throttled(self) -> dict[str, Any]:
         """A rank that is throttled twofold in mid-run: when a new plan begins, and what it is worth."""
@@ -348,20 +488,29 @@ class Bench:
         """About `--seconds` of them."""
         return max(5, min(60, round(self.options.seconds / seconds_each) + 2))
 
-    def alone(self, curve: Any, batch: int) -> float:
-        """Pairs/s of this rank by itself, at its best micro-batch."""
-        from lib.shares import solo_pairs_per_second
-        from lib.sync import World
+    def alone(self, best: int) -> Any:
+        """A function that runs this rank's steps by itself for some seconds: (global batch, seconds) ➜ pairs/s."""
+        batches, step = self.prepared([best])
 
-        best = curve.best_point.batch_size
-        steps = self.steps(batch / solo_pairs_per_second(curve))
-        return pairs_per_second(self.train(World(), batch, steps, f"plan.micro_batch_sizes=[{best}]"), batch)
+        def measure(global_batch_size: int, seconds: float) -> float:
+            computes, others = [], []
+            began = time.perf_counter()
+            while len(computes) < 3 or time.perf_counter() - began < seconds:
+                started = time.perf_counter()
+                taken = step(0, 1, [batches[best]() for _ in range(ALONE_MICRO_BATCHES)])
+                computes.append(taken.compute_seconds[0])
+                others.append(time.perf_counter() - started - computes[-1])
+            # A whole global batch in micro-batches of that size, and once what a step does besides.
+            compute = float(np.mean(computes)) / ALONE_MICRO_BATCHES * global_batch_size / best
+            return global_batch_size / (compute + float(np.mean(others)))
 
-    def curve(self) -> dict[str, Any]:
-        """Times of a few micro-batch sizes on this rank, and of what a step does besides."""
+        measure(best, 0.0)  # loads and compiles
+        return measure
+
+    def prepared(self, sizes: Sequence[int]) -> tuple[dict[int, Any], Any]:
+        """{size: a function that collates a micro-batch of it}, and the step that training takes."""
         from lib import config as settings
         from lib import model as models
-        from lib.calibration import Curve
         from lib.data import collate, load_dataset
         from lib.forward import cannot_share_prompts, length_multiple
         from lib.step import make_optimizer, make_step
@@ -376,23 +525,39 @@ class Bench:
         data = load_dataset(config.data.train, config.data, "preference", None, **models.vocabulary(config.model))
         model = models.load(config.model, 0)
         models.make_trainable(model, config.model, 0)
+        self.gradient_bytes = sum(array.nbytes for array in models.trainable(model).values())
         step = make_step(model, make_optimizer(config.train), config.train, World(), dropout=False)
-        share = cannot_share_prompts(model) is None
-        rates, overheads = {}, []
-        for size in (1, 2, 4, 8, 16):
-            batch = collate([data[row] for row in range(size)], length_multiple(config.data), share)
-            computes: list[float] = []
-            began = time.perf_counter()
-            while len(computes) < 4 or (time.perf_counter() - began < self.options.seconds / 6 and len(computes) < 100):
+        share, multiple = cannot_share_prompts(model) is None, length_multiple(config.data)
+
+        def collated(size: int) -> Any:
+            return collate([data[row] for row in range(size)], multiple, share), np.zeros((size, 2), np.float32)
+
+        return {size: functools.partial(collated, size) for size in sizes}, step
+
+    def curve(self) -> dict[str, Any]:
+        """Times of a few micro-batch sizes on this rank, in rounds of all sizes, and of what a step does besides."""
+        from lib.calibration import Curve
+
+        batches, step = self.prepared(SIZES)
+        computes: dict[int, list[float]] = {size: [] for size in SIZES}
+        overheads = []
+        for size in SIZES:
+            step(0, 1, [batches[size]()])  # loads, compiles
+        began = time.perf_counter()
+        while min(map(len, computes.values())) < 6 or time.perf_counter() - began < self.options.seconds / 2:
+            for size in self.rng.permutation(SIZES).tolist():
                 started = time.perf_counter()
-                computes.append(step(0, 1, [(batch, np.zeros((size, 2), np.float32))]).compute_seconds[0])
-                overheads.append(time.perf_counter() - started - computes[-1])
-            rates[size] = size / float(np.median(computes[1:]))
-        gradient_bytes = sum(array.nbytes for array in models.trainable(model).values())
-        measured = Curve.from_rates(rates).model_copy(
-            update={"gradient_bytes": gradient_bytes, "step_overhead_seconds": float(np.median(overheads))}
-        )
-        return measured.model_dump()
+                # As many pairs of every size: a short step would meet all or nothing of a neighbour's burst.
+                taken = step(0, 1, [batches[size]() for _ in range(max(SIZES) // size)])
+                computes[size].append(taken.compute_seconds[0] / (max(SIZES) // size))
+                overheads.append(time.perf_counter() - started - taken.compute_seconds[0])
+        points = []
+        for size, seconds in computes.items():
+            rounds = [float(np.mean(part)) for part in np.array_split(seconds, 6)]
+            low, median, high = np.percentile(rounds, [25, 50, 75])
+            points.append({"batch_size": size, "seconds_median": median, "seconds_spread": high - low})
+        besides = {"gradient_bytes": self.gradient_bytes, "step_overhead_seconds": float(np.median(overheads))}
+        return Curve.model_validate({"points": points, **besides}).model_dump()
 
     def sync_seconds(self, curve: Any) -> float:
         """One sum of the gradients over both ranks."""

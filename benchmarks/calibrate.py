@@ -6,7 +6,8 @@
 
 The batch curve is the time and peak memory of a micro-batch of 1, 2, 4, ... pairs, denser round the fastest,
 on rows as long as the data's. Each point is measured in a process of its own, on the step that training
-runs: one that runs out of memory is a point lost, and no more. A step takes the time of its micro-batches
+runs: one that runs out of memory is a point lost, and no more. Then all sizes that fit are measured in rounds, each size once a
+round; a point's time is the median of its rounds, and what breaks the curve's shape is measured again. A step takes the time of its micro-batches
 and, once, `step_overhead_seconds` (clipping, the update). What is younger than --max-age-days and was made
 with the same versions is not measured again.
 
@@ -42,7 +43,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lib import calibration as calibrations  # noqa: E402
 from lib import config as settings  # noqa: E402
-from lib import heartbeat, machine, runtime, terminal  # noqa: E402
+from lib import heartbeat, machine, runtime, terminal, validation  # noqa: E402
 from lib.calibration import MEMORY_HEADROOM, BatchPoint, Curve, CurveKey, HostCalibration  # noqa: E402
 from lib.config import Config, UserError  # noqa: E402
 from lib.terminal import Voice  # noqa: E402
@@ -56,7 +57,8 @@ START_SECONDS = 120.0  # a probe's limit beyond its measuring: imports, loading 
 USUAL_SECONDS = 15.0  # of a start with compiled kernels
 PAST_THE_KNEE = 0.97  # of the best rate: two sizes in a row below it end the climb
 GIVE_UP = 2  # points lost in a row
-UNSTEADY = 0.2  # spread over median, from which on a person is told
+ROUNDS, QUICK_ROUNDS = 7, 5  # of all sizes
+TIMES_AGAIN = 2  # that what breaks the curve's shape is measured once more
 ROWS = 64  # of the data's, whose lengths are measured with
 LAUNCHERS = (
     "OMPI_",
@@ -124,6 +126,7 @@ class Measured:
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
+    rounds: dict[int, list[float]] = field(default_factory=dict)  # a round's seconds of a step with one micro-batch
 
     def rate(self, size: int) -> float:
         """Pairs/s of steps with one micro-batch."""
@@ -148,12 +151,15 @@ class Measured:
         return 0.0
 
     def points(self) -> list[BatchPoint]:
-        """tau(b): from all steps of a size, without what they cost once."""
+        """tau(b), without what a step costs once: the rounds' median and spread; without rounds, of all steps of a size."""
         points = []
         for size, answer in sorted(self.answers.items()):
             medians = {int(count): float(np.median(times)) for count, times in answer["seconds"].items()}
             seconds = sum(median - self.overhead_seconds for median in medians.values()) / sum(medians)
-            low, high = np.percentile(answer["seconds"]["1"], [25, 75])
+            of_rounds = self.rounds.get(size)
+            if of_rounds:
+                seconds = float(np.median(of_rounds)) - self.overhead_seconds
+            low, high = np.percentile(of_rounds or answer["seconds"]["1"], [25, 75])
             points.append(
                 BatchPoint(
                     batch_size=size,
@@ -200,12 +206,15 @@ def climb(
             found.answers[size] = answer
 
     def fits(size: int) -> bool:
-        """By the straight line through the two largest sizes known."""
+        """By the straight line through the two largest sizes known: a Mac swaps before it refuses."""
         if memory_limit_bytes is None or not found.answers:
             return True
         known = sorted(found.answers)[-2:]
         peaks = [found.answers[one]["peak_memory_bytes"] for one in known]
-        slope = (peaks[-1] - peaks[0]) / (known[-1] - known[0]) if len(known) > 1 else 0.0
+        if len(known) > 1:
+            slope = (peaks[-1] - peaks[0]) / (known[-1] - known[0])
+        else:  # whatever is not weights grows with the pairs
+            slope = (peaks[0] - found.answers[known[0]].get("weights_bytes", 0)) / known[0]
         return bool(peaks[-1] + slope * (size - known[-1]) <= (1 - MEMORY_HEADROOM) * memory_limit_bytes)
 
     lost_in_a_row = slower_in_a_row = 0
@@ -233,6 +242,35 @@ def climb(
             else:
                 found.lost[size] = "would not fit"
     return found
+
+
+def remeasure(
+    probe: Callable[[list[int]], dict[str, Any] | str],
+    found: Measured,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """Measures all sizes in rounds, then again, beside their neighbours, those that break the curve's shape or are unsteady.
+
+    probe: batch sizes ➜ the probe's answer, or why there is none.
+
+    Returns:
+        Why there are no rounds; None if there are.
+    """
+    sizes = sorted(found.answers)
+    for _ in range(1 + TIMES_AGAIN):
+        answer = probe(sizes)
+        if isinstance(answer, str):
+            return answer
+        for size, seconds in answer["rounds"].items():
+            found.rounds.setdefault(int(size), []).extend(seconds)
+        points = found.points()
+        doubtful = {*validation.unsteady_points(points), *validation.off_the_curve(points)}
+        if not doubtful or out_of_time():
+            break
+        known = sorted(found.answers)
+        places = {known.index(size) + step for size in doubtful for step in (-1, 0, 1)}
+        sizes = [known[place] for place in sorted(places) if 0 <= place < len(known)]
+    return None
 
 
 # ---- One host ----------------------------------------------------------------------------------------------
@@ -312,13 +350,15 @@ def measure_host(
     stale = {
         one: shape
         for one, shape in wanted.items()
-        if not is_fresh(curves.get(one)) or (curves[one].quick and not options.quick)
+        if not is_fresh(curves.get(one))
+        or (curves[one].quick and not options.quick)
+        or validation.sound_curve(curves[one])[1]
     }
     rates = {}
     if known and known.gflops and is_fresh(known):
         rates = known.model_dump(include={"gflops", "memory_bytes_per_second", "measured_at", "versions"})
 
-    sizes = ladder(options.largest or max(32, config.train.global_batch_size), 4 if options.quick else 2)
+    sizes = ladder(options.largest or max(32, config.train.global_batch_size), 2)
     lost: dict[int, str] = {}
     measured, probe_seconds = 0, 0.0
     expected = (not rates) + len(stale) * (len(sizes) + 2 * options.rounds + 1)
@@ -352,6 +392,15 @@ def measure_host(
 
             found = climb(probe, sizes, options.rounds, prober.seconds, limit, out_of_time)
             lost |= found.lost
+            if found.answers:
+
+                def again(sizes: list[int], row: dict[str, Any] = row) -> dict[str, Any] | str:
+                    what, seconds = f"{len(sizes)} sizes in rounds", options.seconds * len(sizes)
+                    count = QUICK_ROUNDS if options.quick else ROUNDS
+                    return ask(what, "rounds", seconds=seconds, sizes=sizes, rounds=count, **row)
+
+                if fault := remeasure(again, found, out_of_time):
+                    say.labelled("warning", f"the sizes could not be measured in rounds: {fault}")
             if len(found.answers) < 2:
                 why = "; ".join(f"micro-batch of {size}: {reason}" for size, reason in found.lost.items())
                 raise UserError(
@@ -532,13 +581,10 @@ class Report(Voice):
         if curve.slowdown_together:
             parts.append(f"{curve.slowdown_together:.2f} times as long while all ranks work")
         self.line(", ".join(parts) + (f"; lost: {curve.note}" if curve.note else ""))
-        best = curve.best_point
-        if best.seconds_spread > UNSTEADY * best.seconds_median:
-            spread = f"{best.seconds_spread / best.seconds_median:.0%}"
+        for remark in validation.sound_curve(curve)[1]:
             self.labelled(
                 "warning",
-                f"steps of {one.machine.host} differ by {spread}; is something else running there? "
-                "Measure again when it is idle (--refresh)",
+                f"{one.machine.host}: {remark}; is something else running there? Measure again when it is idle",
             )
 
 
@@ -573,8 +619,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--config", metavar="FILE", default=quickstart, help="whose model and data (default: the quickstart)")
     add("overrides", nargs="*", metavar="key=value", help="settings that overrule the file")
     add("--quick", action="store_true", help="fewer and shorter measurements: a minute a host at most")
-    add("--seconds", type=float, metavar="X", help="of measuring, a point (default: 10, quick 1)")
-    add("--rounds", type=int, metavar="N", help="of points beside the fastest (default: 3, quick 1)")
+    add("--seconds", type=float, metavar="X", help="of measuring, a point (default: 10, quick 0.4)")
+    add("--rounds", type=int, metavar="N", help="of points beside the fastest (default: 3, quick 0)")
     add("--largest", type=int, metavar="N", help="micro-batch (default: the global batch, at least 32)")
     add("--length", metavar="N[,N]", help="tokens of a row, half of them prompt, instead of the data's")
     add("--max-age-days", type=float, metavar="X", default=30.0, help="what is older is measured again")
@@ -583,8 +629,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--verify", action="store_true", help="on several ranks: predictions against steps of other splits")
     add("--seed", type=int, default=0, help="of the model's and the rows' random numbers")
     options = parser.parse_intermixed_args(arguments)
-    options.seconds = (1.0 if options.quick else 10.0) if options.seconds is None else options.seconds
-    options.rounds = (1 if options.quick else 3) if options.rounds is None else options.rounds
+    options.seconds = (0.4 if options.quick else 10.0) if options.seconds is None else options.seconds
+    options.rounds = (0 if options.quick else 3) if options.rounds is None else options.rounds
     try:
         options.lengths = [int(word) for word in options.length.split(",")] if options.length else []
     except ValueError:

@@ -15,6 +15,7 @@ from lib.sync import World
 SIZES = [2**exponent for exponent in range(10, 27, 2)]  # 1 kB to 64 MB
 QUICK_BYTES = 2**22  # where quick measuring ends, unless messages are fast: only larger ones then tell the bandwidth
 FAST_SECONDS = 0.02
+DISTINCT = 0.1  # of the largest message's time, that it takes longer than the smallest: less is noise
 
 
 def measure_links(world: World, hosts: Sequence[str], backend: str, quick: bool) -> list[Link]:
@@ -76,13 +77,23 @@ def ping_pong(world: World, hosts: Sequence[str], quick: bool) -> list[Link]:
 
 
 def fit(transfers: Sequence[Transfer], **known: Any) -> Link:
-    """Latency: the smallest message's time. Bandwidth: the largest's bytes over what it takes longer."""
+    """Latency: the smallest message's time. Bandwidth: the largest's bytes over what it takes longer.
+
+    A message that took longer than a larger one was disturbed, and counts as no slower than that. Where all take as long,
+    the largest one's bytes over its time are what the link has at least.
+    """
+    times = np.minimum.accumulate([transfer.seconds_median for transfer in transfers][::-1])[::-1].tolist()
     smallest, largest = transfers[0], transfers[-1]
-    longer = max(largest.seconds_median - smallest.seconds_median, 1e-9)
+    longer = times[-1] - times[0]
+    if longer < DISTINCT * times[-1]:
+        bandwidth = largest.bytes / times[-1]
+    else:
+        bandwidth = (largest.bytes - smallest.bytes) / longer
+    undisturbed = [t.model_copy(update={"seconds_median": s}) for t, s in zip(transfers, times, strict=True)]
     return Link(
-        latency_seconds=smallest.seconds_median,
-        bandwidth_bytes_per_second=(largest.bytes - smallest.bytes) / longer,
-        transfers=tuple(transfers),
+        latency_seconds=times[0],
+        bandwidth_bytes_per_second=bandwidth,
+        transfers=tuple(undisturbed),
         measured_at=time_now(),
         **known,
     )

@@ -121,10 +121,12 @@ def step(request: dict[str, Any]) -> dict[str, Any]:
     """Steps of several numbers of micro-batches.
 
     Returns:
-        seconds: {number of micro-batches: [...]}; peak_memory_bytes; gradient_bytes, summed over ranks.
+        seconds: {number of micro-batches: [...]}; peak_memory_bytes; weights_bytes; gradient_bytes, summed over ranks.
     """
     config = Config.model_validate(request["config"])
     model = trainable_model(config)
+    mx.eval(model.parameters())
+    weights = mx.get_active_memory()
     optimizer = make_optimizer(config.train)
     take_step = make_step(model, optimizer, config.train, World(), dropout=config.model.dropout > 0)
     peaks = []
@@ -139,7 +141,37 @@ def step(request: dict[str, Any]) -> dict[str, Any]:
             runs[count] = partial(run, stack.enter_context(closing(batches)))
         times = measure(runs, request["seconds"])
     gradients = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
-    return {"seconds": times, "peak_memory_bytes": max(peaks), "gradient_bytes": 4 * gradients}  # as float32
+    bytes_ = {"peak_memory_bytes": max(peaks), "weights_bytes": weights, "gradient_bytes": 4 * gradients}  # as float32
+    return {"seconds": times, **bytes_}
+
+
+def rounds(request: dict[str, Any]) -> dict[str, Any]:
+    """Steps of several sizes, all of them in each round, in an order that changes: a slow moment hits every size.
+
+    Returns:
+        rounds: {batch size: [a round's median seconds of a step, ...]}; peak_memory_bytes.
+    """
+    config = Config.model_validate(request["config"])
+    model = trainable_model(config)
+    take_step = make_step(model, make_optimizer(config.train), config.train, World(), dropout=config.model.dropout > 0)
+    rng = np.random.default_rng(config.train.seed)
+    taken: dict[int, list[float]] = {size: [] for size in request["sizes"]}
+    each = request["seconds"] / request["rounds"] / len(taken)
+    with ExitStack() as stack:
+        batches = {size: stack.enter_context(closing(step_batches([size], request, config, model))) for size in taken}
+        for size in taken:
+            take_step(0, 1, next(batches[size]))  # loads, compiles
+        peak = mx.get_peak_memory()
+        for _ in range(request["rounds"]):
+            for size in rng.permutation(list(taken)).tolist():
+                seconds: list[float] = []
+                while not seconds or sum(seconds) < each:
+                    began = time.perf_counter()
+                    take_step(0, 1, next(batches[size]))
+                    seconds.append(time.perf_counter() - began)
+                # After another size the first step finds the caches cold.
+                taken[size].append(float(np.median(seconds[1:] or seconds)))
+    return {"rounds": taken, "peak_memory_bytes": peak}
 
 
 def passes(request: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +245,11 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     try:
+<<<<<<< HEAD
         answer = {"step": step, "passes": passes, "machine": machine}[REQUEST["kind"]](REQUEST)
+=======
+        answer = {"step": step, "rounds": rounds, "passes": passes, "machine": machine}[request["kind"]](request)
+>>>>>>> calib
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

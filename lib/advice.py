@@ -96,6 +96,8 @@ def not_calibrated(config: Config, plan: ClusterPlan) -> str | None:
     names = ", ".join(dict.fromkeys(unknown))
     if config.plan.shares is not None:
         until = "nobody can say whether plan.shares suits the hosts"
+    elif config.plan.replan and max(plan.shares) - min(plan.shares) > 1:
+        until = "the shares follow the hosts' matrix products until the first steps have been timed"
     elif config.plan.replan:
         until = "the shares are equal until the first steps have been timed"
     else:

@@ -18,7 +18,8 @@ from lib.shares import fastest_micro_batches
 
 FIRST_LOOK = 3  # steps of a plan, before its shares are corrected for the first time
 LEAST_GAIN = 0.02  # of a step's time, that a correction has to save
-STANDARD_ERRORS = 2.0  # of a host's measured speed: a smaller gain may be noise
+STANDARD_ERRORS = 3.0  # of a host's measured speed: a smaller gain may be noise
+DRIFT_ERRORS = 4.0  # the same for drift, which is looked for after every step: chance has many goes at it
 USUAL_NOISE = 0.05  # of a step's time, where too few steps were seen to know better
 WEIGHT_OF_USUAL = 4  # steps
 UNCERTAIN = 0.2  # of a point's time, its spread: beyond it the point, not the host, is what surprises

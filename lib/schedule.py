@@ -189,6 +189,7 @@ class Schedule:
         self._tried: set[int] = set()  # ranks that were given another micro-batch size to see how fast it is
         self._paces: dict[int, float] = {}  # pairs/s of ranks, when they last worked
         self._corrections = 0
+        self._tokens_a_pair = 0.0  # when speeds were looked at first
         self._observed = 0  # steps of the plan in force
         self._speeds: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # tokens/s by rank, of these
         self._costs: deque[float] = deque(maxlen=REMEMBERED_STEPS)  # tokens a pair
@@ -224,11 +225,11 @@ class Schedule:
         self._take_in(plan, counts, seconds, worked)
         other = None
         if self._corrects and correction.is_look(self._observed, self._corrections):
-            other = self._plan_again(plan, step, len(self._speeds), correction.LEAST_GAIN)
+            other = self._plan_again(plan, step, len(self._speeds), correction.LEAST_GAIN, correction.STANDARD_ERRORS)
             self._corrections += other is not None
         patience, threshold = self.settings.replan_steps, self.settings.replan_threshold
         if other is None and len(self._excess) == patience and min(self._excess) > threshold:
-            other = self._plan_again(plan, step, patience, threshold)
+            other = self._plan_again(plan, step, patience, threshold, correction.DRIFT_ERRORS)
             self._excess.clear()
         if other is None:
             return None
@@ -278,18 +279,22 @@ class Schedule:
         self._costs.append(counts.sum() / plan.global_batch_size)
         self._excess.append((shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1)
 
-    def _plan_again(self, plan: ClusterPlan, step: int, window: int, least_gain: float) -> ClusterPlan | None:
+    def _plan_again(
+        self, plan: ClusterPlan, step: int, window: int, least_gain: float, errors: float
+    ) -> ClusterPlan | None:
         """The best plan at the medians of the last `window` steps, if it is worth a change."""
         speeds, costs = list(self._speeds)[-window:], list(self._costs)[-window:]
         relative = np.median([of_ranks / of_ranks.sum() for of_ranks in speeds], axis=0)
-        pairs_per_second = float(np.median([s.sum() / c for s, c in zip(speeds, costs, strict=True)]))
+        # One length of rows for the whole run, or the times of sizes that ran at different steps would not compare.
+        self._tokens_a_pair = self._tokens_a_pair or float(np.median(costs))
+        pairs_per_second = float(np.median([of_ranks.sum() for of_ranks in speeds])) / self._tokens_a_pair
         rates = relative / relative.sum() * pairs_per_second
         factors = self._slowdowns(plan, rates)
         better = self._at_pace(plan, rates) if None in plan.curves else self._corrected_plan(plan, factors)
         other, then = better.plan, better.step_seconds
         overheads = [curve.step_overhead_seconds if curve else 0.0 for curve in other.curves]
         now = max(plan.shares[rank] / rate + overheads[rank] for rank, rate in enumerate(rates) if rate)
-        noise = correction.STANDARD_ERRORS * correction.standard_error(self._jumps, len(speeds))
+        noise = errors * correction.standard_error(self._jumps, len(speeds))
         self._factors = better.factors
         if other.micro_batch_sizes == plan.micro_batch_sizes or now <= then * (1 + max(least_gain, noise)):
             return None
@@ -328,8 +333,10 @@ class Schedule:
 
     def _corrected_plan(self, plan: ClusterPlan, slowdowns: Mapping[int, float]) -> _Candidate:
         """By the calibrated curves, corrected by what was seen; where a rank surprises, with micro-batches to try."""
-        # Seconds of another model's curves, or of published ones, only compare the hosts.
-        usual = 1.0 if plan.calibrated else float(np.median(list(slowdowns.values())))
+        # Whatever slows all of them, longer rows or curves of another model, is nobody's surprise.
+        usual = min(slowdowns.values())
+        if plan.calibrated:
+            usual = min(1.0, usual)
         measured = [curve for curve in self._calibrated_curves if curve is not None]
         factors = [
             correction.seen_after(curve, self._factors[rank.rank], rank.micro_batch_sizes, slowdowns[rank.rank], usual)
@@ -343,8 +350,9 @@ class Schedule:
         other = plan_cluster(_hosts(plan), plan.global_batch_size, micro_batch_sizes=fixed, curves=curves)
         sizes, tries = list(other.micro_batch_sizes), set[int]()
         for rank in slowdowns if fixed is None else ():
-            if rank in self._tried or self._factors[rank]:
-                continue  # it took otherwise before: the host has changed
+            before = self._factors[rank].values()
+            if rank in self._tried or min(before, default=np.inf) < correction.SURPRISE * usual:
+                continue  # what was no surprise before is a host that has changed
             attempt = correction.tried(measured[rank], factors[rank], usual, sizes[rank])
             if attempt:
                 sizes[rank] = attempt
