@@ -38,6 +38,7 @@ class Shape:
     group_size: int  # of the quantisation; 1 without
     weight_bytes: float  # of one weight of a linear layer, scales included
     other_bytes: int  # of one number that is not quantised
+    experts_per_token: int = 0
 
     @property
     def head_parameters(self) -> int:
@@ -147,6 +148,7 @@ def shape_of(stored: dict[str, Any], dtype: str | None = None) -> Shape:
             group_size=max(groups, default=1),
             weight_bytes=bits / 8 + extra / groups[0] if bits else number_bytes,
             other_bytes=number_bytes,
+            experts_per_token=int(stored.get("num_experts_per_tok") or 0),
         )
     except KeyError as error:
         raise UserError(f"strategy=sharded needs {error.args[0]} in the model's config.json") from None
