@@ -457,6 +457,10 @@ class _Step:
         self.is_late = False
         for elements, reads in self.late:
             self.gradient(elements, *reads)
+        if self.is_full and self.training.blocks is None:  # of the embedding, added to the head's where they are one
+            embedding = tape.make(shape.vocabulary * shape.hidden_size, 4)
+            if not shape.is_tied:
+                tape.kept_to_the_end.append(embedding)
         return tape
 
     def head(self, hidden: _Array) -> None:
