@@ -77,7 +77,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.batches import MicroBatches
     from lib.ceilings import Memory
     from lib.data import prefetch, tokens_to_deal
+    from lib.forward import length_multiple
     from lib.learner import Learner
+    from lib.memory import Rows
     from lib.order import Position, advance, deal, epoch_order, global_batch
     from lib.order import micro_batches as micro_batches_of
     from lib.performance import PerformanceTracker
@@ -105,7 +107,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
     hosts = sync.host_names(world)
-    plan = first_plan(config, world, hosts, data.lengths, folder if resume else None)
+    largest = Rows.of(data.prompts, data.seen, data.scored_tokens, length_multiple(config.data))
+    plan = first_plan(config, world, hosts, data.lengths, largest, folder if resume else None)
     schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
     report.show_run(say, config, plan, data, valid, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)

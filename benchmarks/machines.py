@@ -1,7 +1,9 @@
-"""Which machine for which size of model, from memory and measured speed.
+"""Which machine for which size of model, from memory and measured speed; and the plans of two that nobody calibrated.
 
-    python benchmarks/machines.py            the hosts in calibration/, else the published ones
+    python benchmarks/machines.py                       the hosts in calibration/, else the published ones
     python benchmarks/machines.py --hosts published:m4-max,published:m3-ultra --bytes-per-parameter 0.56
+    python benchmarks/machines.py --model FOLDER        for one model, from its config.json, by the memory model (lib/memory.py)
+    python benchmarks/machines.py --plans               the published machines' plans for LoRA of 1B to 70B, by the memory model
 
 The last line is one JSON object.
 """
@@ -24,16 +26,30 @@ environment.enter()
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.decide import Q4, dense  # noqa: E402
 from lib import config as settings  # noqa: E402
+from lib import division  # noqa: E402
 from lib.calibration import (  # noqa: E402
     FOLDER,
     MEMORY_HEADROOM,
+    CurveKey,
     HostCalibration,
     read_calibration,
     read_published,
 )
+from lib.choice import plan_run  # noqa: E402
 from lib.config import UserError  # noqa: E402
+from lib.memory import Model, Rows, Training, metal_limit_bytes  # noqa: E402
 
+LENGTHS = (512, 512)  # of prompts and completions, in tokens
+BATCH = 64
+MODELS = {
+    "1B": dense(2048, 16, 32, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+    "8B": dense(4096, 32, 32, 14336, 128256),
+    "8B 4-bit": dense(4096, 32, 32, 14336, 128256, **Q4),
+    "32B 4-bit": dense(5120, 64, 40, 27648, 152064, model_type="qwen2", **Q4),
+    "70B 4-bit": dense(8192, 80, 64, 28672, 128256, **Q4),
+}
 SIZES = (1e9, 3e9, 8e9, 14e9, 32e9, 70e9, 120e9, 200e9, 240e9, 405e9, 671e9)
 
 
@@ -62,6 +78,105 @@ def machine_for(
         "fits": fits,
         "together": sum(speed[host] for host in fits) / speed[fits[0]] if fits else None,
     }
+
+
+def limit_bytes(host: HostCalibration) -> int:
+    """What MLX may use there: of a Mac's memory what Metal recommends, as its size alone tells."""
+    size = host.machine.memory_bytes or 0
+    return metal_limit_bytes(size) if host.machine.device == "metal" else size
+
+
+def plan_for(
+    name: str, stored: dict[str, Any], hosts: Sequence[HostCalibration], words: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What a run of LoRA-DPO on these hosts would do without a calibration of the model: one row a rank.
+
+    Args:
+        stored: the model's config.json. words: key=value settings.
+    """
+    config = settings.load(None, ["model.path=-", "data.train=-", f"train.global_batch_size={BATCH}", *words])
+    prompt, completion = LENGTHS
+    rows = Rows(prompt, prompt + completion, prompt + 2 * completion, 2 * completion)
+    shape = division.shape_of(stored, to_divide=False)
+    can_divide = stored.get("model_type") in division.FAMILIES
+    shared = Training(method=config.model.method, rank=config.model.rank, shared_prompts=can_divide)
+    limits = [limit_bytes(host) for host in hosts]
+    try:
+        plan = plan_run(
+            config,
+            [host.machine.host for host in hosts],
+            [None] * len(hosts),
+            CurveKey(model=name, method=config.model.method, dtype="bfloat16", sequence_length=rows.seen),
+            longest=rows.seen,
+            backend="ring",
+            versions={},
+            device_names=[host.machine.device_name for host in hosts],
+            published=list(read_published().values()),
+            dataset_size=10_000,
+            shape=shape if can_divide else None,
+            memory_bytes=limits,
+            model=Model(shape, shared, rows),
+            devices=[host.machine.device for host in hosts],
+        )
+    except UserError as error:
+        return {"model": name, "strategy": None, "error": str(error), "ranks": []}
+    parts = plan.parts or [None] * len(hosts)
+    ranks = [
+        {
+            "host": rank.host,
+            "share": f"{part.share:.0%}" if part else str(rank.share),
+            "micro_batch_size": max(rank.micro_batch_sizes, default=0),
+            "planned_bytes": part.needed_bytes + (part.activation_bytes or 0) if part else rank.planned_bytes or 0,
+            "limit_bytes": limit,
+        }
+        for rank, part, limit in zip(plan.ranks, parts, limits, strict=True)
+    ]
+    return {
+        "model": name,
+        "strategy": plan.strategy,
+        "gradient_checkpointing": plan.gradient_checkpointing,
+        "reason": plan.reason,
+        "ranks": ranks,
+    }
+
+
+def show_plans(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    table = Table(box=None, title_justify="left")
+    prompt, completion = LENGTHS
+    table.title = (
+        f"LoRA, pairs of {prompt} + 2 x {completion} tokens, {BATCH} a step, not calibrated: planned by arithmetic"
+    )
+    for column in ("model", "strategy", "host", "share", "micro-batch", "checkpointing", "planned GB", "limit GB"):
+        table.add_column(column, justify="left" if column in ("model", "strategy", "host") else "right")
+    for row in rows:
+        if row["strategy"] is None:
+            table.add_row(row["model"], "too large")
+        for rank in row["ranks"]:
+            table.add_row(
+                row["model"],
+                row["strategy"],
+                rank["host"],
+                rank["share"],
+                str(rank["micro_batch_size"]),
+                "on" if row["gradient_checkpointing"] else "off",
+                f"{rank['planned_bytes'] / 1e9:.1f}",
+                f"{rank['limit_bytes'] / 1e9:.1f}",
+            )
+    console.print(table)
+
+
+def model_rows(path: Path, hosts: Sequence[HostCalibration]) -> list[dict[str, Any]]:
+    """A model's plan on each host alone, and on all together.
+
+    Raises:
+        UserError: no config.json, or one whose dimensions are not understood.
+    """
+    try:
+        stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {path}: config.json cannot be read: {error}") from None
+    groups = [[host] for host in hosts] + ([list(hosts)] if len(hosts) > 1 else [])
+    return [plan_for(path.name, stored, group) for group in groups]
 
 
 def speeds(hosts: Sequence[HostCalibration]) -> list[float]:
@@ -119,6 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=0.1,
         help="memory beside the weights, as a part of them",
     )
+    add("--model", type=Path, metavar="FOLDER", help="a model's folder: where it fits, and with which micro-batches")
+    add("--plans", action="store_true", help=f"plans for {', '.join(MODELS)}")
     add("--quick", action="store_true", help="it is quick")
     add("--seed", type=int, default=0, help="nothing here is random")
     try:
@@ -127,6 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--bytes-per-parameter is above 0, --overhead at least 0")
         hosts = known_hosts(options.hosts)
         known, per_parameter = list(hosts.values()), options.bytes_per_parameter
+        if options.model or options.plans:
+            plans = model_rows(options.model, known) if options.model else []
+            plans = plans or [plan_for(name, stored, known) for name, stored in MODELS.items()]
+            show_plans(plans, Console(width=None if sys.stdout.isatty() else 120, highlight=False))
+            print(json.dumps({"hosts": list(hosts), "plans": plans}))
+            return 0
         rows = [machine_for(size, known, per_parameter, options.overhead) for size in SIZES]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

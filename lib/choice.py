@@ -13,6 +13,8 @@ from lib.calibration import MEMORY_HEADROOM, Curve, CurveChoice, CurveKey, HostC
 from lib.config import Config, Sync, UserError, with_strategy
 from lib.division import Shape
 from lib.estimate import Known, relative_speeds, with_estimates
+from lib.fitting import Fitting
+from lib.memory import Backend, Model
 from lib.plan import (
     GOOD_EFFICIENCY,
     SHOWN_ALONE,
@@ -24,6 +26,7 @@ from lib.plan import (
     plan_sharded,
     sufficient_global_batch,
     whole_bytes,
+    with_memory,
 )
 from lib.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge, equal_shares, listed, solo_pairs_per_second
 from lib.strategy import Merging, choose_strategy, plan_merging
@@ -44,6 +47,8 @@ class _Measured:
     device_names: Sequence[str] | None
     published: Sequence[HostCalibration]
     speeds: Sequence[float] | None = None  # of the hosts beside each other, for where no curves compare them
+    memory_bytes: Sequence[int | None] = ()  # that each rank may use
+    fitting: Fitting | None = None  # the memory model's word, where the model's dimensions are known
 
     def choose(self, key: CurveKey, require_calibration: bool) -> CurveChoice:
         """Curves of all hosts, with the time of typical rows and the memory of the longest."""
@@ -100,6 +105,8 @@ def plan_run(
     shape: Shape | None = None,
     memory_bytes: Sequence[int | None] | None = None,
     gflops: Sequence[float | None] | None = None,
+    model: Model | None = None,
+    devices: Sequence[Backend] | None = None,
 ) -> ClusterPlan:
     """The plan of a run from every host's calibration, with the predictions of the ways to run it.
 
@@ -111,6 +118,8 @@ def plan_run(
         shape: of the model; None if it cannot be divided.
         memory_bytes: that each rank may use; a calibration may know of less.
         gflops: of each rank's matrix products, measured now; it compares hosts that were not calibrated.
+        model, devices: for what was not measured, the memory model and what each rank computes on; None: nothing is
+            known of the model's dimensions.
 
     Raises:
         UserError: as make_plan, plan_sharded and choose_curves.
@@ -128,7 +137,10 @@ def plan_run(
         calibrations, estimated = with_estimates(known, key, published)
     warnings = (*impossible, *shared, *estimated)
     speeds = relative_speeds(known)
-    measured = _Measured(hosts, calibrations, longest, backend, versions, device_names, published, speeds)
+    fitting = Fitting(model, hosts, devices, memory, calibrations) if model and devices else None
+    measured = _Measured(
+        hosts, calibrations, longest, backend, versions, device_names, published, speeds, memory, fitting
+    )
 
     def whole(settings: Config) -> ClusterPlan:
         """Every host keeps the model."""
@@ -145,7 +157,7 @@ def plan_run(
         assert shape is not None
         rates = [one.gflops if one else None for one in calibrations]
         comparable = rates if all(rates) else gflops or rates
-        plan = plan_sharded(with_strategy(settings, "sharded"), hosts, shape, memory, comparable)
+        plan = plan_sharded(with_strategy(settings, "sharded"), hosts, shape, memory, comparable, model, devices)
         tokens = key.sequence_length * (1 if key.records == "sft" else 2)
         sums = measured.sum_seconds if measured.link_is_known else None
         return replace(plan, predictions=(predict_sharded(plan, shape, measured.of_this_model(key), tokens, sums),))
@@ -207,36 +219,39 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
     warnings: tuple[str, ...] = ()
 
     def choose(key: CurveKey) -> CurveChoice:
-        return measured.choose(key, config.plan.require_calibration)
+        chosen = measured.choose(key, config.plan.require_calibration)
+        return fitting.choice(chosen, key) if fitting else chosen
 
-    def planned() -> ClusterPlan:
-        return make_plan(config, hosts, choice.curves, sync_seconds(), measured.speeds)
+    def planned(sync: float) -> ClusterPlan:
+        sizes = fitting.default_sizes(key) if fitting and choice.curves is None else None
+        return make_plan(config, hosts, choice.curves, sync, measured.speeds, sizes)
 
     def sync_seconds() -> float:
         """One sum of the gradients."""
         gradients = max((curve.gradient_bytes or 0 for curve in choice.curves or ()), default=0)
         return measured.sum_seconds(_compressed(gradients, config.sync)) if choice.curves else 0.0
 
-    choice = choose(key)
+    fitting = measured.fitting
     checkpointed = False
     try:
-        plan = planned()
+        choice = choose(key)
+        plan = planned(sync_seconds())
     except TooLarge as too_large:
         # Dropout is the one thing that MLX's gradient checkpointing gets wrong.
         if config.model.gradient_checkpointing is not None or config.model.dropout:
             raise
         key = key.model_copy(update={"gradient_checkpointing": True})
         choice = choose(key)
-        if not _measured_for(key, choice):
+        if not _measured_for(key, choice) and fitting is None:
             raise
-        plan = planned()
+        plan = planned(sync_seconds())
         checkpointed = True
         warnings = (
             *warnings,
             f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",
         )
 
-    apart = make_plan(config, hosts, choice.curves, speeds=measured.speeds)
+    apart = planned(0.0)
     strategy, why = choose_strategy(config, len(hosts))
     plan = apart if strategy == "independent" else plan
 
@@ -246,7 +261,8 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
     elif config.plan.shares is None:
         reason = f"{plan.reason} ({choice.reason})"
     if len(hosts) == 1 and choice.curves is None:
-        reason = f"{plan.reason}, in micro-batches of {DEFAULT_MICRO_BATCH_SIZE} at most: no calibration"
+        most = max(plan.ranks[0].micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE)
+        reason = f"{plan.reason}, in micro-batches of {most} at most: no calibration"
     priced = [config.cost.watts, config.cost.rent_per_hour]
     strangers = {name for prices in priced if isinstance(prices, dict) for name in prices} - set(hosts)
     if strangers:
@@ -256,6 +272,9 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
         if enough and enough > plan.global_batch_size and config.plan.shares is None:
             reason += f"; a global batch of {enough} would reach {GOOD_EFFICIENCY:.0%} of their speed"
     calibrated = _measured_for(key, choice)
+    plan = with_memory(
+        plan, measured.memory_bytes, lambda rank, pairs: _planned_bytes(choice, fitting, rank, pairs, key)
+    )
     plan = replace(
         plan,
         strategy=strategy,
@@ -277,6 +296,13 @@ def _plan_replicas(config: Config, measured: _Measured, key: CurveKey, dataset_s
         merging=merging.reason,
         synchronous_instead=note,
     )
+
+
+def _planned_bytes(choice: CurveChoice, fitting: Fitting | None, rank: int, pairs: int, key: CurveKey) -> int | None:
+    """Of a rank's micro-batches, as measured, else by arithmetic."""
+    curve = choice.curves[rank] if choice.curves else None
+    peak = _peak(curve, pairs) if curve else None
+    return fitting.needed_bytes(rank, pairs, key) if peak is None and fitting else peak
 
 
 @dataclass(frozen=True)
@@ -388,7 +414,8 @@ def predict_sharded(
     for part, fraction, curve in zip(plan.parts, fractions, curves, strict=True):
         peak = _peak(curve, int(sizes.max())) if curve else None
         whole = sum(part.divided_bytes for part in plan.parts) + part.whole_bytes
-        activations = max(0.0, peak - whole) * (fraction + (1 - fraction) * kept_by_all) if peak else 0.0
+        measured = max(0.0, (peak or 0) - whole) * (fraction + (1 - fraction) * kept_by_all)
+        activations = measured if peak else part.activation_bytes or 0
         needed.append(part.needed_bytes + round(activations))
     return Prediction(
         "sharded, "

@@ -16,6 +16,7 @@ import numpy as np
 from lib.config import UserError
 
 FAMILIES = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")  # those that lib/shard.py can divide
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call their number
 TIDY_COLUMNS = 64  # GPUs are slow on other widths; taken where it leaves a rank this many parts to choose from
 CHOICES = 16
 
@@ -38,6 +39,7 @@ class Shape:
     group_size: int  # of the quantisation; 1 without
     weight_bytes: float  # of one weight of a linear layer, scales included
     other_bytes: int  # of one number that is not quantised
+    experts_per_token: int = 0
 
     @property
     def head_parameters(self) -> int:
@@ -103,21 +105,23 @@ class Part:
         return tuple(shape)
 
 
-def shape_of(stored: dict[str, Any], dtype: str | None = None) -> Shape:
+def shape_of(stored: dict[str, Any], dtype: str | None = None, to_divide: bool = True) -> Shape:
     """The dimensions in a config.json.
 
     Args:
         dtype: of the weights, where it is not the stored one.
+        to_divide: whether the family has to be one that lib/shard.py can divide.
 
     Raises:
         UserError: a family that cannot be divided, or a dimension that is missing.
     """
+    stored = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
     family = stored.get("model_type")
-    if family not in FAMILIES:
+    if to_divide and family not in FAMILIES:
         raise UserError(f"strategy=sharded cannot divide a model of type {family}; it knows {', '.join(FAMILIES)}")
     try:
         heads, hidden = int(stored["num_attention_heads"]), int(stored["hidden_size"])
-        blocks, experts = int(stored["num_hidden_layers"]), int(stored.get("num_experts") or 0)
+        blocks, experts = int(stored["num_hidden_layers"]), next((int(stored[n]) for n in EXPERTS if stored.get(n)), 0)
         sparse = 0
         if experts:
             only_dense, step = stored.get("mlp_only_layers") or (), int(stored.get("decoder_sparse_step") or 1)
@@ -140,13 +144,14 @@ def shape_of(stored: dict[str, Any], dtype: str | None = None) -> Shape:
             kv_heads=int(stored.get("num_key_value_heads") or heads),
             head_dim=int(stored.get("head_dim") or hidden // heads),
             mlp_columns=int(stored["intermediate_size"]) if sparse < blocks else 0,
-            expert_columns=int(stored["moe_intermediate_size"]) if sparse else 0,
+            expert_columns=int(stored.get("moe_intermediate_size") or stored["intermediate_size"]) if sparse else 0,
             experts=experts,
             vocabulary=int(stored["vocab_size"]),
             is_tied=bool(stored.get("tie_word_embeddings", family in ("llama", "mistral", "ministral3", "qwen2"))),
             group_size=max(groups, default=1),
             weight_bytes=bits / 8 + extra / groups[0] if bits else number_bytes,
             other_bytes=number_bytes,
+            experts_per_token=int(stored.get("num_experts_per_tok") or 0),
         )
     except KeyError as error:
         raise UserError(f"strategy=sharded needs {error.args[0]} in the model's config.json") from None

@@ -9,7 +9,7 @@ file knows of it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -294,13 +294,22 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     if part is not None:
         return _logps_of_parts(model, part, head, part.ranks.sum_backward(hidden), targets)
     chunks = _chunks(hidden, targets, head(hidden[:1]).shape[-1])
-    if not model.training:
-        return mx.concatenate([_logps(head(h), t) for h, t in chunks])
-    if _is_frozen(model):
-        return mx.concatenate([_logps_and_slope(head, h, t) for h, t in chunks])
-    if len(chunks) == 1:
-        return _logps(head(hidden), targets)
-    return mx.concatenate([_checkpointed(model, head, h, t, _logps) for h, t in chunks])
+    if model.training and len(chunks) > 1 and not _is_frozen(model):
+        return _checkpointed(model, head, chunks, _logps)
+    outputs: list[mx.array] = []
+    for h, t in chunks:
+        if model.training and not _is_frozen(model):
+            outputs.append(_logps(head(h), t))
+        elif model.training:
+            outputs.append(_logps_and_slope(head, h, t, outputs[-1:]))
+        else:
+            outputs.append(_logps(head(_after(h, outputs[-1:])), t))
+    return mx.concatenate(outputs)
+
+
+def _after(x: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+    """The same array, made when others are done: MLX would make the logits of many chunks at once, and hold them all."""
+    return mx.depends([x], [mx.stop_gradient(each) for each in earlier])[0] if earlier else x
 
 
 def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[mx.array, mx.array]]:
@@ -343,8 +352,8 @@ def _logps_and_slope_of_logits(logits: mx.array, targets: mx.array) -> tuple[mx.
     return logps, _slope(probabilities, targets).astype(logits.dtype)
 
 
-def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
-    still = mx.stop_gradient(hidden)
+def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+    still = _after(mx.stop_gradient(hidden), earlier)
     logps, by_logits = _logps_and_slope_of_logits(head(still), targets)
     _, (slope,) = mx.vjp(head, [still], [by_logits])
     return _known(hidden, logps, slope)
@@ -369,21 +378,41 @@ def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
 def _checkpointed(
     model: nn.Module,
     head: Head,
-    hidden: mx.array,
-    targets: mx.array,
+    chunks: Sequence[tuple[mx.array, mx.array]],
     of: Callable[[mx.array, mx.array], mx.array],
 ) -> mx.array:
-    """`of(logits, targets)`, with logits that the backward pass makes again."""
+    """`of(logits, targets)` of all chunks, side by side, with logits that the backward pass makes again, chunk by chunk."""
     before = _outside_blocks(model)
+    names, targets = list(before), [t for _, t in chunks]
 
-    def made_again(parameters: dict[str, mx.array], hidden: mx.array) -> mx.array:
-        model.update(tree_unflatten(list(parameters.items())))
+    def made_again(parameters: Sequence[mx.array], hidden: mx.array, targets: mx.array) -> mx.array:
+        model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
         try:
             return of(head(hidden), targets)
         finally:
             model.update(tree_unflatten(list(before.items())))
 
-    return mx.checkpoint(made_again)(before, hidden)
+    @mx.custom_function
+    def of_all(*arrays: mx.array) -> list[mx.array]:
+        parameters, hidden = arrays[: len(names)], arrays[len(names) :]
+        outputs: list[mx.array] = []
+        for h, t in zip(hidden, targets, strict=True):
+            outputs.append(made_again(parameters, _after(h, outputs[-1:]), t))
+        return outputs
+
+    @of_all.vjp
+    def of_all_vjp(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+        parameters, hidden = list(primals[: len(names)]), primals[len(names) :]
+        totals: list[mx.array] = []
+        by_hidden: list[mx.array] = []
+        for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
+            inputs = [*parameters, _after(h, [*by_hidden[-1:], *totals])]
+            _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
+            totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
+            by_hidden.append(slopes[-1])
+        return [*totals, *by_hidden]
+
+    return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)
 
 
 class VocabularyPart(Protocol):
@@ -423,21 +452,15 @@ def _logps_of_parts(
 
     chunks = _chunks(hidden, targets, part.size)
     if not (model.training and _is_frozen(model)):
-        again = model.training and len(chunks) > 1
-        return together(
-            mx.concatenate(
-                [
-                    _checkpointed(model, own_head, h, t, known_here) if again else known_here(own_head(h), t)
-                    for h, t in chunks
-                ],
-                axis=1,
-            )
-        )[0]
+        if model.training and len(chunks) > 1:
+            return together(_checkpointed(model, own_head, chunks, known_here))[0]
+        own: list[mx.array] = []
+        for h, t in chunks:
+            own.append(known_here(own_head(_after(h, own[-1:])), t))
+        return together(mx.concatenate(own, axis=1))[0]
     outputs: list[mx.array] = []
     for h, t in chunks:
-        if outputs:
-            (t,) = mx.depends([t], [mx.stop_gradient(outputs[-1])])
-        still = mx.stop_gradient(h)
+        still, t = _after(mx.stop_gradient(h), outputs[-1:]), _after(t, outputs[-1:])
         logits = own_head(still)
         logps, partition = together(known_here(logits, t))
         _, (slope,) = mx.vjp(own_head, [still], [_slope_of_part(logits, t - part.first, partition)])

@@ -6,7 +6,7 @@ machines do alone, R_i = max over b of b / tau_i(b) (lib/shares.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from lib.calibration import MEMORY_HEADROOM, Curve, CurveKey
 from lib.config import Config, UserError
 from lib.division import Division, Shape, divide, rank_bytes
+from lib.memory import Backend, Model, largest_micro_batch, rank_shape
 from lib.shares import (
     DEFAULT_MICRO_BATCH_SIZE,
     best_shares,
@@ -46,6 +47,8 @@ class Plan:
     predicted_compute_seconds: float | None = None  # without the sync; None where nothing is measured
     solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
     max_micro_batch_size: int | None = None  # larger ones ran out of memory there
+    planned_bytes: int | None = None  # of its largest micro-batch, as measured, else by the memory model
+    memory_bytes: int | None = None  # that the rank may use
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class PartOfModel:
     whole_bytes: int  # what every rank keeps
     training_bytes: int  # gradients and optimizer, of full training
     memory_bytes: int | None  # that the rank may use
+    activation_bytes: int | None = None  # and adapters: what a micro-batch takes besides, by the memory model
 
     @property
     def needed_bytes(self) -> int:
@@ -76,6 +80,7 @@ class PartOfModel:
             "its part GB": f"{self.divided_bytes / 1e9:.3g}",
             "kept by all GB": f"{self.whole_bytes / 1e9:.3g}",
             "training GB": f"{self.training_bytes / 1e9:.3g}",
+            "activations GB": "unknown" if self.activation_bytes is None else f"{self.activation_bytes / 1e9:.3g}",
             "memory GB": "unknown" if self.memory_bytes is None else f"{self.memory_bytes / 1e9:.3g}",
         }
 
@@ -177,6 +182,8 @@ class ClusterPlan:
                 "micro-batches": _run_lengths(plan.micro_batch_sizes),
                 "alone pairs/s": _number(plan.solo_pairs_per_second),
                 "compute s": _number(plan.predicted_compute_seconds),
+                "planned GB": "unknown" if plan.planned_bytes is None else f"{plan.planned_bytes / 1e9:.3g}",
+                "of GB": "unknown" if plan.memory_bytes is None else f"{plan.memory_bytes / 1e9:.3g}",
             }
             for plan in self.ranks
         ]
@@ -202,6 +209,7 @@ def make_plan(
     curves: Sequence[Curve | None] | None = None,
     sync_seconds: float = 0.0,
     speeds: Sequence[float] | None = None,
+    default_sizes: Sequence[int] | None = None,
 ) -> ClusterPlan:
     """The plan of a run: `plan_cluster` with the configuration's settings.
 
@@ -210,6 +218,7 @@ def make_plan(
         curves: one a rank, comparable with each other (calibration.choose_curves); None if nothing is known.
         sync_seconds: of one step's collective.
         speeds: one a rank, of the hosts beside each other, in any unit; for where a curve is missing.
+        default_sizes: micro-batches of ranks without a curve, in pairs.
 
     Raises:
         UserError: the settings do not fit the world, or a host's memory does not hold one pair.
@@ -222,6 +231,7 @@ def make_plan(
         curves=curves,
         sync_seconds=sync_seconds,
         speeds=speeds,
+        default_sizes=default_sizes,
     )
 
 
@@ -234,6 +244,7 @@ def plan_cluster(
     curves: Sequence[Curve | None] | None = None,
     sync_seconds: float = 0.0,
     speeds: Sequence[float] | None = None,
+    default_sizes: Sequence[int] | None = None,
 ) -> ClusterPlan:
     """Divides a global batch among ranks: as configured, else as measured, else by `speeds`, else equally.
 
@@ -276,7 +287,7 @@ def plan_cluster(
         if micro_batch_sizes is not None:
             batches = split_evenly_sized(share, micro_batch_sizes[rank])
         elif curve is None:
-            batches = split_evenly_sized(share, DEFAULT_MICRO_BATCH_SIZE)
+            batches = split_evenly_sized(share, default_sizes[rank] if default_sizes else DEFAULT_MICRO_BATCH_SIZE)
         else:
             key = (*curve_identity(curve), share)
             if key not in batches_of:
@@ -318,6 +329,8 @@ def plan_sharded(
     shape: Shape,
     memory_bytes: Sequence[int | None],
     gflops: Sequence[float | None],
+    model: Model | None = None,
+    devices: Sequence[Backend] | None = None,
 ) -> ClusterPlan:
     """Divides a model among ranks: as plan.shares weighs them, else by speed, else by memory, else equally.
 
@@ -325,6 +338,7 @@ def plan_sharded(
 
     Args:
         hosts, memory_bytes, gflops: one a rank, in the order of ranks; None where it is not known.
+        model, devices: for the activations, where they are known; devices: one a rank.
 
     Raises:
         UserError: the settings do not fit the world, or the model does not fit the hosts' memory.
@@ -388,6 +402,8 @@ def plan_sharded(
                 f"host {host}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
             )
     size = (config.plan.micro_batch_sizes or (DEFAULT_MICRO_BATCH_SIZE,))[0]
+    if model and devices:
+        parts, size = _with_activations(parts, division, model, devices, config.plan.micro_batch_sizes)
     return ClusterPlan(
         strategy="sharded",
         global_batch_size=batch,
@@ -399,6 +415,52 @@ def plan_sharded(
         division=division,
         parts=parts,
     )
+
+
+def _with_activations(
+    parts: Sequence[PartOfModel],
+    division: Division,
+    model: Model,
+    devices: Sequence[Backend],
+    configured: Sequence[int] | None,
+) -> tuple[tuple[PartOfModel, ...], int]:
+    """The parts with what a micro-batch takes besides, and its pairs: as configured, else as many as fit every rank, one at least."""
+
+    def besides(rank: int, pairs: int) -> int:
+        part = parts[rank]
+        weights = part.divided_bytes + part.whole_bytes
+        needed = model.of_part(rank_shape(model.shape, division, rank), weights, pairs, devices[rank])
+        return max(0, needed.total - part.needed_bytes)
+
+    sizes = [
+        largest_micro_batch(
+            lambda pairs, rank=rank: besides(rank, pairs),  # type: ignore[misc]
+            None if part.memory_bytes is None else (1 - MEMORY_HEADROOM) * part.memory_bytes - part.needed_bytes,
+            min(DEFAULT_MICRO_BATCH_SIZE, model.most_pairs(devices[rank])),
+        )
+        for rank, part in enumerate(parts)
+    ]
+    size = configured[0] if configured else max(1, min(sizes))
+    return tuple(replace(part, activation_bytes=besides(rank, size)) for rank, part in enumerate(parts)), size
+
+
+def with_memory(
+    plan: ClusterPlan, memory_bytes: Sequence[int | None], planned_bytes: Callable[[int, int], int | None]
+) -> ClusterPlan:
+    """The plan with what every rank's largest micro-batch needs beside what the rank may use; warns where that is more.
+
+    planned_bytes: of (rank, pairs); None where nobody knows.
+    """
+    ranks, warnings = [], list(plan.warnings)
+    for rank, limit in zip(plan.ranks, memory_bytes or [None] * len(plan.ranks), strict=True):
+        planned = planned_bytes(rank.rank, max(rank.micro_batch_sizes)) if rank.micro_batch_sizes else None
+        ranks.append(replace(rank, planned_bytes=planned, memory_bytes=limit))
+        if planned and limit and planned > limit:
+            warnings.append(
+                f"rank {rank.rank} ({rank.host}): micro-batches of {max(rank.micro_batch_sizes)} pairs need "
+                f"{planned / 1e9:.2f} GB of {limit / 1e9:.2f} GB; lower plan.micro_batch_sizes"
+            )
+    return replace(plan, ranks=tuple(ranks), warnings=tuple(warnings))
 
 
 def _training_bytes_per_byte(config: Config, shape: Shape) -> float:

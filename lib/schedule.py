@@ -10,9 +10,9 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,9 +23,10 @@ from lib.calibration import Curve, CurveKey, HostCalibration
 from lib.choice import plan_run
 from lib.config import Config, UserError
 from lib.config import Plan as PlanSettings
-from lib.division import shape_of
+from lib.division import FAMILIES, shape_of
 from lib.estimate import needs_rates
 from lib.forward import length_multiple
+from lib.memory import MOMENTS, Backend, Model, Rows, Training
 from lib.out_of_memory import Limit
 from lib.plan import ClusterPlan, plan_cluster, plan_sharded, with_micro_batches
 from lib.shapes import padded_lengths
@@ -36,7 +37,12 @@ REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
 
 
 def first_plan(
-    config: Config, world: World, hosts: list[str], lengths: np.ndarray, resumed: Path | None = None
+    config: Config,
+    world: World,
+    hosts: list[str],
+    lengths: np.ndarray,
+    rows: Rows | None = None,
+    resumed: Path | None = None,
 ) -> ClusterPlan:
     """The plan that a run starts with, and what is likely to be a mistake in it (lib/advice.py).
 
@@ -44,16 +50,22 @@ def first_plan(
 
     Args:
         lengths: int [n], of the training data's rows, as Dataset.lengths.
+        rows: the largest of them, for the memory model.
         resumed: the folder of a run that goes on: where it ended for want of memory, its host remembers that first.
 
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
-    return advised(config, _first_plan(config, world, hosts, lengths, resumed))
+    return advised(config, _first_plan(config, world, hosts, lengths, rows, resumed))
 
 
 def _first_plan(
-    config: Config, world: World, hosts: list[str], lengths: np.ndarray, resumed: Path | None
+    config: Config,
+    world: World,
+    hosts: list[str],
+    lengths: np.ndarray,
+    rows: Rows | None,
+    resumed: Path | None,
 ) -> ClusterPlan:
     if config.strategy == "sharded" and world.size == 1:
         sizes = config.plan.micro_batch_sizes
@@ -69,7 +81,11 @@ def _first_plan(
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
-    agreed = json.loads(world.broadcast_text(json.dumps({"key": key.model_dump(), "longest": int(padded.max())})))
+    agreed = json.loads(
+        world.broadcast_text(
+            json.dumps({"key": key.model_dump(), "longest": int(padded.max()), "rows": rows and asdict(rows)})
+        )
+    )
     key = calibration.CurveKey(**agreed["key"])
     warning, limit = "", memory_limit(config, hosts, world)
     with world.agreeing("reading the calibration"):
@@ -84,7 +100,9 @@ def _first_plan(
     warnings = world.gather_text(warning, "what ended for want of memory")
     texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
     memory_bytes = world.gather_text(json.dumps(limit.size_bytes), "every host's memory")
-    chips = world.gather_text(machine.identify(hosts[world.rank]).device_name, "every host's chip")
+    identity = machine.identify(hosts[world.rank])
+    chips = world.gather_text(identity.device_name, "every host's chip")
+    devices = cast("list[Backend]", world.gather_text(identity.device, "every host's device"))
     calibrations = [HostCalibration.model_validate_json(text) if text else None for text in texts]
     with world.agreeing("planning"):
         plan = plan_run(
@@ -101,6 +119,8 @@ def _first_plan(
             shape=shape,
             memory_bytes=[json.loads(text) for text in memory_bytes],
             gflops=_matmul_rates(hosts, calibrations, key, world),
+            model=_memory_model(config, agreed["rows"]),
+            devices=devices,
         )
         told = tuple(dict.fromkeys(filter(None, warnings)))
         plan = replace(plan, key=key, warnings=(*told, *plan.warnings))
@@ -119,6 +139,31 @@ def _matmul_rates(
     if not needs_rates(hosts, calibrations, key):
         return None
     return [float(text) for text in world.gather_text(repr(matmul.quick_gflops()), "every rank's matrix-product rate")]
+
+
+def _memory_model(config: Config, rows: dict[str, int] | None) -> Model | None:
+    """What the memory model knows of a run; None of families whose config.json has other names for its dimensions."""
+    if rows is None:
+        return None
+    stored = models.stored_config(config.model)
+    try:
+        shape = shape_of(stored, _dtype(config), to_divide=False)
+    except (UserError, ValueError, TypeError):
+        return None
+    settings = config.model
+    return Model(
+        shape,
+        Training(
+            method=settings.method,
+            rank=settings.rank,
+            blocks=settings.blocks,
+            checkpointing=bool(settings.gradient_checkpointing),
+            window=settings.attention_window,
+            moments=MOMENTS.get(config.train.optimizer, 2),
+            shared_prompts=config.data.shared_prompts and stored.get("model_type") in FAMILIES,
+        ),
+        Rows(**rows),
+    )
 
 
 def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:

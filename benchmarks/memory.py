@@ -1,0 +1,200 @@
+"""The memory model (lib/memory.py) against measured peaks of real steps, on this machine.
+
+    python benchmarks/memory.py                                      small models, every method: two minutes on two cores
+    python benchmarks/memory.py --quick                              one model
+    python benchmarks/memory.py --models 1B,8B --seed 0              Llama's shapes in bfloat16, for a GPU: four minutes
+
+Weights are drawn at random; nothing is downloaded and no tokenizer is needed. A row is a model, a method, lengths and a micro-batch;
+`measured` is `mx.get_peak_memory` of the steps after the first one, which is of arrays in use: neither MLX's cache nor the program.
+Planned has to lie between 0.95 and 1.15 of it; the exit status says so. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from lib import runtime  # noqa: E402
+
+runtime.prepare()
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import numpy as np  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from lib import config, division, forward, machine, memory, report  # noqa: E402
+from lib import model as models  # noqa: E402
+from lib.data import Example, collate  # noqa: E402
+from lib.step import make_optimizer, make_step  # noqa: E402
+from lib.sync import World  # noqa: E402
+
+LEAST, MOST = 0.95, 1.15  # of measured
+
+
+def llama(
+    hidden: int, blocks: int, heads: int, kv_heads: int, columns: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    """A config.json."""
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "intermediate_size": columns,
+    }
+    common = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    return {**common, **sizes, "num_key_value_heads": kv_heads, "vocab_size": vocabulary, **more}
+
+
+MODELS = {
+    "wide MLP": llama(256, 8, 4, 2, 768, 512),
+    "many heads": llama(384, 6, 12, 6, 512, 2048),
+    "large head": llama(256, 2, 4, 4, 768, 16384, tie_word_embeddings=True),
+    "1B": llama(2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+    "8B": llama(4096, 32, 32, 8, 14336, 128256),
+}
+SMALL = ("wide MLP", "many heads", "large head")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    method: str = "lora"
+    dtype: str = "bfloat16"
+    bits: int | None = None
+    checkpointing: bool = False
+    prompt: int = 512
+    completion: int = 512
+    pairs: int = 4
+
+
+def cases_of(name: str) -> list[Case]:
+    """What is measured of a model."""
+    if name == "8B":
+        plain = [Case(name, pairs=2), Case(name, pairs=4, prompt=896, completion=128), Case(name, bits=4, pairs=4)]
+        again = [Case(name, checkpointing=True, pairs=8), Case(name, bits=4, checkpointing=True, pairs=8)]
+        return [*plain, Case(name, method="dora", pairs=1), *again]
+    if name == "1B":
+        plain = [Case(name, pairs=8), Case(name, pairs=16), Case(name, pairs=16, prompt=896, completion=128)]
+        others = [Case(name, bits=4, pairs=8), Case(name, method="dora", pairs=4), Case(name, method="full", pairs=2)]
+        again = [Case(name, method=m, checkpointing=True, pairs=8) for m in ("lora", "dora", "full")]
+        return [*plain, *others, *again, Case(name, bits=4, checkpointing=True, pairs=16)]
+    kinds: list[dict[str, Any]] = [{"method": "lora"}, {"method": "dora"}, {"method": "full"}, {"bits": 4}]
+    kinds = [kind | {"checkpointing": on} for kind in kinds for on in (False, True)]
+    rows = [Case(name, dtype="float32", prompt=128, completion=128, **kind) for kind in kinds]
+    rows += [Case(name, prompt=128, completion=128, checkpointing=on) for on in (False, True)]
+    for prompt, completion, pairs in ((448, 64, 1), (64, 256, 2), (32, 32, 8)):
+        more = {"dtype": "float32", "prompt": prompt, "completion": completion, "pairs": pairs}
+        rows += [Case(name, **more, checkpointing=on) for on in (False, True)]
+    return rows
+
+
+def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
+    """One row: planned and measured bytes."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    stored = MODELS[case.model]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(stored))
+        words = [
+            f"model.path={folder}",
+            f"model.dtype={case.dtype}",
+            f"model.method={case.method}",
+            f"train.seed={seed}",
+        ]
+        words += ["data.train=-", "model.random_init=true", f"model.gradient_checkpointing={case.checkpointing}"]
+        settings = config.load(None, words)
+        model = models.load(settings.model, seed)
+    if case.bits:
+        nn.quantize(model, 64, case.bits)
+        mx.eval(model.parameters())
+    models.make_trainable(model, settings.model, seed)
+    assert forward.cannot_share_prompts(model) is None
+    step = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)
+    rng = np.random.default_rng(seed)
+
+    def ids(length: int) -> np.ndarray:
+        return rng.integers(0, stored["vocab_size"], length, dtype=np.int32)
+
+    # The last token of a completion is never an input.
+    lengths = case.prompt, case.completion + 1
+    pairs = [Example(i, ids(lengths[0]), (ids(lengths[1]), ids(lengths[1]))) for i in range(case.pairs)]
+    multiple = forward.length_multiple(settings.data)
+    batch = collate(pairs, multiple, True)
+    reference = np.full((case.pairs, 2), -10.0, np.float32)
+    peaks = []
+    for index in range(1 + steps):
+        peak = step(index, 10, [(batch, reference)]).peak_memory_bytes
+        mx.synchronize()
+        peaks.append(max(peak, mx.get_peak_memory()))
+    del model, step, batch
+    planned = planned_bytes(case, stored, multiple)
+    peak = max(peaks[1:])
+    return {
+        **asdict(case),
+        "planned_bytes": planned.total,
+        "parts": asdict(planned),
+        "measured_bytes": peak,
+        "ratio": planned.total / peak,
+    }
+
+
+def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.StepBytes:
+    """By arithmetic."""
+    quantised = {"quantization": {"group_size": 64, "bits": case.bits}} if case.bits else {}
+    shape = division.shape_of({**stored, **quantised}, case.dtype)
+    training = memory.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
+    seen, scored = case.prompt + case.completion, 2 * (case.completion + 1)
+    rows = memory.Rows(case.prompt, seen, case.prompt + 2 * case.completion, scored, length_multiple=multiple)
+    return memory.Model(shape, training, rows).bytes(case.pairs, machine.mlx_device()[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SMALL), help=f"of {', '.join(MODELS)}, with commas")
+    parser.add_argument("--quick", action="store_true", help="the first model, in float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=2, help="measured ones, after the first")
+    options = parser.parse_args()
+    names = options.models.split(",")[: 1 if options.quick else None]
+    if unknown := [name for name in names if name not in MODELS]:
+        print(f"error: --models {unknown[0]}: not known; there are {', '.join(MODELS)}", file=sys.stderr)
+        return 2
+    table = Table(title=f"{report.device_name()}, MB")
+    for column in ("model", "method", "type", "checkpointing", "lengths", "pairs", "planned", "measured", "ratio"):
+        table.add_column(column, justify="left" if column in ("model", "method", "type") else "right")
+    rows = []
+    for case in (case for name in names for case in cases_of(name)):
+        try:
+            row = measured(case, options.seed, options.steps)
+        except RuntimeError as error:  # out of memory
+            rows.append({**asdict(case), "error": str(error).splitlines()[0], "ratio": 0.0})
+            print(f"{case}: {error}", file=sys.stderr)
+            continue
+        rows.append(row)
+        kind = f"{case.bits}-bit {case.method}" if case.bits else case.method
+        figures = [f"{row[name] / 1e6:.1f}" for name in ("planned_bytes", "measured_bytes")]
+        lengths = f"{case.prompt}+{case.completion}"
+        cells = [case.model, kind, case.dtype, "on" if case.checkpointing else "", lengths, str(case.pairs), *figures]
+        table.add_row(*cells, f"{row['ratio']:.3f}")
+        print(" ".join(cells), f"{row['ratio']:.3f}", file=sys.stderr, flush=True)
+    outside = [row for row in rows if not LEAST <= row["ratio"] <= MOST]
+    Console(width=130).print(table)
+    verdict = f"{len(rows) - len(outside)} of {len(rows)} rows between {LEAST} and {MOST} of what was measured"
+    print(verdict)
+    print(json.dumps({"device": report.device_name(), "rows": rows, "outside": len(outside)}))
+    return 1 if outside else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
