@@ -213,7 +213,7 @@ def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkey
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans())
 def test_every_token_of_a_stream_is_there_once_and_found_again(
     seed: int, count: int, completions: int, multiple: int, shared: bool

@@ -51,7 +51,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
     return [adapter(rng, shapes, rank) for _ in pairs], merge.example_weights(pairs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(worlds())
 def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
     adapters, weights = world
@@ -70,7 +70,7 @@ def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
     assert missed <= 1e-12 * max(exact_change, sum(float(np.square(a).sum()) for a in adapters[0].values()))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(worlds())
 def test_svd_is_as_near_as_numpys_at_the_same_rank(world: Any) -> None:
     adapters, weights = world
@@ -132,7 +132,7 @@ def test_untrained_adapters_merge_to_nothing() -> None:
         assert merge.distance(merged, one, [one, one], np.array([0.5, 0.5]))[0] < 1e-12
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(worlds())
 def test_distance_is_what_dense_matrices_say(world: Any) -> None:
     adapters, weights = world
@@ -186,7 +186,7 @@ def test_fednova_counts_a_change_by_the_step() -> None:
     assert merge.normalised_weights([0, 0], [0, 0]).tolist() == [0, 0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(worlds(), st.integers(1, 9))
 def test_merges_do_not_depend_on_the_order_of_ranks_or_on_splitting_a_weight(world: Any, cut: int) -> None:
     """A rank counted as two of the same adapter changes nothing: a weight is a number of examples, no vote."""
