@@ -18,10 +18,10 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 PYTEST = pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch preflight calibrate serve dashboard bench lint coverage docs mutation clean
+.PHONY: help setup train test launch preflight calibrate serve dashboard bench lint coverage docs mutation test-matrix clean
 
 help:
-	@echo "make setup | train | test | launch | preflight | calibrate | serve | dashboard | bench | lint | coverage | docs | mutation | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
+	@echo "make setup | train | test | launch | preflight | calibrate | serve | dashboard | bench | lint | coverage | docs | mutation | test-matrix | clean     (ARGS=\"...\" is handed on; EXTRA=cpu|metal|cuda)"
 
 setup: $(INSTALLED)
 
@@ -102,6 +102,10 @@ docs: setup
 
 mutation: setup
 	$(BIN)/python benchmarks/mutation.py $(ARGS)
+
+# The tests as other machines see them: kernels, users, paths, locales, Pythons. All of it takes hours; docs/testing.md
+test-matrix: setup
+	$(BIN)/python benchmarks/test_matrix.py $(ARGS)
 
 clean:
 	rm -rf build .coverage* .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache
