@@ -22,7 +22,7 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 PYTEST = pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation clean
+.PHONY: help setup train test launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation test-matrix clean
 
 help:
 	@echo "make setup        install what is needed into .venv (EXTRA=cpu, metal or cuda; PYTHON=/path/to/python)"
@@ -35,7 +35,7 @@ help:
 	@echo "make dashboard    runs in a browser, http://127.0.0.1:8050"
 	@echo "make serve        a finished run behind an OpenAI-compatible server: RUN=runs/NAME"
 	@echo "make bench        the quickstart over five seeds, with its controls"
-	@echo "make lint | coverage | docs | mutation | clean     for who works on Tandem"
+	@echo "make lint | coverage | docs | mutation | test-matrix | clean     for who works on Tandem"
 	@echo
 	@echo 'Options of the program go into ARGS: make train ARGS="--config configs/X.yaml train.beta=0.2"'
 	@echo "All settings: .venv/bin/python train.py --help"
@@ -60,10 +60,20 @@ $(INSTALLED): pyproject.toml constraints.txt
 train: setup
 	$(BIN)/python train.py $(ARGS)
 
+# All parts run, whatever fails in one of them; the last lines say what failed in which.
 test: setup
-	$(BIN)/python -m $(PYTEST) $(ARGS)
-	$(BIN)/mpirun -n 2 $(MPI_PYTEST)
-	$(BIN)/mpirun -n 3 $(MPI_PYTEST)
+	@failed=""; FAILED_TESTS="$${TMPDIR:-/tmp}/failed-tests.$$$$"; export FAILED_TESTS; \
+	part() { \
+	  name="$$1"; shift; echo "$$*"; : > "$$FAILED_TESTS"; \
+	  "$$@" && return; \
+	  failed="$$failed$$(printf '\n  in %s:\n' "$$name"; sort -u "$$FAILED_TESTS" | sed 's/^/    /')"; \
+	}; \
+	part "one process" $(BIN)/python -m $(PYTEST) $(ARGS); \
+	part "two ranks" $(BIN)/mpirun -n 2 $(MPI_PYTEST); \
+	part "three ranks" $(BIN)/mpirun -n 3 $(MPI_PYTEST); \
+	rm -f "$$FAILED_TESTS"; \
+	if [ -n "$$failed" ]; then echo "make test: failed$$failed" >&2; exit 1; fi; \
+	echo "make test: one process, two ranks and three ranks passed"
 
 # make launch HOSTS=hostfile ARGS="--config ..." trains on all of them; OPTIONS="--backend mpi --max-restarts 3" is for ./launch.
 launch: setup
@@ -113,6 +123,10 @@ docs: setup
 
 mutation: setup
 	$(BIN)/python benchmarks/mutation.py $(ARGS)
+
+# The tests as other machines see them: kernels, users, paths, locales, Pythons. All of it takes hours; docs/testing.md
+test-matrix: setup
+	$(BIN)/python benchmarks/test_matrix.py $(ARGS)
 
 clean:
 	rm -rf build .coverage* .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -97,7 +97,7 @@ class Host:
         join = ["sh", "-c", f'echo $$ > "{self.cgroup}/cgroup.procs"; exec "$@"', "sh"] if self.cgroup else []
         return [*join, *enter, *map(str, command)]
 
-    def run(self, command: Sequence[str | Path], timeout: float = 60, **options: Any) -> Any:
+    def run(self, command: Sequence[str | Path], timeout: float = 200, **options: Any) -> Any:
         """`subprocess.run` on this host, output captured as text."""
         defaults: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
         return subprocess.run(self.words(command), timeout=timeout, **{**defaults, **options})

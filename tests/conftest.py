@@ -11,12 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from lib import runtime
 from tests.cluster import Host, Unavailable, cluster
 
 # Tests have more ranks than cores: one that waits in MPI leaves its core to others instead of asking again at once.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+# How long an example took says how busy the machine is. What fails prints how to run it again.
+hypothesis_settings.register_profile(
+    "anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+hypothesis_settings.load_profile("anywhere")
 LAUNCH = runtime.launch_environment()
 MPI_FOLDER = "PRTE_MCA_prte_tmpdir_base"
 if LAUNCH.size == 1 and MPI_FOLDER not in os.environ:
@@ -41,6 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     return (report.outcome, "", "") if LAUNCH.rank > 0 and report.outcome != "failed" else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """For `make test`, which tells at its end what failed in all its parts."""
+    if "FAILED_TESTS" in os.environ:
+        with Path(os.environ["FAILED_TESTS"]).open("a", encoding="utf-8") as file:
+            for kind in ("failed", "error"):
+                file.writelines(f"{report.nodeid}\n" for report in terminalreporter.stats.get(kind, []))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib import config
 from lib import model as models
 from lib.sync import World
+from tests import tiny
 
 UNIT_ROUNDOFF = {mx.float32: 2.0**-24, mx.bfloat16: 2.0**-8}
 DRAWS = 2
@@ -89,8 +90,7 @@ def assert_within(
 def changed_run(run: Path) -> Path:
     """A run like this one, from starting weights that are changed by as much as rounding may change them.
 
-    A run that is equal but for rounding ends no farther away than it does: `difference(run, other) <= difference(run,
-    changed_run(run))`. It trains in this process, on one rank.
+    A run that is equal but for rounding ends no farther away than it does. It trains in this process, on one rank.
     """
     import train as script
 
@@ -108,3 +108,19 @@ def changed_run(run: Path) -> Path:
         patch.setattr("lib.report.plot_curves", lambda log, picture: None)
         script.train(settings, World(), resume=False, dry_run=False)
     return folder / run.name
+
+
+def assert_equal_runs(run: Path, others: Sequence[Path], figures: Sequence[str]) -> None:
+    """Asserts that runs end with the weights of this one, and have its figures at every step, but for rounding."""
+    moved = changed_run(run)
+    for other in others:
+        assert tiny.difference(run, other) <= tiny.difference(run, moved), other
+        for key in figures:
+            largest = max(abs(record[key]) for record in tiny.steps_of(run))
+            limit = tiny.figure_difference(run, moved, key) + roundoff(tiny.LLAMA["vocab_size"]) * largest
+            assert tiny.figure_difference(run, other, key) <= limit, (other, key)
+
+
+def limit_of(run: Path) -> float:
+    """The relative difference of a parameter (tests.tiny.difference) that a run may have which is equal but for rounding."""
+    return tiny.difference(run, changed_run(run))

@@ -76,11 +76,11 @@ class Served:
         """The records of a kind, with these values."""
         return [record for record in list(self.records) if record["kind"] == kind and fields.items() <= record.items()]
 
-    def until_up(self, backends: int, seconds: float = 60.0) -> Served:
+    def until_up(self, backends: int, seconds: float = 120.0) -> Served:
         self.wait(lambda: len(self.of("backend", state="up")) >= backends, seconds)
         return self
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline and self.process.poll() is None, self.records[-10:]
@@ -91,7 +91,7 @@ class Served:
         found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
         return [int(child) for child in found.stdout.split()]
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60.0) -> int:
+    def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = 120.0) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
         status = self.process.wait(seconds)

@@ -27,7 +27,7 @@ def spare(folder: Path, words: list[str], between: str = "", changed: Path | Non
     if changed is not None:
         changed.write_text(between)
     process.stdin.write(json.dumps({"command": command, "environment": {}}).encode() + b"\n")
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode == 0
     return folder / "runs"
 

@@ -67,7 +67,7 @@ def test_a_lost_ranks_chunk_is_done_first_of_all_and_waiting_ranks_get_it(tmp_pa
     time.sleep(0.05)
     assert not waiting  # two work at all that is left
     queue.lose(0)
-    thread.join(5)
+    thread.join(120)
     assert waiting == [1]
     queue.lose(2)
     queue.lose(3)
@@ -324,11 +324,11 @@ def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
     words += ["--score", "logps", "--out"]
     bulk([*words, str(tmp_path / "alone.jsonl")])
     processes = ring(tmp_path, 2, [*words, str(tmp_path / "both.jsonl")])
-    partial, deadline = tmp_path / "both.jsonl.partial", time.monotonic() + 60
+    partial, deadline = tmp_path / "both.jsonl.partial", time.monotonic() + 120
     while time.monotonic() < deadline and not (partial.exists() and partial.read_bytes().count(b"\n") > 40):
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGKILL)
-    said, _ = processes[0].communicate(timeout=60)
+    said, _ = processes[0].communicate(timeout=120)
     processes[1].communicate()
     assert processes[0].returncode == 0, said
     figures = json.loads(said.splitlines()[-1])

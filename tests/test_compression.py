@@ -21,7 +21,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     return (rng.normal(size=shape) * 10 ** draw(st.integers(-20, 20))).astype(np.float32)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(arrays(), st.floats(0.001, 1))
 def test_a_round_trip_is_within_its_bound(array: np.ndarray, fraction: float) -> None:
     for kind in KINDS:

@@ -140,7 +140,7 @@ def check_train(words: list[str], needs: str, folder: Path) -> None:
 
 @functools.cache
 def help_of(*script: str) -> str:
-    result = subprocess.run([sys.executable, *script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, *script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, f"{script}: {result.stderr}"
     return result.stdout
 

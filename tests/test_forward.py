@@ -213,7 +213,7 @@ def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkey
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 4, 16]), st.booleans())
 def test_every_token_of_a_stream_is_there_once_and_found_again(
     seed: int, count: int, completions: int, multiple: int, shared: bool
@@ -276,7 +276,8 @@ def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]
     assert all(type(block[name]) is models.LowRankLinear for name in names)
     for ours, theirs in zip(run(), expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == mx.float32
-        assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
+        # Sums of 96 columns at most, or of 15 rows of them.
+        assert mx.linalg.norm(ours - theirs).item() <= rounding.roundoff(96 * 2) * mx.linalg.norm(theirs).item()
 
 
 def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp_path: Path) -> None:
@@ -289,7 +290,8 @@ def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp
     wanted = x.astype(mx.float32) @ (
         layer.linear.weight.astype(mx.float32).T + layer.scale * layer.lora_a @ layer.lora_b
     )
-    assert mx.linalg.norm(layer(x) - wanted).item() <= 0.01 * mx.linalg.norm(wanted).item()
+    # Both products and their sum are rounded to bfloat16, and so is the adapter.
+    assert mx.linalg.norm(layer(x) - wanted).item() <= rounding.roundoff(4, mx.bfloat16) * mx.linalg.norm(wanted).item()
 
 
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
@@ -301,9 +303,11 @@ def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch
     logps, slope = forward._logps_and_slope_of_logits(logits, targets)
     exact = np.array(logits, np.float64)
     partition = np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1)) + exact.max(1)
-    np.testing.assert_allclose(np.array(logps), exact[np.arange(7), np.array(targets)] - partition, rtol=1e-5)
+    # A logit less the partition is rounded relatively to them; the partition is a sum of 50 terms.
+    sizes = rounding.roundoff(4) * np.abs(exact).max(1) + rounding.roundoff(50)
+    assert (np.abs(np.array(logps) - (exact[np.arange(7), np.array(targets)] - partition)) <= sizes).all()
     expected = np.eye(50)[np.array(targets)] - np.exp(exact - partition[:, None])
-    np.testing.assert_allclose(np.array(slope), expected, atol=1e-5)
+    assert (np.abs(np.array(slope) - expected) <= sizes[:, None]).all()
 
 
 @pytest.mark.parametrize("ours", [models.lean_swiglu, models.quick_swiglu])

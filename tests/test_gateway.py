@@ -140,7 +140,7 @@ def test_who_has_least_in_flight_comes_next() -> None:
     asyncio.run(story())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("tgcud"), st.integers(0, 7)), max_size=60))
 def test_no_slot_is_lost_or_doubled_whatever_happens(acts: list[tuple[str, int]]) -> None:
     async def story() -> None:
@@ -213,7 +213,7 @@ def test_limits_on_tokens(tokens: int, words: dict[str, Any]) -> None:
     assert refused.value.status == 400
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)

@@ -41,7 +41,7 @@ def read_all(run: Run) -> Run:
     return run
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 700), capacity=st.sampled_from([2, 4, 32]))
 def test_buckets_are_what_all_records_at_once_would_give(seed: int, count: int, capacity: int) -> None:
     rng = np.random.default_rng(seed)
@@ -144,7 +144,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(PLACES), JSON)), max_size=6))
 def test_no_record_whatever_it_holds_breaks_a_page(found: list[tuple[str, dict[str, Any]]]) -> None:
     lines = [step(1), {"kind": "start", "time": 999.0, "rank": 0, "host": "a", "steps": 9}]

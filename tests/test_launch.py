@@ -18,7 +18,7 @@ from lib.hostfile import Host
 from lib.performance import read_records
 from lib.ranks import Launching
 from lib.watch import HostSeen, RankSeen, diagnose
-from tests import tiny
+from tests import rounding, tiny
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
 
@@ -45,7 +45,7 @@ def tagged(output: str) -> dict[str, list[str]]:
     return lines
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not come"
@@ -88,15 +88,15 @@ def test_words_arrive_unchanged_on_every_rank_and_run_nothing(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_status_is_the_worst_ranks_and_a_death_ends_the_others(three_hosts: list[Machine], backend: str) -> None:
-    code = python("time.sleep(0.3); sys.exit({0: 0, 1: 7}[rank]) if rank < 2 else time.sleep(100)")
-    done = three_hosts[0].run([*words(three_hosts, backend=backend), *code])  # within 60 s, before rank 2 would end
+    code = python("time.sleep(0.3); sys.exit({0: 0, 1: 7}[rank]) if rank < 2 else time.sleep(1000)")
+    done = three_hosts[0].run([*words(three_hosts, backend=backend), *code])  # long before rank 2 would end
     assert done.returncode == 7 and "ended with status 7" in done.stderr
     wait_for(lambda: nothing_left(three_hosts))
 
 
 def test_a_rank_killed_by_a_signal_is_told_as_a_shell_tells_it(three_hosts: list[Machine]) -> None:
     done = three_hosts[0].run(
-        [*words(three_hosts[:2]), *python("os.kill(os.getpid(), 11) if rank else time.sleep(100)")]
+        [*words(three_hosts[:2]), *python("os.kill(os.getpid(), 11) if rank else time.sleep(1000)")]
     )
     assert done.returncode == 128 + 11 and "rank 1 on host-b was ended by SIGSEGV" in done.stderr
 
@@ -183,7 +183,7 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     assert process.stdout is not None
     for _ in three_hosts:
         line = process.stdout.readline()
-        assert "ready" in line, process.communicate(timeout=20)
+        assert "ready" in line, process.communicate(timeout=120)
     assert all(any("sleep 1000" in line for line in host.processes().values()) for host in three_hosts)
     launch = next(pid for pid, line in three_hosts[0].processes().items() if f"{ROOT}/launch" in line)
     began = time.monotonic()
@@ -191,7 +191,7 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     if how == "twice":
         time.sleep(0.1)
         three_hosts[0].signal(launch, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=120)
     wait_for(lambda: nothing_left(three_hosts))
     print(f"{backend} {how}: {time.monotonic() - began:.1f} s")  # 2 to 3 where nothing else runs
     assert "Traceback" not in errors
@@ -239,7 +239,7 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
     three_hosts[0].run(["umount", "/etc/hosts"])
     assert done.returncode == 0, done.stdout + done.stderr
     runs = tmp_path / "runs"
-    assert tiny.difference(runs / "alone", runs / "together") <= 1e-5
+    assert tiny.difference(runs / "alone", runs / "together") <= rounding.limit_of(runs / "alone")
     hosts = {record["host"] for rank in (0, 1) for record in tiny.steps_of(runs / "together", rank)}
     assert hosts == {"host-a", "host-b"}
     rates = []
@@ -261,7 +261,7 @@ def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp
         for host, role in zip(three_hosts, ("primary", "secondary"), strict=False)
     ]
     for hand in hands:
-        output, errors = hand.communicate(timeout=60)
+        output, errors = hand.communicate(timeout=120)
         assert hand.returncode == 0, output + errors
     assert len(tiny.steps_of(tmp_path / "runs" / "hand", 1)) == 3
     wrong = three_hosts[1].run([*words(three_hosts[:2], "--role", "primary"), "train.py"])

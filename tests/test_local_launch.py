@@ -55,7 +55,7 @@ def launch(*command: str, **options: Any) -> subprocess.Popen[str]:
 
 def test_a_rank_that_leaves_a_child_with_its_output_is_seen_to_end() -> None:
     child = "subprocess.Popen(['sleep', '100']); time.sleep(0.2); sys.exit(7)"
-    done = subprocess.run([*words("localhost"), *python(child)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*words("localhost"), *python(child)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 7 and "ended with status 7" in done.stderr
 
 
@@ -69,13 +69,13 @@ def test_a_launch_outlives_its_terminal_under_nohup_and_letters_that_the_termina
     )
     assert process.stdout is not None and process.stdout.readline() == "[0 localhost] ?\n"
     process.send_signal(signal.SIGHUP)
-    output, errors = process.communicate("still here\n", timeout=20)
+    output, errors = process.communicate("still here\n", timeout=120)
     assert process.returncode == 0 and "still here" in output and not errors
 
 
 def test_a_machine_with_two_names_in_the_host_file_is_told_so_and_not_tried_again() -> None:
     command = [*words("localhost,127.0.0.1", "--max-restarts", "3"), *python("time.sleep(100)")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "names this machine twice" in done.stderr and "start 2" not in done.stderr
 
 
@@ -110,10 +110,10 @@ def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monk
     pids = ssh.with_name("ssh.pids")
     wait_for(lambda: len(pids.read_text().split()) == 2)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     # 1: the interrupt came as the check ended by itself, and failed.
     assert process.returncode in (1, 130) and "Traceback" not in errors
-    wait_for(lambda: not any(map(is_running, pids.read_text().split())), 5)
+    wait_for(lambda: not any(map(is_running, pids.read_text().split())))
 
 
 def test_a_name_that_takes_long_to_look_up_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +197,12 @@ def test_a_rank_that_hangs_while_nobody_waits_for_it_is_started_again(tmp_path: 
     command = ["train.py", "--config", str(tiny.config_file(tmp_path)), *settings, "evaluate.samples=0"]
     limits = ["--max-restarts", "1", "--wedged-seconds", "1", "--env", f"PYTHONPATH={tmp_path}"]
     with launch(*words("localhost", *limits), *command) as process:
-        wait_for(lambda: (run / "checkpoints").exists() and any((run / "checkpoints").glob("step-*")), 30)
+        wait_for(lambda: (run / "checkpoints").exists() and any((run / "checkpoints").glob("step-*")))
         os.kill(int((run / ".lock").read_text()), signal.SIGUSR1)
         assert process.stderr is not None
         notes = (line for line in iter(process.stderr.readline, "") if line.startswith("launch: "))
         first, second = next(notes), next(notes)
-        wait_for(lambda: re.search(r'"resumed_from_step": \d', (run / "logs/rank-000.jsonl").read_text()), 20)
+        wait_for(lambda: re.search(r'"resumed_from_step": \d', (run / "logs/rank-000.jsonl").read_text()))
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
     assert "hung: rank 0 on localhost has been computing for" in first and "start 2, " in second

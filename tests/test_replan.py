@@ -23,7 +23,7 @@ from lib.plan import ClusterPlan, make_plan, plan_cluster
 from lib.schedule import Schedule
 from lib.shares import solo_pairs_per_second
 from lib.validation import sound_curve
-from tests import tiny
+from tests import rounding, tiny
 
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
 LEAD = 3
@@ -578,7 +578,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
         if (record["step"] % 3) != 0:  # every third batch is the epoch's ragged end
             assert record["pairs"] == (plans[0]["shares_before"] if record["step"] < first else shares)[0]
     assert all(rows == list(range(21)) for rows in list(tiny.rows_of_epochs(run).values())[:5])
-    assert tiny.difference(alone, run) <= 1e-5
+    assert tiny.difference(alone, run) <= rounding.limit_of(alone)
     before = {name: array.tobytes() for name, array in tiny.weights(run).items()}
     for step in (first - 1, plans[0]["step"]):  # the change is near, or has only just been decided
         world.gather_text("before the checkpoints after a step are taken away")

@@ -55,7 +55,7 @@ def client(gateway: Served, key: str) -> openai.OpenAI:
 def metric(gateway: Served, key: str, name: str) -> float:
     """A metric's value, summed over its labels."""
     request = urllib.request.Request(f"{gateway.address}/metrics", headers={"Authorization": f"Bearer {key}"})
-    text = urllib.request.urlopen(request, timeout=10).read().decode()
+    text = urllib.request.urlopen(request, timeout=60).read().decode()
     lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     assert lines, name
     return sum(float(line.rpartition(" ")[2]) for line in lines)
@@ -66,7 +66,7 @@ def post(gateway: Served, body: bytes, headers: dict[str, str]) -> tuple[int, di
     url = f"{gateway.address}/v1/chat/completions"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
     try:
-        answer = urllib.request.urlopen(request, timeout=30)
+        answer = urllib.request.urlopen(request, timeout=60)
     except urllib.error.HTTPError as error:
         answer = error
     return answer.status, dict(answer.headers), json.loads(answer.read())
@@ -128,9 +128,9 @@ def test_a_request_keeps_its_id_and_leaves_a_record(gateway: Served, key: str) -
 
 def test_health_readiness_and_metrics(gateway: Served, key: str, client: openai.OpenAI) -> None:
     for path in ("/healthz", "/readyz"):
-        assert urllib.request.urlopen(gateway.address + path, timeout=5).status == 200
+        assert urllib.request.urlopen(gateway.address + path, timeout=60).status == 200
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{gateway.address}/metrics", timeout=5)
+        urllib.request.urlopen(f"{gateway.address}/metrics", timeout=60)
     before = metric(gateway, key, "tandem_tokens_total")
     client.completions.create(model="tiny", prompt="Add 1", max_tokens=7, logit_bias=NEVER_ENDS)
     assert metric(gateway, key, "tandem_tokens_total") == before + 7 + 3
@@ -274,7 +274,7 @@ def trickle(gateway: Served, start: bytes) -> bytes:
     with connect(gateway) as one:
         one.sendall(start)
         one.settimeout(0.1)
-        while time.monotonic() - since < 20:
+        while time.monotonic() - since < 120:
             try:
                 if start:
                     one.sendall(b"x")
@@ -334,14 +334,16 @@ def test_a_backend_answers_nobody_but_its_gateway(gateway: Served) -> None:
         address = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
         for path in ("/health", "/v1/models"):
             with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(address + path, timeout=5)
+                urllib.request.urlopen(address + path, timeout=60)
 
 
 def test_no_web_page_may_call(gateway: Served, key: str) -> None:
     request = urllib.request.Request(
         f"{gateway.address}/v1/models", headers={"Authorization": f"Bearer {key}", "Origin": "http://evil.example"}
     )
-    assert not [name for name in urllib.request.urlopen(request, timeout=5).headers if "access-control" in name.lower()]
+    assert not [
+        name for name in urllib.request.urlopen(request, timeout=60).headers if "access-control" in name.lower()
+    ]
     status, _, _ = post(gateway, b"{}", {"Authorization": f"Bearer {key}", "Content-Type": "text/plain"})
     assert status == 415  # what a page may send without asking first
 
@@ -382,7 +384,7 @@ def test_a_server_that_runs_already_is_taken_out_and_back(run: Path) -> None:
                 plain.kill()
             one.wait(lambda times_up=times_up: len(one.of("backend", state="down")) == times_up)
             with pytest.raises(urllib.error.HTTPError, match="503"):
-                urllib.request.urlopen(f"{one.address}/readyz", timeout=5)
+                urllib.request.urlopen(f"{one.address}/readyz", timeout=60)
 
 
 def test_keys_are_read_again_on_request(gateway: Served, run: Path, client: openai.OpenAI) -> None:
@@ -429,7 +431,7 @@ def test_nothing_survives_a_killed_gateway(run: Path, tmp_path: Path) -> None:
         assert told.choices[0].message.content == answer_of(run) and list(run.glob("fused-*/model.safetensors"))
         pids = one.backend_pids()
         one.stop(signal.SIGKILL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while any(map(command_of, pids)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -439,7 +441,7 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
     here, there = three_hosts[:2]
     (run / "hosts").write_text(f"{here.name}:1\n{there.name}:1\n")
     with served("--run", run, f"serve.hostfile={run}/hosts", on=here) as one:
-        one.until_up(2, 60)
+        one.until_up(2, 120)
         done = outcomes(load(one.address, "--streams=8", "--requests=24", "--max-tokens=20", on=here))
         assert [entry["error"] for entry in done] == [None] * 24
         assert {record["backend"] for record in one.of("request")} == {here.name, there.name}
@@ -448,8 +450,8 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
         assert "ConnectionRefused" in here.run([sys.executable, "-c", ask]).stderr
         [pid] = [pid for pid, words in here.processes().items() if " -m lib.server" in words]
         here.signal(pid, signal.SIGKILL)
-        one.process.wait(20)
-        deadline = time.monotonic() + 20
+        one.process.wait(120)
+        deadline = time.monotonic() + 120
         while any("lib.backend" in words for host in (here, there) for words in host.processes().values()):
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -22,7 +22,7 @@ from lib import checkpoint, evaluate, exchange, runtime, scoring
 from lib.data import in_memory
 from lib.performance import PerformanceTracker, read_records
 from lib.sync import World
-from tests import float64, tiny
+from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
 
 
@@ -33,7 +33,8 @@ def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -
     result = tiny.train(
         tmp_path, [*words, "plan.shares=[6,2]", "plan.micro_batch_sizes=[4,1]", "run.name=two"], ranks=2
     )
-    assert difference(tmp_path / "runs" / "one", tmp_path / "runs" / "two") <= 1e-5
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    assert difference(one, two) <= rounding.limit_of(one)
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
     assert summary == json.loads(result.stdout.splitlines()[-1])
     assert summary["world_size"] == 2 and summary["steps"] == 20
@@ -94,7 +95,7 @@ def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
     while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 12):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=120)
     assert (
         process.returncode == 1
         and errors.startswith("stopped: interrupted; go on from the last checkpoint with --resume ")
@@ -113,7 +114,7 @@ def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_pat
     shutil.rmtree(runs / "resumed" / "checkpoints" / "step-00000006")
     (runs / "resumed" / "adapters.safetensors").unlink()
     tiny.train(tmp_path, ["--resume", str(runs / "resumed")])
-    assert difference(runs / "plain", runs / "compiled") < 1e-5
+    assert difference(runs / "plain", runs / "compiled") <= rounding.limit_of(runs / "plain")
     assert difference(runs / "compiled", runs / "resumed") == 0.0
 
 
@@ -125,7 +126,18 @@ def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_
     whole, halves = tmp_path / "runs" / "whole", tmp_path / "runs" / "halves"
     assert {array.dtype for array in tiny.weights(whole).values()} == {np.dtype(np.float32)}
     assert difference(whole, halves) == 0.0
-    assert tiny.steps_of(whole)[0]["reward_margin"] == 0.0  # the reference was asked in the type that is trained
+    # The reference was asked in the type that is trained: the margin is far from what a float32 reference would give.
+    tiny.train(
+        tmp_path, [*words, "model.dtype=float32", "run.name=plain", "train.steps=1", f"run.dir={tmp_path}/plain"]
+    )
+    passes = [
+        [np.load(path) for path in (tmp_path / folder / ".reference").glob("*.npy")] for folder in ("runs", "plain")
+    ]
+    kept, plain = (next(logps for logps in each if len(logps) == 21) for each in passes)  # of the training's rows
+    first = tiny.steps_of(whole)[0]
+    off = 0.1 * np.abs(((kept - plain) @ [1, -1])[first["rows"]]).mean()
+    print(f"reward margin {first['reward_margin']:.1e}; with a float32 reference pairs would be off by {off:.1e}")
+    assert abs(first["reward_margin"]) <= 0.1 * off
 
 
 def test_resume_on_another_world_trains_every_example_exactly_once(tmp_path: Path) -> None:
@@ -137,7 +149,8 @@ def test_resume_on_another_world_trains_every_example_exactly_once(tmp_path: Pat
         shutil.rmtree(path)  # go back to the oldest one kept
     tiny.train(tmp_path, ["--resume", str(run), "plan.shares=[3,5]"], ranks=2)
     assert rows_of_epochs(run) == {0: list(range(43)), 1: list(range(43))}
-    assert difference(tmp_path / "runs" / "whole", run) <= 1e-5
+    whole = tmp_path / "runs" / "whole"
+    assert difference(whole, run) <= rounding.limit_of(whole)
 
 
 @pytest.mark.parametrize("damage", ["torn", "tampered", "missing"])
@@ -339,15 +352,18 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     summary = json.loads((run / "summary.json").read_text())
     printed = json.loads(result.stdout.splitlines()[-1])
-    for key in ("loss", "reward_accuracy", "reward_margin", "kl"):
-        assert printed[key] == pytest.approx(summary[key], rel=1e-5, abs=1e-6)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 7
+    # All are made of log-probabilities.
+    limit = rounding.roundoff(48) * max(
+        abs(line[f"policy_{side}_logp"]) for line in lines for side in ("chosen", "rejected")
+    )
+    for key in ("loss", "reward_accuracy", "reward_margin", "kl"):
+        assert printed[key] == pytest.approx(summary[key], rel=0, abs=limit)
     for line in lines:
-        assert line["reward_chosen"] == pytest.approx(
-            0.1 * (line["policy_chosen_logp"] - line["reference_chosen_logp"]), abs=1e-5
-        )
-    assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=1e-5)
+        margin = 0.1 * (line["policy_chosen_logp"] - line["reference_chosen_logp"])
+        assert line["reward_chosen"] == pytest.approx(margin, rel=0, abs=limit)
+    assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=0, abs=limit)
 
 
 def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
@@ -374,8 +390,12 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
         row["loss"] = float(np.log1p(np.exp(-(row["reward_chosen"] - row["reward_rejected"]))))
         expected.append(row)
     assert len(lines) == len(expected)
+    largest = max(
+        abs(value) for row in expected for value in row.values()
+    )  # a log-probability: what the others are made of
+    limit = rounding.roundoff(tiny.WIDTH) * largest
     for line, row in zip(lines, expected, strict=True):
-        assert line == pytest.approx(row, rel=1e-5, abs=1e-5)
+        assert line == pytest.approx(row, rel=0, abs=limit)
 
 
 # ---- What a user gets wrong: one line, status 2, nothing lost ----------------------------------------------------------
@@ -501,7 +521,7 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
     )
     words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path))]
     command = [str(runtime.mpirun_path()), "-n", "2", sys.executable, str(script), *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
 

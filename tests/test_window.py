@@ -152,6 +152,6 @@ def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:
     train(tmp_path, [*words, "run.name=whole-rows", "data.shared_prompts=false"])
     train(tmp_path, [*words, "run.name=wide", "model.attention_window=null"])
     runs = tmp_path / "runs"
-    limit = tiny.difference(runs / "narrow", rounding.changed_run(runs / "narrow"))
+    limit = rounding.limit_of(runs / "narrow")
     assert tiny.difference(runs / "narrow", runs / "whole-rows") <= limit
     assert tiny.difference(runs / "narrow", runs / "wide") > 100 * limit

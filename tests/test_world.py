@@ -1,6 +1,7 @@
 """What ranks do together, on real ranks: `mpirun -n 2 python -m pytest` runs these on all of them at once."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lib import model as models
 from lib.config import Stopped, UserError
 from lib.performance import PerformanceTracker
 from lib.sync import AgreedError, World
-from tests import tiny
+from tests import rounding, tiny
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -68,6 +69,7 @@ def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, wo
     # 21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it.
     common = [*settings(world, folder), *words, "train.steps=20"]
     alone = train(World(rank=0), folder, common, f"alone{world.rank}")
+    runs = []
     for shares in SHARES.get(world.size, [unequal(world)]):
         sizes = [max(1, (share + 1) // 2) for share in shares]
         run = train(
@@ -77,13 +79,13 @@ def test_unequal_ranks_end_with_one_ranks_weights(world: World, folder: Path, wo
             "-".join(map(str, ("together", *shares))),
         )
         world.gather_text("finished")
-        assert difference(alone, run) <= 1e-5, shares
         epochs = rows_of_epochs(run)
         assert all(epochs[epoch] == list(range(21)) for epoch in range(6)), "an example was lost or repeated"
-        assert [r["loss"] for r in steps_of(run)] == pytest.approx([r["loss"] for r in steps_of(alone)], rel=1e-5)
         for record in steps_of(run, world.rank):
             assert record["pairs"] == len(record["rows"]) and record["step_seconds"] >= record["compute_seconds"]
-        world.gather_text("checked")  # nobody goes on, or cleans up, while another still reads
+        runs.append(run)
+    rounding.assert_equal_runs(alone, runs, ["loss"])
+    world.gather_text("checked")  # nobody goes on, or cleans up, while another still reads
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,8 @@ def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path)
     straight = train(
         World(rank=0), folder, [*common, "train.steps=12", "train.schedule=constant"], f"straight{world.rank}"
     )
-    assert difference(straight, run) <= 1e-5 < difference(alone, run)
+    limit = rounding.limit_of(straight)
+    assert difference(straight, run) <= limit < difference(alone, run)
     assert all(rows == list(range(27)) for rows in list(rows_of_epochs(run).values())[:3])
     world.gather_text("checked")
 
@@ -144,7 +147,8 @@ def test_reference_log_probabilities_are_computed_once(
     assert "reference log-probabilities" not in capsys.readouterr().out
     train(world, folder, [*words, "train.seed=9"], "c")  # another random model
     assert ("reference log-probabilities" in capsys.readouterr().out) == (world.rank == 0)
-    assert steps_of(kept)[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+    # Of log-probabilities of up to 13 tokens, about log 48 each, times 0.3.
+    assert abs(steps_of(kept)[0]["reward_margin"]) <= rounding.roundoff(48) * 13 * math.log(48)
     world.gather_text("checked")
 
 

@@ -32,6 +32,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
+WIDTH = 64  # of a stored model, which quantisation wants
+
+
 def model_folder(folder: Path, **changes: Any) -> Path:
     """A folder with a config.json alone; model.random_init=true draws the weights."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +46,7 @@ def stored_model(folder: Path, quantised: bool = False, seed: int = 11, **shape:
     """A model folder with weights, as mlx-lm saves it."""
     from mlx_lm.utils import load_model, quantize_model, save_model
 
-    path = model_folder(folder / "stored", hidden_size=64, intermediate_size=64, **shape)
+    path = model_folder(folder / "stored", hidden_size=WIDTH, intermediate_size=WIDTH, **shape)
     mx.random.seed(seed)
     model, configuration = load_model(path, strict=False)
     if quantised:
@@ -138,6 +141,11 @@ def difference(a: Path, b: Path) -> float:
     one, other = weights(a), weights(b)
     assert one.keys() == other.keys()
     return max(float(np.linalg.norm(one[name] - other[name]) / max(np.linalg.norm(one[name]), 1e-12)) for name in one)
+
+
+def figure_difference(a: Path, b: Path, key: str) -> float:
+    """The largest difference of a figure of the steps' records between two runs."""
+    return max(abs(one[key] - other[key]) for one, other in zip(steps_of(a), steps_of(b), strict=True))
 
 
 def rows_of_epochs(run: Path) -> dict[int, list[int]]:
