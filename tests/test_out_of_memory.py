@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
-from lib import calibration, ceilings, machine, network, out_of_memory, watch
+from lib import calibration, ceilings, machine, network, out_of_memory, step, watch
+from lib import model as models
 from lib.agent import Look
 from lib.calibration import Ceiling, Curve, CurveKey, HostCalibration
 from lib.config import Plan as PlanSettings
 from lib.out_of_memory import OutOfMemory
 from lib.plan import ClusterPlan, plan_cluster
 from lib.schedule import Schedule
+from lib.sync import World
 from tests import tiny
 
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=100)
@@ -257,21 +260,45 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
     free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, words = free
+    limit = f"plan.memory_limit_gb={0.4 * peak_gb(folder / 'runs/free'):.6f}"
+    words = [*words, f"run.dir={tmp_path}/runs", limit, "train.compile=true", "evaluate.every=2", "model.dropout=0.1"]
+    tiny.train(tmp_path, [*words, "run.name=plain", f"plan.calibration_dir={tmp_path}/plain"])
     started: list[str] = []
     in_thread = out_of_memory._in_thread
     monkeypatch.setattr(out_of_memory, "_is_cuda", lambda: True)
     monkeypatch.setattr(out_of_memory, "_in_thread", lambda work: (started.append(""), in_thread(work))[1])
-    words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "run.name=threads"]
-    limit = f"plan.memory_limit_gb={0.4 * peak_gb(folder / 'runs/free'):.6f}"
-    tiny.train(tmp_path, [*words, limit, "train.compile=true", "evaluate.every=2"])
+    tiny.train(tmp_path, [*words, "run.name=threads", f"plan.calibration_dir={tmp_path}/threads"])
     out_of_memory._threads.pop().shutdown()
-    run = tmp_path / "runs/threads"
-    assert len(started) > 5 and records(run, "plan")
-    np.testing.assert_allclose(weights(run), weights(folder / "runs/free"), atol=1e-5)
+    plain, threads = tmp_path / "runs/plain", tmp_path / "runs/threads"
+    assert len(started) > 5 and records(threads, "plan")
+    np.testing.assert_allclose(weights(threads), weights(plain), atol=1e-5)
+    mx.eval(mx.random.normal((1,)))  # the state that the thread left is everybody's
 
 
-def test_down_to_one_pair_then_checkpointing_then_a_clear_end(free: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_weights_that_stood_in_for_others_are_back_where_a_step_failed() -> None:
+    model = nn.Linear(2, 2)
+    own = model.weight
+
+    def ask_reference() -> Any:
+        model.update({"weight": mx.zeros((2, 2))})  # as scoring.ask_as_needed does for a moment
+        raise MemoryError
+
+    with pytest.raises(OutOfMemory) as caught:
+        step._tried(World(), model, "step 1", ask_reference)
+    assert caught.value.ranks == (0,) and mx.array_equal(model.weight, own)
+    gradients, sums, failure = step._tried(World(size=2), model, "step 1", ask_reference)
+    assert gradients is None and not sums.any() and failure == "std::bad_alloc"
+
+
+def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
+    free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, words = free
+    recomputed: list[Any] = []
+    checkpoint_blocks = models.checkpoint_blocks
+    monkeypatch.setattr(
+        models, "checkpoint_blocks", lambda model: (checkpoint_blocks(model), recomputed.extend(model.layers))
+    )
     words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "plan.memory_limit_gb=0.000001"]
     done = tiny.train(tmp_path, [*words, "run.name=none"], check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -286,6 +313,7 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(free: tuple[Path, 
         (1, True),
     ]
     assert remembered(tmp_path) == {False: 0, True: 0}
+    assert len(recomputed) == 2 and all(layer.is_checkpointed for layer in recomputed)
     dropout = tiny.train(
         tmp_path, [*words, "run.name=dropout", "model.dropout=0.1", f"plan.calibration_dir={tmp_path}/d"], check=False
     )
