@@ -245,11 +245,8 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     try:
-<<<<<<< HEAD
-        answer = {"step": step, "passes": passes, "machine": machine}[REQUEST["kind"]](REQUEST)
-=======
-        answer = {"step": step, "rounds": rounds, "passes": passes, "machine": machine}[request["kind"]](request)
->>>>>>> calib
+        kinds = {"step": step, "rounds": rounds, "passes": passes, "machine": machine}
+        answer = kinds[REQUEST["kind"]](REQUEST)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
