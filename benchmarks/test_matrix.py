@@ -60,6 +60,9 @@ NEAR = (
     "terminal",
     "history",
 )
+# As the Makefile has it: Open MPI starts as root, and more ranks than cores.
+MPI = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
+MPI |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 SETUP_SECONDS, PART_SECONDS = 1200, 3600
 
 
@@ -213,7 +216,7 @@ def prepared(setting: Setting, folder: Path) -> tuple[Path, Callable[[list[str],
     home, clone = folder / "home", folder / setting.folder
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone)], check=True)
-    environment = {**os.environ, "TMPDIR": str(folder / "tmp"), **setting.environment}
+    environment = {**MPI, **os.environ, "TMPDIR": str(folder / "tmp"), **setting.environment}
     for name in ("PYTEST_ADDOPTS", "PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL"):
         environment.pop(name, None)
     (folder / "tmp").mkdir()
