@@ -229,7 +229,7 @@ def test_a_step_that_takes_too_much_is_taken_again_with_the_same_result(
     tiny.train(tmp_path, [*limited, "run.name=limited"])
     run = tmp_path / "runs/limited"
     np.testing.assert_allclose(weights(run), weights(folder / "runs/free"), atol=1e-5)
-    assert "ran out of memory in step 1" in records(run, "warning")[0]["text"]
+    assert any("ran out of memory in step 1" in warning["text"] for warning in records(run, "warning"))
     plans = records(run, "plan")
     assert [plan["ranks"][0]["micro_batch_sizes"][0] for plan in plans] == [8, 4][: len(plans)] and plans[0][
         "first_step"
@@ -299,13 +299,14 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
     monkeypatch.setattr(
         models, "checkpoint_blocks", lambda model: (checkpoint_blocks(model), recomputed.extend(model.layers))
     )
-    words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "plan.memory_limit_gb=0.000001"]
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: 3 * 10**9)  # planned to fit, and whatever is tried does not
+    words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "plan.memory_limit_gb=1"]
     done = tiny.train(tmp_path, [*words, "run.name=none"], check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     last = done.stderr.strip().splitlines()[-1] if "try" in done.stderr.strip().splitlines()[-1] else done.stderr
     assert (
         "ran out of memory with a single pair and gradient checkpointing" in last
-        and "plan.memory_limit_gb is 1e-06 GB" in last
+        and "plan.memory_limit_gb is 1 GB" in last
     )
     plans = records(tmp_path / "runs/none", "plan")
     assert [(plan["ranks"][0]["micro_batch_sizes"][0], plan["gradient_checkpointing"]) for plan in plans] == [
