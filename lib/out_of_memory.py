@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import queue
 import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,7 +117,36 @@ def _is_cuda() -> bool:
     return mx.default_device() == mx.gpu and not mx.metal.is_available()
 
 
-_threads: list[ThreadPoolExecutor] = []  # the one that is in use
+class _Worker:
+    """A thread that does work, one piece after the other, and never ends by itself.
+
+    When a thread that used CUDA ends, MLX's own ends with it, and takes the process along ("terminate called without an
+    active exception", seen on an H200). So one that is given up stays where it is, idle, until the process ends.
+    """
+
+    def __init__(self) -> None:
+        self.work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self.work.get()()
+
+    def do(self, work: Callable[[], T]) -> T:
+        """What the work returns, or its exception."""
+        future: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.work.put(settle)
+        return future.result()
+
+
+_workers: list[_Worker] = []  # the one that is in use
 
 
 def _in_thread(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
@@ -128,12 +158,12 @@ def _in_thread(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
         mx.eval(mx.random.state)
         return result
 
-    if not _threads:
-        _threads.append(ThreadPoolExecutor(1, thread_name_prefix=THREAD))
+    if not _workers:
+        _workers.append(_Worker())
     mx.eval(mx.random.state)
-    result, failure = _threads[0].submit(_tried, with_random_state).result()
+    result, failure = _workers[0].do(lambda: _tried(with_random_state))
     if failure is not None:
-        _threads.pop().shutdown(wait=False)
+        _workers.pop()
     return result, failure
 
 
