@@ -557,9 +557,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         watcher = Watcher(Path(options.runs), [Path(run) for run in options.run])
         app = make_app(watcher)
-        if not options.run and not runs_in(Path(options.runs)):
-            print(f"dashboard: no run in {options.runs}/ yet; one that starts is shown", flush=True)
-        _serve(app, options.host, options.port)
+        is_empty = not options.run and not runs_in(Path(options.runs))
+        note = f"dashboard: no run in {options.runs}/ yet; one that starts is shown" if is_empty else None
+        _serve(app, options.host, options.port, note)
     except UserError as error:
         terminal.error(str(error))
         return 2
@@ -589,8 +589,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _serve(app: Any, host: str, port: int) -> None:
-    """Serves until it is interrupted.
+def _serve(app: Any, host: str, port: int, note: str | None = None) -> None:
+    """Serves until it is interrupted; `note` is printed below the address.
 
     Raises:
         UserError: the port is taken.
@@ -610,6 +610,8 @@ def _serve(app: Any, host: str, port: int) -> None:
     names = [host] if host not in ("", "0.0.0.0") else own_addresses()
     app.server.config["TRUSTED_HOSTS"] = ["localhost", "127.0.0.1", "[::1]", *names]
     print(f"dashboard: http://{host}:{port}    (Ctrl-C ends it)", flush=True)
+    if note:
+        print(note, flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
         print(f"dashboard: whoever reaches {host}:{port} can read it; there is no password", file=sys.stderr)
     server.serve_forever()

@@ -282,7 +282,7 @@ def test_a_dashboard_without_runs_says_that_it_waits(tmp_path: Path) -> None:
         assert process.stdout is not None
         first, second = process.stdout.readline(), process.stdout.readline()
         process.terminate()
-    assert first == f"dashboard: no run in {tmp_path}/ yet; one that starts is shown\n" and "http://127.0.0.1" in second
+    assert second == f"dashboard: no run in {tmp_path}/ yet; one that starts is shown\n" and "http://127.0.0.1" in first
 
 
 def test_a_host_that_is_not_there() -> None:
