@@ -35,7 +35,8 @@ from lib.shapes import shape_of as batch_shape_of
 Backend = Literal["cpu", "metal", "cuda"]
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/forward.py has it
 TASKS = 11  # that MLX has under way: ten, and the one that is being filled
-MARGIN = 1.04  # for what is small and not written down: views, sums, indices, the rounding of allocations
+MARGIN = 1.05  # for what is small and not written down: views, sums, indices, the rounding of allocations
+LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
 UPDATE = 1.7  # times the gradients: they, their means, and what an update makes of them
 # Of one task: operations, and elements read.
@@ -322,8 +323,7 @@ class _Step:
         if self.is_fused():
             return q, None, tape.make(own, item, q, *ks)
         qs = tape.make(own, item, q)
-        made = tape.make(scores, item, qs, ks[0])
-        probabilities = tape.make(scores, item, made)
+        probabilities = tape.make(scores, item, qs, ks[0])  # in the scores' place, like the mask
         return qs, probabilities, tape.make(own, item, probabilities, ks[1])
 
     def products_back(
@@ -345,11 +345,12 @@ class _Step:
             tape.touch(qs, *ks, out, d_out, scratch=4 * own)
             return [tape.make(size, item, qs, *ks, d_out) for size in (own, both, both)]
         if probabilities is None:  # cuDNN's backward pass wants whole tiles: else it is made of plain products
-            probabilities = tape.make(scores, item, tape.make(scores, item, qs, ks[0]))
+            probabilities = tape.make(scores, item, qs, ks[0])
         repeated = both * self.shape.heads / self.shape.kv_heads
         dv = tape.make(repeated, item, probabilities, d_out)
-        d_probabilities = tape.make(scores, item, d_out, ks[1])
-        product = tape.make(scores, item, probabilities, d_probabilities)
+        product = tape.make(
+            scores, item, probabilities, d_out, ks[1]
+        )  # with the probabilities' cotangent, in its place
         other = tape.make(scores, item, probabilities, product)
         d_scores = tape.make(scores, item, product, other)
         dq = tape.make(own, item, d_scores, ks[0])
@@ -476,6 +477,8 @@ class _Step:
             slopes = [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
         else:
             slopes = self.trained_head(taken, rows, pieces, head_weights)
+        for _ in range(LOSS_OPERATIONS):
+            tape.touch()
         d_taken = tape.make(scored * shape.hidden_size, self.item, *slopes)
         tape.cotangents[hidden] = tape.make(hidden.elements, self.item, d_taken)
 
