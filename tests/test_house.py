@@ -48,6 +48,8 @@ FLOORS = [
         "discovery",
         "validation",
         "estimate",
+        "memory",
+        "fitting",
         "correction",
         "strategy",
         "metal",
