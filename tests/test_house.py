@@ -49,6 +49,7 @@ FLOORS = [
         "validation",
         "estimate",
         "memory",
+        "tape",
         "fitting",
         "correction",
         "strategy",
