@@ -242,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         if options.bytes_per_parameter <= 0 or options.overhead < 0:
             raise UserError("--bytes-per-parameter is above 0, --overhead at least 0")
-        hosts = known_hosts(options.hosts)
+        macs = ",".join(f"published:{name}" for name in read_published())
+        hosts = known_hosts(options.hosts or (macs if options.plans else None))
         known, per_parameter = list(hosts.values()), options.bytes_per_parameter
         if options.model or options.plans:
             plans = model_rows(options.model, known) if options.model else []

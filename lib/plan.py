@@ -402,8 +402,13 @@ def plan_sharded(
                 f"host {host}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
             )
     size = (config.plan.micro_batch_sizes or (DEFAULT_MICRO_BATCH_SIZE,))[0]
+    checkpointed = False
     if model and devices:
-        parts, size = _with_activations(parts, division, model, devices, config.plan.micro_batch_sizes)
+        parts, size, checkpointed = _with_activations(config, hosts, parts, division, model, devices)
+        if checkpointed:
+            warnings.append(
+                "gradient checkpointing is turned on: one pair's activations do not fit beside the parts without"
+            )
     return ClusterPlan(
         strategy="sharded",
         global_batch_size=batch,
@@ -414,34 +419,54 @@ def plan_sharded(
         curves=(None,) * world_size,
         division=division,
         parts=parts,
+        gradient_checkpointing=checkpointed,
     )
 
 
 def _with_activations(
+    config: Config,
+    hosts: Sequence[str],
     parts: Sequence[PartOfModel],
     division: Division,
     model: Model,
     devices: Sequence[Backend],
-    configured: Sequence[int] | None,
-) -> tuple[tuple[PartOfModel, ...], int]:
-    """The parts with what a micro-batch takes besides, and its pairs: as configured, else as many as fit every rank, one at least."""
+) -> tuple[tuple[PartOfModel, ...], int, bool]:
+    """The parts with what a micro-batch takes besides, its pairs (as configured, else as many as fit every rank), and
+    whether gradient checkpointing had to be turned on.
 
-    def besides(rank: int, pairs: int) -> int:
+    Raises:
+        UserError: one pair does not fit.
+    """
+
+    def besides(rank: int, pairs: int, checkpointing: bool) -> int:
         part = parts[rank]
         weights = part.divided_bytes + part.whole_bytes
-        needed = model.of_part(rank_shape(model.shape, division, rank), weights, pairs, devices[rank])
-        return max(0, needed.total - part.needed_bytes)
+        shape = rank_shape(model.shape, division, rank)
+        return max(0, model.of_part(shape, weights, pairs, devices[rank], checkpointing).total - part.needed_bytes)
 
-    sizes = [
-        largest_micro_batch(
-            lambda pairs, rank=rank: besides(rank, pairs),  # type: ignore[misc]
-            None if part.memory_bytes is None else (1 - MEMORY_HEADROOM) * part.memory_bytes - part.needed_bytes,
-            min(DEFAULT_MICRO_BATCH_SIZE, model.most_pairs(devices[rank])),
+    def room(rank: int) -> float | None:
+        size = parts[rank].memory_bytes
+        return None if size is None else (1 - MEMORY_HEADROOM) * size - parts[rank].needed_bytes
+
+    def largest(rank: int, checkpointing: bool) -> int:
+        most = min(DEFAULT_MICRO_BATCH_SIZE, model.most_pairs(devices[rank]))
+        return largest_micro_batch(lambda pairs: besides(rank, pairs, checkpointing), room(rank), most)
+
+    configured, on = config.plan.micro_batch_sizes, model.training.checkpointing
+    sizes = [largest(rank, on) for rank in range(len(parts))]
+    turned_on = min(sizes) == 0 and config.model.gradient_checkpointing is None and not config.model.dropout
+    if turned_on:
+        on, sizes = True, [largest(rank, True) for rank in range(len(parts))]
+    if min(sizes) == 0 and not configured and config.plan.shares is None:
+        rank = sizes.index(0)
+        part = parts[rank]
+        raise UserError(
+            f"strategy=sharded: host {hosts[rank]}: its part and one pair need "
+            f"{(part.needed_bytes + besides(rank, 1, on)) / 1e9:.2f} GB by arithmetic, but it has "
+            f"{(part.memory_bytes or 0) / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; add a host, or lower data.max_length"
         )
-        for rank, part in enumerate(parts)
-    ]
     size = configured[0] if configured else max(1, min(sizes))
-    return tuple(replace(part, activation_bytes=besides(rank, size)) for rank, part in enumerate(parts)), size
+    return tuple(replace(p, activation_bytes=besides(r, size, on)) for r, p in enumerate(parts)), size, turned_on
 
 
 def with_memory(

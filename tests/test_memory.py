@@ -48,7 +48,7 @@ def test_more_work_needs_more_memory() -> None:
     shared = Model(SHAPE, replace(MODEL.training, shared_prompts=False), ROWS)
     assert shared.bytes(4, "cuda").total > MODEL.bytes(4, "cuda").total
     few = Model(SHAPE, replace(MODEL.training, blocks=4), ROWS).bytes(4, "cuda")
-    assert few.activations < MODEL.bytes(4, "cuda").activations / 3
+    assert few.activations < MODEL.bytes(4, "cuda").activations / 2
     full = Model(SHAPE, replace(MODEL.training, method="full"), ROWS).bytes(1, "cuda")
     assert full.gradients == pytest.approx(4 * 8.03e9, rel=0.01) and full.trained > 2 * full.gradients
 
@@ -66,7 +66,8 @@ def test_a_mixture_of_experts_and_unknown_names() -> None:
     sparse = shape_of(stored, to_divide=False)
     assert (sparse.experts, sparse.expert_columns, sparse.expert_blocks, sparse.experts_per_token) == (8, 128, 4, 2)
     dense = shape_of({**stored, "num_local_experts": 0}, to_divide=False)
-    both = [Model(shape, Training(), ROWS).bytes(2, "cpu") for shape in (sparse, dense)]
+    rows = Rows(prompt=16, seen=32, tokens=48, scored=32, length_multiple=16)  # so short that attention weighs little
+    both = [Model(shape, Training(), rows).bytes(8, "cpu") for shape in (sparse, dense)]
     assert both[0].activations > 1.3 * both[1].activations and both[0].weights > 3 * both[1].weights
     inside = shape_of({"model_type": "seer", "text_config": {**stored, "num_local_experts": 0}}, to_divide=False)
     assert inside == dense
@@ -78,11 +79,16 @@ def test_a_part_of_a_model_needs_a_part_of_its_memory() -> None:
     parts = [MODEL.of_part(part, 0, 4, "cuda").activations for part in (small, large)]
     whole = MODEL.of_part(SHAPE, 0, 4, "cuda").activations
     assert parts[0] < parts[1] < whole < sum(parts), "what is between the layers is kept by both"
-    plan = planned([None, None], "strategy=sharded", memory_bytes=[20 * 10**9] * 2, model=MODEL, devices=["cuda"] * 2)
+    plan = planned([None, None], "strategy=sharded", memory_bytes=[22 * 10**9] * 2, model=MODEL, devices=["cuda"] * 2)
     assert all(part.activation_bytes for part in plan.parts) and "activations GB" in plan.rows()[0]
+    assert plan.gradient_checkpointing and "gradient checkpointing is turned on" in plan.warnings[-1]
+    with pytest.raises(
+        config.UserError, match=r"host a: its part and one pair need .* GB by arithmetic, but it has 20.00"
+    ):
+        planned([None, None], "strategy=sharded", memory_bytes=[20 * 10**9] * 2, model=MODEL, devices=["cuda"] * 2)
     for part in plan.parts:
         assert part.activation_bytes is not None
-        assert part.needed_bytes + part.activation_bytes <= (1 - MEMORY_HEADROOM) * 20e9
+        assert part.needed_bytes + part.activation_bytes <= (1 - MEMORY_HEADROOM) * 22e9
 
 
 def plan_of(limits_gb: list[float], *words: str, hosts: Any = None, **more: Any) -> Any:
