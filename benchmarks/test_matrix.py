@@ -1,8 +1,8 @@
 """The tests as other machines see them: kernels of other CPUs, two BLAS threads, busy cores, an ordinary user, odd paths, locales.
 
-    make test-matrix                                        all tests under all settings: hours
-    make test-matrix ARGS="--quick"                         the numerics alone, under every kind of kernel: minutes
-    make test-matrix ARGS="--only Haswell --only umask tests/test_data.py"
+    python benchmarks/test_matrix.py                        all tests under all settings: hours; make test-matrix
+    python benchmarks/test_matrix.py --quick                the numerics alone, under every kind of kernel: minutes
+    python benchmarks/test_matrix.py --only Haswell --only umask tests/test_data.py
 
 Every setting has a fresh clone of the last commit in a temporary folder, which goes with it. It uses this checkout's
 environment, or one of its own where that cannot be (another Python, another user). What cannot be tried here says why.
@@ -30,6 +30,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+import lib  # noqa: E402, F401  goes on in .venv, or says in one line what to do
+
 CORE_TYPES = ("Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX")
 USER = "nobody"  # who runs the tests where this is root
 BUSY = [sys.executable, "-c", "while True: pass"]

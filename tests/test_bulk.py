@@ -344,7 +344,7 @@ def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
         (["--model", "y"], "--model needs --data FILE"),
         (["--model", "y", "--data", "z", "--score"], "--score needs --out OUT"),
         (["--run", "nowhere"], "--run nowhere: no finished run there"),
-        (["--run", "x", "--scroe"], "--help lists"),
+        (["--run", "x", "--scroe"], "did you mean --score?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
