@@ -141,7 +141,7 @@ def test_three_machines_by_hand_with_one_that_comes_late(three_hosts: list[Machi
     assert "host-b" in hands[0].stderr.readline()
     hands.append(start(1, "secondary"))
     for hand in hands:
-        output, errors = hand.communicate(timeout=30)
+        output, errors = hand.communicate(timeout=60)
         assert hand.returncode == 0 and output.count("10.77.0.") == 3, output + errors
     alone = three_hosts[0].run([*words(three_hosts, "--role", "primary", "--wedged-seconds", "1"), *show])
     assert alone.returncode == 1 and alone.stderr.count("\n") == 2 and "did not come" in alone.stderr, alone
@@ -149,5 +149,5 @@ def test_three_machines_by_hand_with_one_that_comes_late(three_hosts: list[Machi
     assert "waiting for host-a, the primary" in waiting.stderr.readline()
     pid = next(pid for pid, line in three_hosts[1].processes().items() if "launch" in line)
     three_hosts[1].signal(pid, signal.SIGINT)
-    _, errors = waiting.communicate(timeout=10)
+    _, errors = waiting.communicate(timeout=60)
     assert waiting.returncode == 130 and "Traceback" not in errors, errors

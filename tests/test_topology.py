@@ -225,7 +225,7 @@ WATCHDOG = (
 def test_macs_whose_watchdog_ends_a_rank_are_told_the_remedy_and_started_again(imitated: list[Machine]) -> None:
     done = imitated[0].run([*launch_on("host-b,host-c", imitated), *code(WATCHDOG, imitated)])
     assert done.returncode == 128 + signal.SIGABRT
-    assert done.stderr.count("died: rank 1 on host-c was ended by SIGABRT; rank 0") == 4
+    assert done.stderr.count("died: rank 1 on host-c was ended by SIGABRT") == 4, done.stderr
     assert (
         "mlx#3267" in done.stderr
         and "pmset displaysleepnow" in done.stderr
