@@ -163,7 +163,9 @@ def turkish_setting(folder: Path) -> Setting:
 def python_settings() -> list[Setting]:
     """Every other minor version of Python from 3.11 that is found, the newest of each."""
     candidates = [shutil.which(f"python3.{minor}") for minor in range(11, 20)]
-    candidates += sorted(map(str, Path.home().glob(".pyenv/versions/3.*/bin/python3")))
+    if shutil.which("pyenv"):
+        root = subprocess.run(["pyenv", "root"], capture_output=True, text=True).stdout.strip()
+        candidates += sorted(map(str, Path(root).glob("versions/3.*/bin/python3")))
     candidates += sorted(map(str, Path("/usr/bin").glob("python3.??")))
     newest: dict[tuple[int, int], tuple[tuple[int, ...], str]] = {}
     for path in filter(None, candidates):

@@ -160,7 +160,8 @@ def test_what_will_not_do(version: tuple[int, ...], missing: list[str], in_venv:
 
 def older_pythons() -> list[str]:
     """Interpreters of this machine that are too old for Tandem and can read its entry points."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    asked = ["pyenv", "root"] if shutil.which("pyenv") else ["true"]
+    pyenv = Path(subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "nowhere") / "versions"
     found = [shutil.which(f"python3.{minor}", path="/usr/bin:/usr/local/bin:/opt/homebrew/bin") for minor in (8, 9, 10)]
     return [path for path in found if path] + [str(path) for path in sorted(pyenv.glob("3.[89].*/bin/python"))]
 

@@ -45,7 +45,7 @@ def mac(tmp_path: Path) -> Path:
 
 def setup(mac: Path, *words: str) -> str:
     environment = {"PATH": str(mac / "usr-bin"), "HOME": str(mac)}
-    command = [str(shutil.which("make")), f"SYSTEM={mac}/root", "setup", *words]
+    command = [str(shutil.which("make")), f"SYSTEM={mac}/system", "setup", *words]
     done = subprocess.run(command, cwd=mac, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, "no stub makes an environment"
     return done.stdout + done.stderr
@@ -62,8 +62,8 @@ def setup(mac: Path, *words: str) -> str:
 )
 def test_a_python_outside_of_sshs_path_is_found(mac: Path, place: str) -> None:
     python_of(mac / "root/usr/local/bin/python3", "3.8.1")  # an old one among them stops nobody
-    python_of(mac / "root" / place, "3.12.4")
-    assert f"made by {mac}/root/{place}" in setup(mac)
+    python_of(mac / "system" / place, "3.12.4")
+    assert f"made by {mac}/system/{place}" in setup(mac)
 
 
 def test_one_of_the_path_comes_first_and_one_that_is_named_alone(mac: Path) -> None:
