@@ -54,7 +54,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["serve"], *extras["dev"], *extras["docs"], sep="\n")' > .venv/requirements.txt
 	@echo "installing into .venv; two or three minutes with nothing to see"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
-	@$(BIN)/python -m lib.runtime
+	@$(BIN)/python -m lib.system.mpi_and_blas
 	@touch $@
 
 train: setup

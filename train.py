@@ -19,15 +19,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib import command, metal, out_of_memory, runtime, terminal
-from lib import config as settings
-from lib.config import Config, Stopped, UserError
+from lib.config import load as settings
+from lib.config import train_arguments
+from lib.config.schema import Config
+from lib.errors import Stopped, UserError
+from lib.system import metal, mpi_and_blas, out_of_memory, terminal
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from lib.step import StepResult
-    from lib.sync import World
+    from lib.distributed.world import World
+    from lib.training.step import StepResult
 
 PREFETCHED = 2  # batches made ahead of the step
 
@@ -36,14 +38,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 anything else."""
     launch, again = None, "--resume"
     try:
-        options = command.parse(arguments, __doc__)
-        launch = runtime.launch_environment()
-        runtime.prepare(metal.relaxes(options))
-        from lib import sync  # MLX comes in here: --help and a misspelt option answer at once
+        options = train_arguments.parse(arguments, __doc__)
+        launch = mpi_and_blas.launch_environment()
+        mpi_and_blas.prepare(metal.relaxes(options))
+        from lib.distributed import (
+            world as world_module,  # MLX comes in here: --help and a misspelt option answer at once
+        )
 
-        world = sync.start(launch)
+        world = world_module.start(launch)
         with world.agreeing("the configuration"):
-            config = command.read_config(options)
+            config = train_arguments.read_config(options)
         name = world.broadcast_text(config.run.name or "")  # it may hold the time, which ranks see differently
         again = f"--resume {Path(config.run.dir) / name}"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
@@ -53,15 +57,15 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
             terminal.error(str(error))
-        return runtime.leave(2, launch, alone=type(error) is UserError)
+        return mpi_and_blas.leave(2, launch, alone=type(error) is UserError)
     except OSError as error:  # a full or read-only disk: what was saved before is whole
         terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with {again}")
-        return runtime.leave(2, launch, alone=True)
+        return mpi_and_blas.leave(2, launch, alone=True)
     except (out_of_memory.OutOfMemory, RuntimeError, MemoryError) as error:
         if not out_of_memory.told_by(error):
             raise
         terminal.error(f"{out_of_memory.advice(error)}; go on with {again}")
-        return runtime.leave(1, launch, alone=True)
+        return mpi_and_blas.leave(1, launch, alone=True)
     except (Stopped, KeyboardInterrupt) as error:
         terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with {again}", "stopped")
         return 1
@@ -72,41 +76,52 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     import numpy as np
 
-    from lib import ahead, checkpoint, evaluate, heartbeat, loading, report, scoring, sinks, sync
-    from lib import model as models
-    from lib.batches import MicroBatches
-    from lib.ceilings import Memory
-    from lib.data import prefetch, tokens_to_deal
-    from lib.forward import length_multiple
-    from lib.learner import Learner
-    from lib.memory import Rows
-    from lib.order import Position, advance, deal, epoch_order, global_batch
-    from lib.order import micro_batches as micro_batches_of
-    from lib.performance import PerformanceTracker
-    from lib.rounds import Rounds
-    from lib.schedule import Schedule, first_plan, memory_limit
-    from lib.step import is_compiled, make_optimizer, make_step
-    from lib.streaming import StreamedDataset
+    from lib import errors
+    from lib.data.dataset import tokens_to_deal
+    from lib.data.micro_batches import MicroBatches
+    from lib.data.prefetch import prefetch
+    from lib.data.row_order import Position, advance, deal, epoch_order, global_batch
+    from lib.data.row_order import micro_batches as micro_batches_of
+    from lib.data.streaming import StreamedDataset
+    from lib.distributed import heartbeat, sharded_model
+    from lib.distributed import world as world_module
+    from lib.evaluate import answers as answers_module
+    from lib.evaluate import metrics
+    from lib.model import adapter_files, adapters, load
+    from lib.model.token_stream import length_multiple
+    from lib.plan.first_plan import first_plan, memory_limit
+    from lib.plan.memory import Rows
+    from lib.plan.memory_ceilings import Memory
+    from lib.plan.replan import Schedule
+    from lib.system import provenance
+    from lib.telemetry import trackers
+    from lib.telemetry.run_records import PerformanceTracker
+    from lib.training import checkpoint, console, preload, report
+    from lib.training import reference as scoring
+    from lib.training import resume as resume_module
+    from lib.training.learner import Learner
+    from lib.training.local_sgd import Rounds
+    from lib.training.step import is_compiled, make_optimizer, make_step
 
     launched = time.perf_counter()
     folder = Path(config.run.dir) / str(config.run.name)
-    say = report.Report(world, config.run.log_every)
+    say = console.Report(world, config.run.log_every)
 
     # ---- Data: every rank reads it, and all make sure that they read the same ----------------------------------------
 
     with world.agreeing("reading the data"), say.doing("reading the data"):
-        feed = sinks.Feed(config.run.sinks if world.rank == 0 else (), folder)
-        inputs = ahead.inputs(config, say.line)
+        feed = trackers.Feed(config.run.sinks if world.rank == 0 else (), folder)
+        inputs = preload.inputs(config, say.line)
     tokenizer, data, valid, questions = inputs.tokenizer, inputs.data, inputs.valid, inputs.questions
     world.require_equal("tokenised training data", data.digest)
-    world.require_equal("held-out data or questions", evaluate.digest_of(valid, questions))
+    world.require_equal("held-out data or questions", metrics.digest_of(valid, questions))
     batch_size = config.train.global_batch_size
     steps = config.train.steps or config.train.epochs * -(-len(data) // batch_size)
     checkpoint_every = config.checkpoint.every or min(100, -(-steps // 10))
 
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
-    hosts = sync.host_names(world)
+    hosts = world_module.host_names(world)
     largest = Rows.of(data.prompts, data.seen, data.scored_tokens, length_multiple(config.data))
     plan = first_plan(config, world, hosts, data.lengths, largest, folder if resume else None)
     schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
@@ -116,21 +131,21 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
     with world.agreeing("loading the model"), say.doing("loading the model"):
-        model = ahead.policy(config, lazy=dry_run or plan.division is not None)
+        model = preload.policy(config, lazy=dry_run or plan.division is not None)
         if plan.gradient_checkpointing:
-            models.checkpoint_blocks(model)
+            adapters.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return
-    world = loading.divided(model, plan.division, world, config.metal.wired)
+    world = sharded_model.divided(model, plan.division, world, config.metal.wired)
     workers = world.workers  # those that take different rows: all ranks, or, where they share one model, all as one
     multiple, shares_prompts, why_not = scoring.layout(model, config.data, world)
     if why_not:
         say.line(f"prompts run once for each completion: {why_not}")
-    world.require_equal("model files", models.fingerprint(config.model, config.train.seed))
-    world.require_equal("initial weights", models.digest(world.alike(models.trainable(model))))
+    world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
+    world.require_equal("initial weights", adapter_files.digest(world.alike(adapter_files.trainable(model))))
 
     # ---- The run's folder has one owner, on every disk -----------------------------------------------------------------
 
@@ -153,26 +168,32 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     apart = Rounds(config, world, plan, model, data.lengths, steps) if plan.strategy == "independent" else None
     feedback: dict[str, Any] = {}  # what compression left out of this rank's gradients so far
     if resume:
-        newest, with_parts, warnings = checkpoint.choose(folder / "checkpoints", world)
+        newest, with_parts, warnings = resume_module.choose(folder / "checkpoints", world)
         for warning in warnings:
             say.warning(warning)
-        progress, own = checkpoint.resume(folder / "checkpoints", newest, with_parts, model, optimizer, progress, world)
+        progress, own = resume_module.resume(
+            folder / "checkpoints", newest, with_parts, model, optimizer, progress, world
+        )
         feedback = own.get("feedback", {})
         if apart is not None:
             apart.resume(progress, own)
         elif progress.rounds:
-            raise sync.AgreedError(f"{folder} is a run of ranks that train apart; go on with strategy=independent")
+            raise errors.AgreedError(f"{folder} is a run of ranks that train apart; go on with strategy=independent")
         if progress.schedule and not schedule.restore(progress.schedule):
             say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         if schedule.at(progress.step + 1).gradient_checkpointing and not plan.gradient_checkpointing:
-            models.checkpoint_blocks(model)
-        checkpoint.go_back(folder / "logs", progress, world, lock is not None)
+            adapters.checkpoint_blocks(model)
+        resume_module.go_back(folder / "logs", progress, world, lock is not None)
         say.line(f"resuming {folder} after step {progress.step} of {steps}")
 
     # ---- Training ----------------------------------------------------------------------------------------------------
 
     tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank], feed)
-    started = report.provenance() | {"steps": steps, "config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    started = provenance.provenance() | {
+        "steps": steps,
+        "config": config.model_dump(mode="json"),
+        "plan": plan.to_dict(),
+    }
     started |= {"resumes": progress.resumes, "resume_ids": progress.resume_ids}
     started |= {"kernel_kills": out_of_memory.kernel_kills()}
     tracker.record("start", **started, resumed_from_step=progress.step if resume else None)
@@ -213,7 +234,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         """Held-out metrics and greedy answers, over all ranks (never merged, each rank's own); recorded and printed."""
         judges, shares = (world, schedule.at(progress.step + 1).shares) if apart is None else apart.judges()
         with say.doing("evaluating"):
-            values, texts = evaluate.held_out(
+            values, texts = metrics.held_out(
                 model, tokenizer, valid, valid_reference, questions, config, judges, shares
             )
         answers.append(texts)
@@ -246,7 +267,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     if progress.step == 0:
         progress.before = evaluate_now()
         if not questions:
-            evaluate.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "before")
+            answers_module.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "before")
     latest = evaluate_now() if progress.step >= steps else progress.before
     with say.training(progress.step, steps) as show:
         if apart is None:
@@ -288,17 +309,17 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves --------------------------------------------
 
     if questions:
-        evaluate.show_changes(say, tracker, questions, answers[0], answers[-1], config)
+        answers_module.show_changes(say, tracker, questions, answers[0], answers[-1], config)
     else:
-        evaluate.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "after")
+        answers_module.show_samples(say, tracker, model, tokenizer, valid or data, config, world, "after")
     report.warn_of_the_end(say, progress.step, latest.get("kl"))
     totals = tracker.totals() | (latest if apart and apart.method == "none" else {})
     each = world.gather_long_text(json.dumps(totals), "every rank's figures")
     with world.agreeing("finishing"), world.gathering(model.trainable_parameters()) as [weights]:
         if apart is not None and apart.method == "none":
-            models.save_trained(model, config.model, checkpoint.own_folder(folder, world.rank))
+            adapter_files.save_trained(model, config.model, checkpoint.own_folder(folder, world.rank))
         if world.rank == 0:
-            models.save_trained(model, config.model, folder, *weights)
+            adapter_files.save_trained(model, config.model, folder, *weights)
             summary = report.summarise(config, plan, progress, latest, each, time.perf_counter() - launched)
             (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     writer.record(tracker)
@@ -306,10 +327,13 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     tracker.gather(world, everything=True)
     tracker.close(progress.step)
     if world.rank == 0:
+        from lib.dashboard import run_report
+
+        run_report.leave_pages(tracker.log_path, folder)
         report.show_end(say, tracker.log_path, folder, summary)
     if lock is not None:
         lock.close()
 
 
 if __name__ == "__main__":
-    sys.exit(runtime.status_of(main))
+    sys.exit(mpi_and_blas.status_of(main))

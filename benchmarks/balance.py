@@ -45,8 +45,8 @@ environment.enter()
 
 import numpy as np  # noqa: E402
 
-from lib import runtime  # noqa: E402
-from lib.config import UserError  # noqa: E402
+from lib.errors import UserError  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
 CGROUP = Path("/sys/fs/cgroup/cpu")
 RANK_SHARES, NEIGHBOUR_SHARES = 8192, 262144  # of a contended core; any other process has 1024
@@ -107,14 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     with tempfile.TemporaryDirectory() as name, groups() as joined, neighbour(options, joined):
         write_inputs(Path(name), options.seed)
-        runtime.prepare()  # mpirun's variables
+        mpi_and_blas.prepare()  # mpirun's variables
         environment = os.environ | {
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "TANDEM_CGROUPS": ",".join(map(str, joined[:2])),
         }
         command = [
-            str(runtime.mpirun_path()),
+            str(mpi_and_blas.mpirun_path()),
             "-n",
             "2",
             "--bind-to",
@@ -218,11 +218,12 @@ def write_inputs(folder: Path, seed: int) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Pins this rank, joins its control group, and goes through the measurements with the other one."""
-    launch = runtime.launch_environment()
+    launch = mpi_and_blas.launch_environment()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[launch.rank]})  # threads that start later inherit it
-    runtime.prepare()
+    mpi_and_blas.prepare()
     import train  # noqa: F401
-    from lib import evaluate, sync  # noqa: F401  what a run needs is loaded at full speed
+    from lib.distributed import world as sync  # noqa: F401  what a run needs is loaded at full speed
+    from lib.evaluate import metrics  # noqa: F401  what a run needs is loaded at full speed
 
     world = sync.start(launch)
     bench = Bench(world, options)
@@ -278,8 +279,8 @@ class Bench:
     def train(self, world: Any, batch: int, steps: int, *words: str, name: str | None = None) -> list[dict[str, Any]]:
         """A run's step records on this rank."""
         import train as script
-        from lib import config as settings
-        from lib.performance import read_records
+        from lib.config import load as settings
+        from lib.telemetry.run_records import read_records
 
         self.runs += 1
         name = name or f"run-{self.runs}-{self.world.rank if world.size == 1 else 'all'}"
@@ -321,9 +322,9 @@ class Bench:
 
     def row(self, skew: float) -> dict[str, Any]:
         """One skew: alone, equal, planned."""
-        from lib.calibration import Curve
-        from lib.plan import plan_cluster, sufficient_global_batch
-        from lib.shares import equal_shares
+        from lib.plan.balance import equal_shares
+        from lib.plan.curves import Curve
+        from lib.plan.divide_work import plan_cluster, sufficient_global_batch
 
         self.throttle(skew)
         curves = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
@@ -404,7 +405,7 @@ class Bench:
         Returns:
             The run's records by kind; {step: pairs/s of every rank alone after it}, the first after CORRECTED_BY.
         """
-        from lib.schedule import Schedule
+        from lib.plan.replan import Schedule
 
         every = max(2, round(self.options.seconds / WINDOWS / step_seconds))
         steps = CORRECTED_BY + WINDOWS * every
@@ -428,8 +429,8 @@ class Bench:
 
     def throttled(self) -> dict[str, Any]:
         """A rank that is throttled twofold in mid-run: when a new plan begins, and what it is worth."""
-        from lib.calibration import Curve
-        from lib.plan import plan_cluster, sufficient_global_batch
+        from lib.plan.curves import Curve
+        from lib.plan.divide_work import plan_cluster, sufficient_global_batch
 
         self.throttle(1.0)
         fast = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
@@ -509,12 +510,15 @@ class Bench:
 
     def prepared(self, sizes: Sequence[int]) -> tuple[dict[int, Any], Any]:
         """{size: a function that collates a micro-batch of it}, and the step that training takes."""
-        from lib import config as settings
-        from lib import model as models
-        from lib.data import collate, load_dataset
-        from lib.forward import cannot_share_prompts, length_multiple
-        from lib.step import make_optimizer, make_step
-        from lib.sync import World
+        from lib.config import load as settings
+        from lib.data import tokenizer
+        from lib.data.collate import collate
+        from lib.data.dataset import load_dataset
+        from lib.distributed.world import World
+        from lib.model import adapter_files, adapters
+        from lib.model import load as load_module
+        from lib.model.token_stream import cannot_share_prompts, length_multiple
+        from lib.training.step import make_optimizer, make_step
 
         words = [
             f"model.path={self.folder}/model",
@@ -522,10 +526,10 @@ class Bench:
             f"data.train={self.folder}/train.jsonl",
         ]
         config = settings.load(None, words)
-        data = load_dataset(config.data.train, config.data, "preference", None, **models.vocabulary(config.model))
-        model = models.load(config.model, 0)
-        models.make_trainable(model, config.model, 0)
-        self.gradient_bytes = sum(array.nbytes for array in models.trainable(model).values())
+        data = load_dataset(config.data.train, config.data, "preference", None, **tokenizer.vocabulary(config.model))
+        model = load_module.load(config.model, 0)
+        adapters.make_trainable(model, config.model, 0)
+        self.gradient_bytes = sum(array.nbytes for array in adapter_files.trainable(model).values())
         step = make_step(model, make_optimizer(config.train), config.train, World(), dropout=False)
         share, multiple = cannot_share_prompts(model) is None, length_multiple(config.data)
 
@@ -536,7 +540,7 @@ class Bench:
 
     def curve(self) -> dict[str, Any]:
         """Times of a few micro-batch sizes on this rank, in rounds of all sizes, and of what a step does besides."""
-        from lib.calibration import Curve
+        from lib.plan.curves import Curve
 
         batches, step = self.prepared(SIZES)
         computes: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -573,17 +577,18 @@ class Bench:
 
     def calibrate(self, curves: Sequence[Any]) -> None:
         """Puts the curves where train.py looks for them: a file for each rank of this host."""
-        from lib import calibration, machine, sync
-        from lib import config as settings
-        from lib.calibration import HostCalibration, Link
-        from lib.forward import length_multiple
-        from lib.shapes import padded_lengths
+        from lib.config import load as settings
+        from lib.data.batch_shapes import padded_lengths
+        from lib.model.token_stream import length_multiple
+        from lib.plan import curves as calibration
+        from lib.plan.curves import HostCalibration, Link
+        from lib.system import hardware, network
 
         config = settings.load(None, [f"model.path={self.folder}/model", "model.random_init=true", "data.train=unused"])
         length = int(padded_lengths(np.array([2 * TOKENS - 1]), length_multiple(config.data))[0])
         key = calibration.curve_key(config, self.folder / "model", length)
-        name = f"{sync.host_name()}-{self.world.rank}"
-        curve = curves[self.world.rank].model_copy(update={"key": key, "versions": machine.versions()})
+        name = f"{network.host_name()}-{self.world.rank}"
+        curve = curves[self.world.rank].model_copy(update={"key": key, "versions": hardware.versions()})
         seconds = self.sync_seconds(curve)
         link = Link(
             backend="mpi",
@@ -592,7 +597,7 @@ class Bench:
         )
         calibration.write_calibration(
             self.folder / "calibration" / f"{name}.json",
-            HostCalibration(machine=machine.identify(name), curves=(curve,), links=(link,)),
+            HostCalibration(machine=hardware.identify(name), curves=(curve,), links=(link,)),
         )
         self.world.gather_text("calibrated")
 

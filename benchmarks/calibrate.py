@@ -41,15 +41,28 @@ environment.enter()
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lib import calibration as calibrations  # noqa: E402
-from lib import config as settings  # noqa: E402
-from lib import heartbeat, machine, runtime, terminal, validation  # noqa: E402
-from lib.calibration import MEMORY_HEADROOM, BatchPoint, Curve, CurveKey, HostCalibration  # noqa: E402
-from lib.config import Config, UserError  # noqa: E402
-from lib.terminal import Voice  # noqa: E402
+from lib.config import (
+    command_line,  # noqa: E402
+    load,  # noqa: E402
+)
+from lib.config.schema import Config  # noqa: E402
+from lib.distributed import heartbeat  # noqa: E402
+from lib.errors import UserError  # noqa: E402
+from lib.plan import (
+    calibrator,  # noqa: E402
+    curve_validation,  # noqa: E402
+)
+from lib.plan import curves as curves_module  # noqa: E402
+from lib.plan.curves import MEMORY_HEADROOM, BatchPoint, Curve, CurveKey, HostCalibration  # noqa: E402
+from lib.system import (
+    hardware,  # noqa: E402
+    mpi_and_blas,  # noqa: E402
+    terminal,  # noqa: E402
+)
+from lib.system.terminal import Voice  # noqa: E402
 
 if TYPE_CHECKING:
-    from lib.sync import World
+    from lib.distributed.world import World
 
 PROBE = ROOT / "benchmarks" / "probe.py"
 QUICK_SECONDS = 44.0  # of measuring a host; the rest of the minute is for starting, the links and the picture
@@ -264,7 +277,7 @@ def remeasure(
         for size, seconds in answer["rounds"].items():
             found.rounds.setdefault(int(size), []).extend(seconds)
         points = found.points()
-        doubtful = {*validation.unsteady_points(points), *validation.off_the_curve(points)}
+        doubtful = {*curve_validation.unsteady_points(points), *curve_validation.off_the_curve(points)}
         if not doubtful or out_of_time():
             break
         known = sorted(found.answers)
@@ -282,10 +295,10 @@ def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
     Raises:
         UserError: the data cannot be read.
     """
-    from lib import model as models
-    from lib.data import load_dataset
-    from lib.forward import length_multiple
-    from lib.shapes import padded_lengths
+    from lib.data import tokenizer as models
+    from lib.data.batch_shapes import padded_lengths
+    from lib.data.dataset import load_dataset
+    from lib.model.token_stream import length_multiple
 
     if options.lengths:
         completions = 2 if config.record_kind == "preference" else 1
@@ -332,12 +345,12 @@ def measure_host(
     deadline = began + QUICK_SECONDS / sharing if options.quick else math.inf
     prober = Prober(config, options.seconds)
     path = options.folder / f"{host}.json"
-    versions = machine.versions()
-    identity = machine.identify(host)
-    limit = machine.memory_limit_bytes()
+    versions = hardware.versions()
+    identity = hardware.identify(host)
+    limit = hardware.memory_limit_bytes()
     if limit and identity.device != "cuda":  # there each rank has a GPU of its own
         limit //= sharing
-    known = calibrations.read_calibration(path) if path.exists() else None
+    known = curves_module.read_calibration(path) if path.exists() else None
     if known is not None and known.machine.device_name != identity.device_name:
         say.line(f"{path.name} is of another machine, {known.machine.device_name}: measured anew")
         known = None
@@ -352,7 +365,7 @@ def measure_host(
         for one, shape in wanted.items()
         if not is_fresh(curves.get(one))
         or (curves[one].quick and not options.quick)
-        or validation.sound_curve(curves[one])[1]
+        or curve_validation.sound_curve(curves[one])[1]
     }
     rates = {}
     if known and known.gflops and is_fresh(known):
@@ -417,7 +430,7 @@ def measure_host(
                 step_overhead_seconds=found.overhead_seconds,
                 gradient_bytes=next(iter(found.answers.values()))["gradient_bytes"],
                 quick=options.quick,
-                measured_at=calibrations.time_now(),
+                measured_at=calibrator.time_now(),
                 versions=versions,
                 note="; ".join(f"micro-batch of {size}: {reason}" for size, reason in found.lost.items()),
                 **(speeds if isinstance(speeds, dict) else {}),
@@ -427,21 +440,21 @@ def measure_host(
             if isinstance(answer, str):
                 say.labelled("warning", f"the machine's rates could not be measured: {answer}")
             else:
-                rates = {**answer, "measured_at": calibrations.time_now(), "versions": versions}
+                rates = {**answer, "measured_at": calibrator.time_now(), "versions": versions}
     kept = {"links": known.links, "ceilings": known.ceilings} if known else {}
     found_here = HostCalibration(machine=identity, curves=tuple(curves.values()), **kept, **rates)
-    calibrations.write_calibration(path, found_here)
+    curves_module.write_calibration(path, found_here)
     return found_here, {"measured": measured, "lost": lost, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _is_fresh(one: Curve | HostCalibration, versions: Mapping[str, str], max_age_days: float) -> bool:
-    return calibrations.is_fresh(one.measured_at, one.versions, versions, max_age_days)
+    return calibrator.is_fresh(one.measured_at, one.versions, versions, max_age_days)
 
 
 @contextlib.contextmanager
 def alone_on_this_machine(folder: Path) -> Iterator[None]:
     """Ranks that share a machine measure one after the other; who waits sleeps, and takes no core."""
-    from lib.sync import host_name
+    from lib.system.network import host_name
 
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{host_name()}.lock").open("w") as lock:
@@ -495,7 +508,7 @@ def verify(
     import mlx.core as mx
 
     from benchmarks.probe import step_batches, trainable_model
-    from lib.step import make_optimizer, make_step
+    from lib.training.step import make_optimizer, make_step
 
     curves = [next(curve for curve in one.curves if curve.key == key) for one in every]
     peers = tuple(one.machine.host for one in every)
@@ -581,7 +594,7 @@ class Report(Voice):
         if curve.slowdown_together:
             parts.append(f"{curve.slowdown_together:.2f} times as long while all ranks work")
         self.line(", ".join(parts) + (f"; lost: {curve.note}" if curve.note else ""))
-        for remark in validation.sound_curve(curve)[1]:
+        for remark in curve_validation.sound_curve(curve)[1]:
             self.labelled(
                 "warning",
                 f"{one.machine.host}: {remark}; is something else running there? Measure again when it is idle",
@@ -611,7 +624,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UserError: an option that does not exist, or a number that cannot be.
     """
-    parser = settings.Parser(
+    parser = command_line.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
@@ -625,7 +638,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--length", metavar="N[,N]", help="tokens of a row, half of them prompt, instead of the data's")
     add("--max-age-days", type=float, metavar="X", default=30.0, help="what is older is measured again")
     add("--refresh", action="store_true", help="measure everything again")
-    add("--folder", type=Path, default=calibrations.FOLDER, help="of the hosts' files")
+    add("--folder", type=Path, default=curves_module.FOLDER, help="of the hosts' files")
     add("--verify", action="store_true", help="on several ranks: predictions against steps of other splits")
     add("--seed", type=int, default=0, help="of the model's and the rows' random numbers")
     options = parser.parse_intermixed_args(arguments)
@@ -645,8 +658,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch = None
     try:
         options = parse(arguments)
-        launch = runtime.launch_environment()
-        runtime.prepare()
+        launch = mpi_and_blas.launch_environment()
+        mpi_and_blas.prepare()
         result = calibrate(options, launch)
         if launch.rank == 0:
             Voice().record(result)
@@ -657,17 +670,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, Any]:
+def calibrate(options: argparse.Namespace, launch: mpi_and_blas.Launch) -> dict[str, Any]:
     """Measures each rank alone, then all together; shows and draws what is known of all hosts."""
     from benchmarks import curves as pictures
-    from lib import model as models
-    from lib import sync
+    from lib.distributed import world as sync
+    from lib.system import model_folder as models
 
     say = Report(silent=launch.rank != 0)
-    config = settings.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
+    config = load.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
     shapes = shapes_of(config, options)
     folder = models.resolve(config.model.path, config.model.revision)
-    key = calibrations.curve_key(config, folder, shapes[0].sequence_length)
+    key = curves_module.curve_key(config, folder, shapes[0].sequence_length)
     os.environ.pop(heartbeat.ADDRESS, None)  # a rank that is silent while another measures is not at fault
     world = sync.start(launch, timeout_seconds=7200)  # the others measure, one after another, meanwhile
     names = sync.host_names(world)
@@ -681,7 +694,7 @@ def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, 
         hosts = world.gather_text(host)
         found = measure_together(config, found, key, shapes[0], world, hosts, str(launch.backend), options)
         with world.agreeing("writing the calibration"):
-            calibrations.write_calibration(options.folder / f"{host}.json", found)
+            curves_module.write_calibration(options.folder / f"{host}.json", found)
         texts = world.gather_long_text(found.model_dump_json())
         every = [HostCalibration.model_validate_json(text) for text in texts]
         checked = verify(config, every, key, shapes[0], world, options) if options.verify else []
@@ -698,8 +711,8 @@ def calibrate(options: argparse.Namespace, launch: runtime.Launch) -> dict[str, 
         times = f"predicted {row['predicted_seconds']:.4f} s, took {row['measured_seconds']:.4f} s"
         say.line(f"micro-batches {row['micro_batch_sizes']}: {times} ({row['error']:+.1%})")
     files = sorted(options.folder.glob("*.json"))
-    elsewhere = [calibrations.read_calibration(path) for path in files if path.stem not in _names(every)]
-    published = list(calibrations.read_published().values())
+    elsewhere = [curves_module.read_calibration(path) for path in files if path.stem not in _names(every)]
+    published = list(curves_module.read_published().values())
     drawn = pictures.draw([*every, *elsewhere], published, key, options.folder)
     say.line(f"{options.folder / host}.json, {', '.join(map(str, drawn))}")
     if not account["measured"]:

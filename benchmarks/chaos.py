@@ -45,11 +45,11 @@ environment.enter()
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
-from lib.performance import read_records  # noqa: E402
+from lib.telemetry.run_records import read_records  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
 

@@ -3,7 +3,7 @@
     python benchmarks/decide.py                                       an M4 Max of 128 GB and an M3 Ultra of 512 GB
     python benchmarks/decide.py --links tb5:1e-5:1e10 lan:5e-4:1.2e8  other links: name:latency in s:bytes/s
 
-On paper: the planner (lib/choice.py) is real; a host's speed is what its published matmul rate would make of a model's weights
+On paper: the planner (lib/plan/run_plan.py) is real; a host's speed is what its published matmul rate would make of a model's weights
 (4 operations a weight and token for LoRA: forward, and backward to the inputs; 6 for full training), and a link's time latency +
 bytes / bandwidth, both of them invented. So the columns compare ways to run a model, and promise no times. Pairs of two completions
 of 1,024 tokens, LoRA of rank 8 on every layer unless it says full, a global batch of 64. The last line is one JSON object.
@@ -27,11 +27,12 @@ environment.enter()
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib import config, division  # noqa: E402
-from lib.calibration import Curve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
-from lib.choice import plan_run  # noqa: E402
-from lib.config import UserError  # noqa: E402
-from lib.plan import ClusterPlan  # noqa: E402
+from lib.config import load  # noqa: E402
+from lib.errors import UserError  # noqa: E402
+from lib.model import partition  # noqa: E402
+from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
+from lib.plan.curves import Curve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
+from lib.plan.run_plan import plan_run  # noqa: E402
 
 HOSTS = ("m4-max", "m3-ultra")
 TOKENS, BATCH, RANK, DATASET = 1024, 64, 8, 10_000
@@ -82,12 +83,12 @@ def main() -> None:
 def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
     """The planner's choice for one model on one link, and what it predicts of each way."""
     link_name, latency, bandwidth = link.split(":")
-    shape = division.shape_of(stored)
+    shape = partition.shape_of(stored)
     method = "full" if name.endswith("full") else "lora"
     key = CurveKey(model=name, method=method, dtype="bfloat16", sequence_length=TOKENS)
     published = read_published()
     calibrations = [calibrated(published[host], shape, key, float(latency), float(bandwidth)) for host in HOSTS]
-    settings = config.load(
+    settings = load.load(
         None, ["model.path=-", "data.train=-", f"train.global_batch_size={BATCH}", f"model.method={method}"]
     )
     found: dict[str, Any] = {"model": name, "link": link_name, "sync_cost": None}
@@ -113,7 +114,7 @@ def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
 
 
 def calibrated(
-    published: HostCalibration, shape: division.Shape, key: CurveKey, latency: float, bandwidth: float
+    published: HostCalibration, shape: partition.Shape, key: CurveKey, latency: float, bandwidth: float
 ) -> HostCalibration:
     """A host as its matmul rate would have it."""
     assert published.gflops is not None

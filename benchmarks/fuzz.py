@@ -26,10 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-LAUNCH = runtime.launch_environment()
-runtime.prepare()
+LAUNCH = mpi_and_blas.launch_environment()
+mpi_and_blas.prepare()
 
 TIMEOUT_SECONDS = 60  # of a wait
 
@@ -49,7 +49,7 @@ def main() -> None:
     began, ended, full = time.perf_counter(), Counter[str](), 0
     for ranks in options.worlds:
         words = [str(Path(__file__)), "--cases", str(options.cases), "--seed", str(options.seed)]
-        done = subprocess.run([str(runtime.mpirun_path()), "-n", str(ranks), sys.executable, *words])
+        done = subprocess.run([str(mpi_and_blas.mpirun_path()), "-n", str(ranks), sys.executable, *words])
         if done.returncode:
             sys.exit(
                 f"{ranks} ranks: status {done.returncode}; the last line above names the case that did not end well"
@@ -69,7 +69,7 @@ def main() -> None:
 
 def play_all(seeds: range) -> None:
     """The cases of one world, on this rank."""
-    from lib import sync
+    from lib.distributed import world as sync
     from tests.fuzzing import make_case, play
 
     world = sync.start(LAUNCH, TIMEOUT_SECONDS)

@@ -55,7 +55,7 @@ import httpx2  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib.backend import SECRET_HEADER  # noqa: E402
+from lib.serve.backend_process import SECRET_HEADER  # noqa: E402
 from tests.cluster import cluster  # noqa: E402
 from tests.served import NEVER_ENDS, QUESTION, Served, finished_run, load, outcomes, served  # noqa: E402
 
@@ -90,7 +90,7 @@ def overhead(run: Path, rounds: int, rng: random.Random) -> dict[str, Any]:
     bare_port, own_port = 18931, 18932
     where = ["--model", str(run.parent / "model")]
     bare = [sys.executable, "-m", "mlx_lm", "server", *where, "--adapter-path", str(run), "--port", str(bare_port)]
-    own = [sys.executable, "-m", "lib.backend", *where, "--adapter", str(run), "--port", str(own_port)]
+    own = [sys.executable, "-m", "lib.serve.backend_process", *where, "--adapter", str(run), "--port", str(own_port)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
     with (
         subprocess.Popen([*bare, "--log-level", "ERROR"], **quiet) as first,

@@ -31,9 +31,9 @@ environment.enter()
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 from tests import tiny  # noqa: E402
 

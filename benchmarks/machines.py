@@ -2,7 +2,7 @@
 
     python benchmarks/machines.py                       the hosts in calibration/, else the published ones
     python benchmarks/machines.py --hosts published:m4-max,published:m3-ultra --bytes-per-parameter 0.56
-    python benchmarks/machines.py --model FOLDER        for one model, from its config.json, by the memory model (lib/memory.py)
+    python benchmarks/machines.py --model FOLDER        for one model, from its config.json, by the memory model (lib/plan/memory.py)
     python benchmarks/machines.py --plans               the published machines' plans for LoRA of 1B to 70B, by the memory model
 
 The last line is one JSON object.
@@ -27,19 +27,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decide import Q4, dense  # noqa: E402
-from lib import config as settings  # noqa: E402
-from lib import division  # noqa: E402
-from lib.calibration import (  # noqa: E402
-    FOLDER,
-    MEMORY_HEADROOM,
-    CurveKey,
-    HostCalibration,
-    read_calibration,
-    read_published,
+from lib.config import (
+    command_line,  # noqa: E402
+    load,  # noqa: E402
 )
-from lib.choice import plan_run  # noqa: E402
-from lib.config import UserError  # noqa: E402
-from lib.memory import Model, Rows, Training, metal_limit_bytes  # noqa: E402
+from lib.errors import UserError  # noqa: E402
+from lib.model import partition  # noqa: E402
+from lib.plan.curves import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
+from lib.plan.memory import Model, Rows, metal_limit_bytes  # noqa: E402
+from lib.plan.run_plan import plan_run  # noqa: E402
+from lib.plan.step_arrays import Training  # noqa: E402
 
 LENGTHS = (512, 512)  # of prompts and completions, in tokens
 BATCH = 64
@@ -94,11 +91,11 @@ def plan_for(
     Args:
         stored: the model's config.json. words: key=value settings.
     """
-    config = settings.load(None, ["model.path=-", "data.train=-", f"train.global_batch_size={BATCH}", *words])
+    config = load.load(None, ["model.path=-", "data.train=-", f"train.global_batch_size={BATCH}", *words])
     prompt, completion = LENGTHS
     rows = Rows(prompt, prompt + completion, prompt + 2 * completion, 2 * completion)
-    shape = division.shape_of(stored, to_divide=False)
-    can_divide = stored.get("model_type") in division.FAMILIES
+    shape = partition.shape_of(stored, to_divide=False)
+    can_divide = stored.get("model_type") in partition.FAMILIES
     shared = Training(method=config.model.method, rank=config.model.rank, shared_prompts=can_divide)
     limits = [limit_bytes(host) for host in hosts]
     try:
@@ -223,7 +220,7 @@ def known_hosts(names: str | None, folder: Path = FOLDER) -> dict[str, HostCalib
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
-    parser = settings.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--hosts", metavar="A,B", help="names of files in calibration/, or published:NAME")
     add("--bytes-per-parameter", type=float, metavar="X", default=2.0, help="2 for bfloat16, 0.56 for 4 bits")

@@ -1,4 +1,4 @@
-"""The memory model (lib/memory.py) against measured peaks of real steps, on this machine.
+"""The memory model (lib/plan/memory.py) against measured peaks of real steps, on this machine.
 
     python benchmarks/memory.py                                      small models, every method: two minutes on two cores
     python benchmarks/memory.py --quick                              one model
@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
@@ -32,11 +32,25 @@ import numpy as np  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib import config, division, forward, machine, memory, report  # noqa: E402
-from lib import model as models  # noqa: E402
-from lib.data import Example, collate  # noqa: E402
-from lib.step import make_optimizer, make_step  # noqa: E402
-from lib.sync import World  # noqa: E402
+from lib.config import load  # noqa: E402
+from lib.data.collate import collate  # noqa: E402
+from lib.data.dataset import Example  # noqa: E402
+from lib.distributed.world import World  # noqa: E402
+from lib.model import (
+    adapters,  # noqa: E402
+    partition,  # noqa: E402
+    token_stream,  # noqa: E402
+)
+from lib.model import load as load_module  # noqa: E402
+from lib.plan import (
+    memory,  # noqa: E402
+    step_arrays,  # noqa: E402
+)
+from lib.system import (
+    hardware,  # noqa: E402
+    provenance,  # noqa: E402
+)
+from lib.training.step import make_optimizer, make_step  # noqa: E402
 
 LEAST, MOST = 0.95, 1.15  # of measured
 
@@ -114,13 +128,13 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
             f"train.seed={seed}",
         ]
         words += ["data.train=-", "model.random_init=true", f"model.gradient_checkpointing={case.checkpointing}"]
-        settings = config.load(None, words)
-        model = models.load(settings.model, seed)
+        settings = load.load(None, words)
+        model = load_module.load(settings.model, seed)
     if case.bits:
         nn.quantize(model, 64, case.bits)
         mx.eval(model.parameters())
-    models.make_trainable(model, settings.model, seed)
-    assert forward.cannot_share_prompts(model) is None
+    adapters.make_trainable(model, settings.model, seed)
+    assert token_stream.cannot_share_prompts(model) is None
     step = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)
     rng = np.random.default_rng(seed)
 
@@ -130,7 +144,7 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
     # The last token of a completion is never an input.
     lengths = case.prompt, case.completion + 1
     pairs = [Example(i, ids(lengths[0]), (ids(lengths[1]), ids(lengths[1]))) for i in range(case.pairs)]
-    multiple = forward.length_multiple(settings.data)
+    multiple = token_stream.length_multiple(settings.data)
     batch = collate(pairs, multiple, True)
     reference = np.full((case.pairs, 2), -10.0, np.float32)
     peaks = []
@@ -153,11 +167,11 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
 def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.StepBytes:
     """By arithmetic."""
     quantised = {"quantization": {"group_size": 64, "bits": case.bits}} if case.bits else {}
-    shape = division.shape_of({**stored, **quantised}, case.dtype)
-    training = memory.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
+    shape = partition.shape_of({**stored, **quantised}, case.dtype)
+    training = step_arrays.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
     seen, scored = case.prompt + case.completion, 2 * (case.completion + 1)
     rows = memory.Rows(case.prompt, seen, case.prompt + 2 * case.completion, scored, length_multiple=multiple)
-    return memory.Model(shape, training, rows).bytes(case.pairs, machine.mlx_device()[0])
+    return memory.Model(shape, training, rows).bytes(case.pairs, hardware.mlx_device()[0])
 
 
 def main() -> int:
@@ -171,7 +185,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in MODELS]:
         print(f"error: --models {unknown[0]}: not known; there are {', '.join(MODELS)}", file=sys.stderr)
         return 2
-    table = Table(title=f"{report.device_name()}, MB")
+    table = Table(title=f"{provenance.device_name()}, MB")
     for column in ("model", "method", "type", "checkpointing", "lengths", "pairs", "planned", "measured", "ratio"):
         table.add_column(column, justify="left" if column in ("model", "method", "type") else "right")
     rows = []
@@ -193,7 +207,7 @@ def main() -> int:
     Console(width=130).print(table)
     verdict = f"{len(rows) - len(outside)} of {len(rows)} rows between {LEAST} and {MOST} of what was measured"
     print(verdict)
-    print(json.dumps({"device": report.device_name(), "rows": rows, "outside": len(outside)}))
+    print(json.dumps({"device": provenance.device_name(), "rows": rows, "outside": len(outside)}))
     return 1 if outside else 0
 
 

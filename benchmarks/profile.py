@@ -26,9 +26,9 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from lib import runtime
+from lib.system import mpi_and_blas
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,12 +36,15 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from benchmarks import step as bench
-from lib import config, forward, report
-from lib import model as models
-from lib.data import Batch, Example, collate, prefetch
-from lib.performance import PerformanceTracker
-from lib.step import is_compiled, make_optimizer, make_step
-from lib.sync import World
+from lib.config import schema
+from lib.data.collate import Batch, collate
+from lib.data.dataset import Example
+from lib.data.prefetch import prefetch
+from lib.distributed.world import World
+from lib.model import adapters, load, logps, lora, token_stream
+from lib.system import provenance
+from lib.telemetry.run_records import PerformanceTracker
+from lib.training.step import is_compiled, make_optimizer, make_step
 
 MORE = 3  # launches, beside one, whose time is divided
 
@@ -51,12 +54,12 @@ Work = Callable[[], Any]  # ➜ arrays, not evaluated yet
 def main() -> int:
     options = bench.parse(__doc__)
     settings = bench.settings_of(options)
-    model = models.load(settings.model, options.seed)
-    models.make_trainable(model, settings.model, options.seed)
-    multiple = options.multiple or forward.length_multiple(settings.data)
-    if (why_not := forward.cannot_share_prompts(model)) is not None:
+    model = load.load(settings.model, options.seed)
+    adapters.make_trainable(model, settings.model, options.seed)
+    multiple = options.multiple or token_stream.length_multiple(settings.data)
+    if (why_not := token_stream.cannot_share_prompts(model)) is not None:
         sys.exit(f"the model's attention cannot be timed alone: {why_not}")
-    print(f"{report.device_name()}, {options.dtype}, {options.method} of rank {options.rank}")
+    print(f"{provenance.device_name()}, {options.dtype}, {options.method} of rank {options.rank}")
     profiles = []
     for lengths in options.lengths:
         prompt, completion = (int(n) for n in lengths.split("+"))
@@ -72,14 +75,14 @@ def main() -> int:
                 } | profile
                 show(profile)
                 profiles.append(profile)
-    facts = {"benchmark": "profile", "device": report.device_name(), "settings": vars(options)}
+    facts = {"benchmark": "profile", "device": provenance.device_name(), "settings": vars(options)}
     print(json.dumps(facts | {"profiles": profiles}))
     return 0
 
 
 def profile_step(
     model: nn.Module,
-    settings: config.Config,
+    settings: schema.Config,
     pairs: list[Example],
     multiple: int,
     shared: bool,
@@ -181,7 +184,7 @@ def seconds_of(work: Work, trials: int, compiled: bool) -> float:
 def components(model: nn.Module, batch: Batch, options: argparse.Namespace) -> dict[str, list[tuple[int, Work]]]:
     """The step's work by kind: how often a step has it, and one of it, forward and backward. The first two overlap."""
     block, layers, tokens = model.layers[0], len(model.layers), batch.computed_tokens
-    inputs = forward.arrays_of(batch.inputs)
+    inputs = token_stream.arrays_of(batch.inputs)
     dtype, heads, kv_heads = getattr(mx, options.dtype), options.heads, options.kv_heads or options.heads
     head_dim, wide = options.hidden // heads, options.mlp or 4 * options.hidden
 
@@ -201,13 +204,13 @@ def components(model: nn.Module, batch: Batch, options: argparse.Namespace) -> d
     )
     rows, completions, _ = inputs["mask"].shape
     parts = inputs["prefix_length"], inputs.get("slots"), inputs.get("sources")
-    stream = forward.Stream(inputs["offsets"], rows, completions, *parts)
+    stream = token_stream.Stream(inputs["offsets"], rows, completions, *parts)
     scale = head_dim**-0.5
     if parts[0] or parts[1] is not None:
         attention = backward(lambda *qkv: [stream.attend(*qkv, scale=scale, mask=None)], [q, k, v], [q])
     else:
         whole = [x.reshape(rows * completions, -1, x.shape[1], head_dim).swapaxes(1, 2) for x in (q, k, v)]
-        attention = backward(lambda *qkv: [forward.local_attention(*qkv, None, scale=scale)], whole, [whole[0]])
+        attention = backward(lambda *qkv: [token_stream.local_attention(*qkv, None, scale=scale)], whole, [whole[0]])
     swiglu = sys.modules[type(block.mlp).__module__].swiglu  # as make_trainable has put it there
     rope, offsets = block.self_attn.rope, inputs["offsets"]
     hidden, gate = drawn(tokens, options.hidden), drawn(tokens, wide)
@@ -223,7 +226,7 @@ def components(model: nn.Module, batch: Batch, options: argparse.Namespace) -> d
             (
                 1,
                 backward(
-                    lambda h: [forward.token_logps(model, h, inputs["targets"])],
+                    lambda h: [logps.token_logps(model, h, inputs["targets"])],
                     [scored],
                     [mx.ones(len(batch.targets))],
                 ),
@@ -270,13 +273,13 @@ def siblings_of(block: nn.Module) -> list[list[tuple[nn.Module, nn.Linear]]]:
     """Linear layers by the input that they share."""
     left, groups = {id(layer): (layer, plain) for layer, plain in linears_of(block)}, []
     for parent in block.modules():
-        for names in models.SIBLINGS:
+        for names in lora.SIBLINGS:
             group = [left.pop(id(parent[name])) for name in names if id(parent.get(name)) in left]
             groups += [group] if group else []
     return groups + [[pair] for pair in left.values()]
 
 
-def update_work(model: nn.Module, settings: config.Config) -> Work:
+def update_work(model: nn.Module, settings: schema.Config) -> Work:
     """The division by the count, the norm and the optimizer's update, of gradients as large as the trained parameters."""
     optimizer = make_optimizer(settings.train)
     parameters = model.trainable_parameters()

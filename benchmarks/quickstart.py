@@ -29,9 +29,10 @@ environment.enter()
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib import config, runtime  # noqa: E402
+from lib.config import load  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 from tests import tiny  # noqa: E402
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    settings = config.load(QUICKSTART)
+    settings = load.load(QUICKSTART)
     batch = settings.train.global_batch_size
     quick = ["train.steps=40"] if options.quick else []
     rows = []
@@ -103,7 +104,7 @@ def run(ranks: int, words: list[str]) -> dict[str, Any]:
     """One quickstart as a user starts it; its summary."""
     command = [sys.executable, str(ROOT / "train.py"), "--config", str(QUICKSTART), *words]
     if ranks > 1:
-        command = [str(runtime.mpirun_path()), "-n", str(ranks), *command]
+        command = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), *command]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(words)}: status {result.returncode}\n{result.stderr}")

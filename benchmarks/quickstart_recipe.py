@@ -42,9 +42,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402

@@ -23,18 +23,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from lib import runtime  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-LAUNCH = runtime.launch_environment()
-runtime.prepare()
+LAUNCH = mpi_and_blas.launch_environment()
+mpi_and_blas.prepare()
 
 import mlx.core as mx  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import train as script  # noqa: E402
-from lib import config, sync  # noqa: E402
-from lib.sync import World  # noqa: E402
+from lib.config import load  # noqa: E402
+from lib.distributed import world as sync  # noqa: E402
+from lib.distributed.world import World  # noqa: E402
 from tests import tiny  # noqa: E402
 
 UNEVEN = {2: [1, 3], 3: [5, 2, 3], 4: [1, 2, 2, 3]}
@@ -75,7 +76,7 @@ def measured(world: World, hidden: int, method: str, weights: list[int], seed: i
         words = settings(world, folder, hidden, method, weights, seed)
         gc.collect()
         mx.clear_cache()
-        script.train(config.load(None, words), world, resume=False, dry_run=False)
+        script.train(load.load(None, words), world, resume=False, dry_run=False)
         plan = json.loads((folder / "runs/run/plan.json").read_text())
         peak = max(step["peak_memory_bytes"] for step in tiny.steps_of(folder / "runs/run", world.rank))
         told = world.gather_text(json.dumps(peak))

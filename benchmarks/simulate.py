@@ -37,12 +37,14 @@ environment.enter()
 
 import numpy as np
 
-from lib import calibration, terminal  # noqa: E402
-from lib.calibration import Curve  # noqa: E402
-from lib.config import UserError  # noqa: E402
-from lib.plan import ClusterPlan, plan_cluster  # noqa: E402
-from lib.shares import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
-from lib.terminal import Voice  # noqa: E402
+from lib.errors import UserError  # noqa: E402
+from lib.plan import curves as calibration  # noqa: E402
+from lib.plan.balance import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
+from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
+from lib.plan.curves import Curve  # noqa: E402
+from lib.plan.divide_work import plan_cluster  # noqa: E402
+from lib.system import terminal  # noqa: E402
+from lib.system.terminal import Voice  # noqa: E402
 
 
 @dataclass(frozen=True)

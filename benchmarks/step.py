@@ -21,31 +21,34 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from lib import runtime
+from lib.system import mpi_and_blas
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 import mlx.core as mx
 import numpy as np
 
-from lib import config, forward, report
-from lib import model as models
-from lib.data import Batch, Example, collate
-from lib.step import make_optimizer, make_step
-from lib.sync import World
+from lib.config import load, schema
+from lib.data.collate import Batch, collate
+from lib.data.dataset import Example
+from lib.distributed.world import World
+from lib.model import adapters, token_stream
+from lib.model import load as load_module
+from lib.system import provenance
+from lib.training.step import make_optimizer, make_step
 
 
 def main() -> int:
     options = parse()
     settings = settings_of(options)
-    model = models.load(settings.model, options.seed)
-    models.make_trainable(model, settings.model, options.seed)
+    model = load_module.load(settings.model, options.seed)
+    adapters.make_trainable(model, settings.model, options.seed)
     step = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)
-    multiple = options.multiple or forward.length_multiple(settings.data)
-    layouts = {"whole": False} if forward.cannot_share_prompts(model) else {"whole": False, "shared": True}
+    multiple = options.multiple or token_stream.length_multiple(settings.data)
+    layouts = {"whole": False} if token_stream.cannot_share_prompts(model) else {"whole": False, "shared": True}
     layouts = {name: shared for name, shared in layouts.items() if name in options.layouts}
     print(
-        f"{report.device_name()}, {options.dtype}, {options.method} of rank {options.rank}, lengths in multiples of {multiple}"
+        f"{provenance.device_name()}, {options.dtype}, {options.method} of rank {options.rank}, lengths in multiples of {multiple}"
     )
     print(
         f"{'prompt+completion':>18} {'batch':>6} {'layout':>7} {'tokens':>8} {'padding':>8} {'s/step':>8} {'spread':>7} {'pairs/s':>8} {'tokens/s':>9} {'GiB':>6}"
@@ -66,12 +69,14 @@ def main() -> int:
                     else f"{lengths:>18} {batch_size:>6} {row['layout']:>7} {row['error']}",
                     flush=True,
                 )
-    print(json.dumps({"benchmark": "step", "device": report.device_name(), "settings": vars(options), "rows": rows}))
+    print(
+        json.dumps({"benchmark": "step", "device": provenance.device_name(), "settings": vars(options), "rows": rows})
+    )
     return 0
 
 
-def settings_of(options: argparse.Namespace) -> config.Config:
-    return config.load(
+def settings_of(options: argparse.Namespace) -> schema.Config:
+    return load.load(
         None,
         [
             *(

@@ -33,9 +33,10 @@ environment.enter()
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib import config, runtime  # noqa: E402
+from lib.config import load  # noqa: E402
+from lib.system import mpi_and_blas  # noqa: E402
 
-runtime.prepare()
+mpi_and_blas.prepare()
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 ROUNDS = 8
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help="most new runs of this call")
     options = parser.parse_args()
     began = time.perf_counter()
-    batch = config.load(QUICKSTART).train.global_batch_size
+    batch = load.load(QUICKSTART).train.global_batch_size
     steps = 21 if options.quick else 63
     ways = ways_to_train(-(-steps // ROUNDS) * batch, options.quick)
     if options.ways:
@@ -158,7 +159,7 @@ def run(ranks: int, words: list[str]) -> dict[str, Any]:
     """One quickstart as a user starts it; its summary."""
     command = [sys.executable, str(ROOT / "train.py"), "--config", str(QUICKSTART), *words]
     if ranks > 1:
-        command = [str(runtime.mpirun_path()), "-n", str(ranks), *command]
+        command = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), *command]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(words)}: status {result.returncode}\n{result.stderr}")

@@ -118,10 +118,10 @@ def words_of(folder: Path) -> list[str]:
 
 def index(folder: Path) -> dict[str, float]:
     """Makes the index."""
-    from lib import config
-    from lib.sources import open_records
+    from lib.config import load
+    from lib.data.sources import open_records
 
-    settings = config.load(None, words_of(folder)).data
+    settings = load.load(None, words_of(folder)).data
     peak, began = Peak(), time.perf_counter()
     found = open_records([folder / "rows.jsonl"], settings, "preference")
     return {"seconds": time.perf_counter() - began, "rows": len(found), **peak.stop()}
@@ -129,23 +129,27 @@ def index(folder: Path) -> dict[str, float]:
 
 def read(folder: Path, batches: int) -> dict[str, Any]:
     """From an index to the first batch; and what reading in shuffled order comes to."""
-    from lib import config, runtime
+    from lib.config import load
+    from lib.system import mpi_and_blas
 
-    runtime.prepare()
+    mpi_and_blas.prepare()
     import mlx.core as mx
 
-    from lib import model as models
-    from lib.batches import MicroBatches
-    from lib.order import epoch_order
-    from lib.streaming import StreamedDataset, open_training
+    from lib.data import tokenizer as tokenizer_module
+    from lib.data.micro_batches import MicroBatches
+    from lib.data.row_order import epoch_order
+    from lib.data.streaming import StreamedDataset, open_training
+    from lib.model import load as load_module
 
-    settings = config.load(None, words_of(folder))
-    model = models.load(settings.model, 0)
-    tokenizer = models.load_tokenizer_of(settings.model)
+    settings = load.load(None, words_of(folder))
+    model = load_module.load(settings.model, 0)
+    tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
     tokenizer.encode("some text")
     mx.eval(model.parameters())
     peak, began = Peak(), time.perf_counter()
-    data = open_training(settings.data, "preference", tokenizer, tell=print, **models.vocabulary(settings.model))
+    data = open_training(
+        settings.data, "preference", tokenizer, tell=print, **tokenizer_module.vocabulary(settings.model)
+    )
     assert isinstance(data, StreamedDataset)
     opened = time.perf_counter() - began
     order = epoch_order(data.lengths, 0, 0, BATCH, settings.data.length_window)
@@ -180,15 +184,16 @@ def read(folder: Path, batches: int) -> dict[str, Any]:
 
 def kill_and_resume(folder: Path) -> dict[str, Any]:
     """Three unequal ranks, killed; two others go on. The rows of every step against the seeded order."""
-    from lib import config, runtime
+    from lib.config import load
+    from lib.system import mpi_and_blas
 
-    runtime.prepare()
-    from lib import model as models
-    from lib.order import epoch_order
-    from lib.performance import read_records
-    from lib.streaming import open_training
+    mpi_and_blas.prepare()
+    from lib.data import tokenizer as tokenizer_module
+    from lib.data.row_order import epoch_order
+    from lib.data.streaming import open_training
+    from lib.telemetry.run_records import read_records
 
-    mpirun = [str(runtime.mpirun_path()), "-n"]
+    mpirun = [str(mpi_and_blas.mpirun_path()), "-n"]
     words = [*words_of(folder), "run.name=killed", "checkpoint.every=5"]
     (folder / "run.yaml").write_text("model: {path: overruled}\ndata: {train: overruled}\n")
     script = [sys.executable, str(ROOT / "train.py")]
@@ -215,9 +220,11 @@ def kill_and_resume(folder: Path) -> dict[str, Any]:
         for record in read_records(log):
             if record["kind"] == "step":
                 by_step.setdefault(record["step"], []).extend(record["rows"])
-    settings = config.load(run / "config.yaml")
-    tokenizer = models.load_tokenizer_of(settings.model)
-    data = open_training(settings.data, "preference", tokenizer, tell=print, **models.vocabulary(settings.model))
+    settings = load.load(run / "config.yaml")
+    tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+    data = open_training(
+        settings.data, "preference", tokenizer, tell=print, **tokenizer_module.vocabulary(settings.model)
+    )
     order = epoch_order(data.lengths, settings.train.seed, 0, BATCH, settings.data.length_window)
     expected = {step: sorted(order[(step - 1) * BATCH : step * BATCH].tolist()) for step in range(1, 41)}
     start = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "start"]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from lib import runtime
+from lib.system import mpi_and_blas
 from tests.cluster import Host, Unavailable, cluster
 
 # Tests have more ranks than cores: one that waits in MPI leaves its core to others instead of asking again at once.
@@ -24,13 +24,13 @@ hypothesis_settings.register_profile(
     "anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 hypothesis_settings.load_profile("anywhere")
-LAUNCH = runtime.launch_environment()
+LAUNCH = mpi_and_blas.launch_environment()
 MPI_FOLDER = "PRTE_MCA_prte_tmpdir_base"
 if LAUNCH.size == 1 and MPI_FOLDER not in os.environ:
     # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
     os.environ.update({MPI_FOLDER: tempfile.mkdtemp(prefix="mpi-")})
     atexit.register(shutil.rmtree, os.environ[MPI_FOLDER], ignore_errors=True)
-runtime.prepare()
+mpi_and_blas.prepare()
 
 if LAUNCH.size > 1:
     import mlx.core as mx
@@ -93,8 +93,8 @@ def pictures() -> None:
 def no_other_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing a tiny run's curves takes four times as long as training it: runs in this process leave their pages without."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("lib.pages.curves_svg", lambda run: "")
-        monkeypatch.setattr("lib.report.plot_curves", lambda log, picture: None)
+        monkeypatch.setattr("lib.dashboard.run_report.curves_svg", lambda run: "")
+        monkeypatch.setattr("lib.dashboard.run_report.plot_curves", lambda log, picture: None)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from lib import network
+from lib.system import network
 
 VM_STAT = """\
 Mach Virtual Memory Statistics: (page size of 16384 bytes)

@@ -21,9 +21,11 @@ import mlx.core as mx
 import pytest
 
 import train as script
-from lib import config, runtime, step
-from lib.config import Stopped, UserError
-from lib.sync import World
+from lib.config import load
+from lib.distributed.world import World
+from lib.errors import Stopped, UserError
+from lib.system import mpi_and_blas
+from lib.training import step
 from tests import tiny
 
 ENDS = ("finishes", "finishes", "stopped and resumed", "never finite", "broken rows on one rank", "full disk")
@@ -158,7 +160,7 @@ def play(case: Case, world: World, folder: Path) -> None:
 
 
 def _train(world: World, words: list[str], resume: bool = False) -> None:
-    script.train(config.load(None, [*words, "run.name=run"]), world, resume=resume, dry_run=False)
+    script.train(load.load(None, [*words, "run.name=run"]), world, resume=resume, dry_run=False)
 
 
 def _settings(case: Case, world: World, folder: Path) -> list[str]:
@@ -208,7 +210,7 @@ def full_disk(seed: int, ranks: int) -> str:
         tiny.model_folder(Path(folder) / "model", num_attention_heads=8, num_key_value_heads=4)
         words += [f"strategy={strategy}", "train.steps=40", "checkpoint.every=9", "run.name=run"]
         words += ["--config", str(tiny.config_file(Path(folder)))]
-        command = [str(runtime.mpirun_path())]
+        command = [str(mpi_and_blas.mpirun_path())]
         for rank in range(ranks):
             limit = ["-c", FULL_DISK, str(1024 * kilobytes)] if rank == unlucky else [str(tiny.ROOT / "train.py")]
             command += [":"] * (rank > 0) + ["-n", "1", sys.executable, *limit, *map(str, words)]

@@ -59,8 +59,8 @@ def is_mac(monkeypatch: pytest.MonkeyPatch, folder: Path, displays: str) -> Path
     calls = tool(folder, "pmset", does=f'cp "{folder}/dark" "{folder}/system_profiler.output"')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr("lib.metal.SLEEP_SECONDS", 0.0)
-    monkeypatch.setattr("lib.metal.uses_metal", lambda: True)
+    monkeypatch.setattr("lib.system.metal.SLEEP_SECONDS", 0.0)
+    monkeypatch.setattr("lib.system.metal.uses_metal", lambda: True)
     return calls
 
 

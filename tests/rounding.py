@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib import config
-from lib import model as models
-from lib.sync import World
+from lib.config import load as config
+from lib.distributed.world import World
+from lib.model import load as models
 from tests import tiny
 
 UNIT_ROUNDOFF = {mx.float32: 2.0**-24, mx.bfloat16: 2.0**-8}
@@ -105,7 +105,7 @@ def changed_run(run: Path) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "load", load_changed)
-        patch.setattr("lib.report.plot_curves", lambda log, picture: None)
+        patch.setattr("lib.dashboard.run_report.plot_curves", lambda log, picture: None)
         script.train(settings, World(), resume=False, dry_run=False)
     return folder / run.name
 

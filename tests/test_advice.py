@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lib import advice, config
-from lib.calibration import Curve, read_published
-from lib.config import Config
-from lib.division import shape_of
-from lib.plan import make_plan, plan_sharded
-from lib.schedule import Schedule
-from lib.strategy import plan_merging
+from lib.config import load
+from lib.config.schema import Config
+from lib.model.partition import shape_of
+from lib.plan import advice
+from lib.plan.curves import Curve, read_published
+from lib.plan.divide_work import make_plan, plan_sharded
+from lib.plan.replan import Schedule
+from lib.plan.strategy import plan_merging
 from tests import tiny
 from tests.test_plan import LLAMA_8B
 from tests.test_replan import LEAD, constant, played
@@ -24,7 +25,7 @@ SHAPE = shape_of(LLAMA_8B)
 
 
 def configured(*words: str) -> Config:
-    return config.load(None, ["model.path=m", "data.train=d", "train.global_batch_size=128", *words])
+    return load.load(None, ["model.path=m", "data.train=d", "train.global_batch_size=128", *words])
 
 
 def published() -> list[Curve]:
@@ -108,12 +109,12 @@ def test_a_learning_rate_that_was_chosen_for_another_batch(tmp_path: Path) -> No
     file.write_text("model: {path: m}\ndata: {train: d}\ntrain: {learning_rate: 1e-4, global_batch_size: 32}\n")
 
     def said(*words: str) -> str:
-        return advice.unscaled_learning_rate(config.load(file, words).train) or ""
+        return advice.unscaled_learning_rate(load.load(file, words).train) or ""
 
     message = said("train.global_batch_size=128")
     assert "is 128, but train.learning_rate=0.0001 was chosen for 32" in message and "scaling=sqrt" in message
     assert "scaling=linear" in said("train.global_batch_size=128", "train.optimizer=sgd")
-    scaled = config.load(file, ["train.learning_rate_scaling=sqrt", "train.global_batch_size=128"]).train
+    scaled = load.load(file, ["train.learning_rate_scaling=sqrt", "train.global_batch_size=128"]).train
     assert scaled.learning_rate_batch_size == 32, "the scaling knows what to scale by"
     for words in (
         [],

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lib import ahead, config
+from lib.config import load
+from lib.training import preload
 from tests import tiny
 from tests.tiny import ROOT
 
@@ -18,7 +19,7 @@ from tests.tiny import ROOT
 def spare(folder: Path, words: list[str], between: str = "", changed: Path | None = None) -> Path:
     """A run by lib.spare; `changed` gets the text `between` when all is read and before the command comes."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "lib.spare"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        [sys.executable, "-m", "lib.launch.standby"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
     assert process.stdin is not None and process.stdout is not None
     command = ["train.py", "--config", str(tiny.config_file(folder)), *words]
@@ -53,23 +54,23 @@ def test_what_was_read_ahead_is_used_and_forgotten_when_anything_of_it_changes(
 ) -> None:
     words = tiny.settings(tmp_path, rows=21)
     path = tiny.config_file(tmp_path)
-    settings, command = config.load(path, words), ["--config", str(path), *words]
-    monkeypatch.setattr(ahead, "_ahead", None)
-    ahead.read(command)
-    first = ahead.inputs(settings, print)
-    assert ahead.inputs(config.load(path, [*words, "plan.shares=[8]"]), print) is first, "read twice"
-    model = ahead.policy(settings, lazy=False)
-    assert model is not ahead.policy(settings, lazy=False), "two runs would train one model"
-    assert ahead.inputs(config.load(path, [*words, "data.max_length=32"]), print) is not first
+    settings, command = load.load(path, words), ["--config", str(path), *words]
+    monkeypatch.setattr(preload, "_ahead", None)
+    preload.read(command)
+    first = preload.inputs(settings, print)
+    assert preload.inputs(load.load(path, [*words, "plan.shares=[8]"]), print) is first, "read twice"
+    model = preload.policy(settings, lazy=False)
+    assert model is not preload.policy(settings, lazy=False), "two runs would train one model"
+    assert preload.inputs(load.load(path, [*words, "data.max_length=32"]), print) is not first
 
-    ahead.read(command)
-    first, file = ahead.inputs(settings, print), tmp_path / "model/config.json"
+    preload.read(command)
+    first, file = preload.inputs(settings, print), tmp_path / "model/config.json"
     seen = file.stat()
     file.write_text(file.read_text())
     os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # as if nobody had touched it
-    assert ahead.inputs(settings, print) is not first
+    assert preload.inputs(settings, print) is not first
 
 
 @pytest.mark.parametrize(("weights", "free", "fits"), [(10**9, 10**10, True), (10**9, 10**10 - 1, False), (0, 0, True)])
 def test_a_second_copy_of_the_weights_needs_ten_times_their_room(weights: int, free: int, fits: bool) -> None:
-    assert ahead.is_small(weights, free) is fits
+    assert preload.is_small(weights, free) is fits

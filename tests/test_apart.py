@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_adapters, load_model
 
-from lib import exchange, rounds, step
-from lib.config import Stopped, Sync
-from lib.performance import read_records
-from lib.sync import AgreedError, World
+from lib.config.schema import Sync
+from lib.distributed import gradients
+from lib.distributed.world import World
+from lib.errors import AgreedError, Stopped
+from lib.telemetry.run_records import read_records
+from lib.training import local_sgd, step
 from tests import rounding, tiny
 from tests.test_world import folder, settings, train, world  # noqa: F401
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
@@ -158,7 +160,7 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
     monkeypatch.setattr(step, "make_step", slower)
     words = [*settings(world, folder, rows=300), "strategy=independent", "independent.pairs_per_round=150"]
     words += ["train.epochs=2", "checkpoint.every=10"]
-    original = rounds.Rounds._work
+    original = local_sgd.Rounds._work
 
     def stopping(self: Any, queue: Any, seconds: Any, local_step: Any) -> Any:
         def step_or_stop(step: int, *rest: Any) -> Any:
@@ -168,11 +170,11 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
 
         return original(self, queue, seconds, step_or_stop)
 
-    monkeypatch.setattr(rounds.Rounds, "_work", stopping)
+    monkeypatch.setattr(local_sgd.Rounds, "_work", stopping)
     with pytest.raises(Stopped):
         train(world, folder, words, "run")
     world.gather_text("stopped")
-    monkeypatch.setattr(rounds.Rounds, "_work", original)
+    monkeypatch.setattr(local_sgd.Rounds, "_work", original)
     run = train(world, folder, words, "run", resume=True)
     world.gather_text("finished")
     assert rows_of_epochs(run) == {0: list(range(300)), 1: list(range(300))}
@@ -286,7 +288,7 @@ def test_what_one_rank_meets_ends_all(
 ) -> None:
     """A fault on the last rank, in the middle of a round: all leave at their next meeting, and say whose it is."""
     common = [*settings(world, folder, rows=200), "strategy=independent", *words]
-    original = rounds.Rounds._work
+    original = local_sgd.Rounds._work
     for number, fault in enumerate([Stopped("not finite"), OSError(28, "No space left on device", "log")]):
 
         def work(self: Any, queue: Any, seconds: Any, local_step: Any, fault: Exception = fault) -> Any:
@@ -297,7 +299,7 @@ def test_what_one_rank_meets_ends_all(
 
             return original(self, queue, seconds, broken)
 
-        monkeypatch.setattr(rounds.Rounds, "_work", work)
+        monkeypatch.setattr(local_sgd.Rounds, "_work", work)
         with pytest.raises((Stopped, AgreedError), match=f"rank {world.size - 1}: .*(not finite|No space left)"):
             train(world, folder, common, f"run{number}")
         world.gather_text("left")
@@ -320,7 +322,7 @@ def test_what_is_gathered_arrives_bit_for_bit(world: World) -> None:  # noqa: F8
         assert np.array_equal(np.array(arrays[2]), expected.integers(0, 2**32, (2, 2)).astype(np.uint32))
         assert np.array(arrays[3]).tobytes() == own[3].tobytes()
     sent = world.traffic.bytes_sent
-    decoded, left_out = exchange.gather(world, {"w": mx.array(own[0])}, Sync(compression="int8"), {}, "a test")
+    decoded, left_out = gradients.gather(world, {"w": mx.array(own[0])}, Sync(compression="int8"), {}, "a test")
     assert world.traffic.bytes_sent - sent == (16 + 8) * (world.size - 1), (
         "15 numbers and a scale, each from a multiple of 8"
     )

@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lib import chunks, config, evaluate, scoring
-from lib import model as models
-from lib.chunks import Dispatcher, Journal, Local, Remote, Server, work
-from lib.config import UserError
-from lib.data import load_dataset
-from lib.sync import World
+from lib.config import load, schema
+from lib.data.dataset import load_dataset
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.evaluate import command as evaluate
+from lib.evaluate import work_queue
+from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, work
+from lib.model import load as models
+from lib.training import reference
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT
@@ -117,7 +120,7 @@ def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(
         file.write(json.dumps({"secret": "0" * 32, "rank": 1}).encode() + b"\n")
         file.flush()
         assert file.readline() == b""
-    monkeypatch.setattr(chunks, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(work_queue, "CONNECT_SECONDS", 0.1)
     silent = socket.create_connection(("127.0.0.1", address["port"]))  # a port scanner, which says nothing
     killed = Remote(address, 2, 10.0)
     first = killed.next(None, [])
@@ -185,19 +188,19 @@ def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: 
         "--reference",
         str(tmp_path / "other"),
     ]
-    other = config.Model(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
+    other = schema.Model(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
     models.load(other, 0).save_weights(str(tmp_path / "other" / "model.safetensors"))
     _, said = bulk(words)
     rows = scored(out)
     assert [row["row"] for row in rows] == list(range(30)) and '"scored": 30' in said
-    settings = config.load(
+    settings = load.load(
         None, [f"model.path={tmp_path}/model", "model.random_init=true", f"data.train={data}", "data.length_multiple=8"]
     )
     dataset = load_dataset(data, settings.data, "preference", None, eos_token_id=1)
     for prefix, folder in (("policy", "model"), ("reference", "other")):
         drawn = folder == "model"
         path = settings.model.model_copy(update={"path": str(tmp_path / folder), "random_init": drawn})
-        logps = scoring.dataset_logps(models.load(path, 0), dataset, World(), [1], settings)
+        logps = reference.dataset_logps(models.load(path, 0), dataset, World(), [1], settings)
         for k, name in enumerate(("chosen", "rejected")):
             np.testing.assert_allclose([row[f"{prefix}_{name}_logp"] for row in rows], logps[:, k], rtol=1e-5)
             assert [row[f"{name}_tokens"] for row in rows] == dataset.scored_tokens[:, k].tolist()
@@ -262,7 +265,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = ["It is 0.", "It is 1.", "It is 2.", "It is 2."]
-    monkeypatch.setattr("lib.bulk.Writer.completions", lambda self, rows: [drawn] * len(rows))
+    monkeypatch.setattr("lib.evaluate.batch_inference.Writer.completions", lambda self, rows: [drawn] * len(rows))
     words = [*common(writer), "--data", str(writer / "questions.jsonl")]
     pattern = r"evaluate.answer_pattern=(\d+)\."
     bulk([*words, pattern, "--make-pairs", str(tmp_path / "checked.jsonl")])
@@ -270,7 +273,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     assert [pair["chosen"] for pair in pairs] == [f"It is {i % 3}." for i in range(20)]
     assert all(pair["rejected"] in drawn and pair["rejected"] != pair["chosen"] for pair in pairs)
     dataset = load_dataset(
-        str(tmp_path / "checked.jsonl"), config.Data(train="-"), "preference", byte_level(CORPUS), eos_token_id=1
+        str(tmp_path / "checked.jsonl"), schema.Data(train="-"), "preference", byte_level(CORPUS), eos_token_id=1
     )
     assert len(dataset) == 20
     judge = tmp_path / "judge.py"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lib.performance import read_records
+from lib.telemetry.run_records import read_records
 from tests.cluster import Host, cables
 from tests.test_launch import nothing_left, wait_for
 from tests.test_recovery import LIMIT, Watched, steps, train_words

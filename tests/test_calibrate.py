@@ -12,19 +12,12 @@ from typing import Any
 import pytest
 
 from benchmarks import calibrate, curves, links, machines
-from lib import machine, os_commands, runtime
-from lib.calibration import (
-    Curve,
-    HardwareCalibrator,
-    HostCalibration,
-    Link,
-    Transfer,
-    read_calibration,
-    read_published,
-    time_now,
-)
-from lib.config import UserError
-from lib.validation import sound_curve
+from lib.errors import UserError
+from lib.plan.calibrator import HardwareCalibrator, time_now
+from lib.plan.curve_validation import sound_curve
+from lib.plan.curves import Curve, HostCalibration, Link, Transfer, read_calibration, read_published
+from lib.system import hardware as machine
+from lib.system import mpi_and_blas, os_commands
 from tests import tiny
 
 ONCE, PEAK = 0.004, 10**6
@@ -293,10 +286,11 @@ def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.Capt
 def test_ranks_of_one_host_have_a_file_each_and_their_links(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from lib import sync
+    from lib.distributed import world as world_module
+    from lib.system import network
 
     monkeypatch.setattr(links, "SIZES", [2**10, 2**16])
-    world = sync.start(runtime.launch_environment())
+    world = world_module.start(mpi_and_blas.launch_environment())
     folder = Path(world.broadcast_text(str(tmp_path)))
     mine = folder / f"rank-{world.rank}"
     mine.mkdir()
@@ -304,7 +298,7 @@ def test_ranks_of_one_host_have_a_file_each_and_their_links(
     run.words[run.words.index("--folder") + 1] = str(folder / "calibration")
     status, result, _, complaint = run("--quick", "--verify", "data.max_length=16")
     assert status == 0, complaint
-    hosts = [f"{sync.host_name()}-{rank}" for rank in range(world.size)]  # these ranks share a machine
+    hosts = [f"{network.host_name()}-{rank}" for rank in range(world.size)]  # these ranks share a machine
     stored = read_calibration(folder / "calibration" / f"{hosts[world.rank]}.json")
     assert stored.machine.host == hosts[world.rank] and stored.curves[0].slowdown_together >= 1
     sums = [link.peers for link in stored.links if link.operation == "all_sum"]

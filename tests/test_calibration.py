@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lib import config, files
-from lib.calibration import (
+from lib.config import load
+from lib.errors import UserError
+from lib.plan.calibrator import is_fresh, time_now
+from lib.plan.curves import (
     Curve,
     CurveKey,
     HostCalibration,
     choose_curves,
     curve_key,
-    is_fresh,
     read_calibration,
     read_published,
-    time_now,
     write_calibration,
 )
-from lib.config import UserError
+from lib.system import files
 
 KEY = CurveKey(model="m", method="lora", dtype="bfloat16", sequence_length=512)
 VERSIONS = {"mlx": "0.32.4"}
@@ -230,7 +230,7 @@ def test_what_is_not_measured_is_refused_when_required(second: HostCalibration |
 def key_of(folder: Path, *words: str, **stored: Any) -> CurveKey:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"hidden_size": 16, **stored}))
-    settings = config.load(None, [f"model.path={folder}", "data.train=x", *words])
+    settings = load.load(None, [f"model.path={folder}", "data.train=x", *words])
     return curve_key(settings, folder, 64)
 
 
@@ -265,7 +265,7 @@ def test_a_keys_dtype(tmp_path: Path, stored: dict[str, Any], words: list[str], 
 
 
 def test_a_key_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
-    settings = config.load(None, ["model.path=nowhere", "data.train=x"])
+    settings = load.load(None, ["model.path=nowhere", "data.train=x"])
     with pytest.raises(UserError, match="model.path nowhere: config.json cannot be read"):
         curve_key(settings, tmp_path, 64)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lib import channel, ranks
-from lib.channel import ForeignTexts, decoded, encoded
-from lib.hostfile import Host
-from lib.ranks import Launching
+from lib.launch import agent_link, agent_messages
+from lib.launch.agent_messages import ForeignTexts, decoded, encoded
+from lib.launch.hostfile import Host
+from lib.launch.ranks import Launching
 from tests.test_launch import python, words
 from tests.test_local_launch import FAR, launch, stand_in
 from tests.tiny import ROOT
@@ -58,7 +58,7 @@ def test_of_a_message_that_was_cut_off_nothing_is_shown(line: bytes) -> None:
 def test_what_is_shown_of_foreign_texts_is_bounded() -> None:
     texts = ForeignTexts(limit=2)
     assert texts.shown("") is None
-    assert texts.shown("\033[2Ja\tb" + "c" * 10**6) == " [2Ja b" + "c" * (channel.TEXT_CHARACTERS - 7) + " ..."
+    assert texts.shown("\033[2Ja\tb" + "c" * 10**6) == " [2Ja b" + "c" * (agent_messages.TEXT_CHARACTERS - 7) + " ..."
     assert texts.shown("last") == "last (more of this kind is not shown)" and texts.shown("more") is None
 
 
@@ -68,10 +68,10 @@ LONG = "import sys; sys.stdout.write('a\\n' + 'x' * 40 * 2**20 + '\\nb\\nc')"
 def test_a_line_that_is_too_long_is_passed_over() -> None:
     async def read() -> list[bytes]:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", LONG, stdout=subprocess.PIPE, limit=channel.LINE_BYTES
+            sys.executable, "-c", LONG, stdout=subprocess.PIPE, limit=agent_messages.LINE_BYTES
         )
         assert process.stdout is not None
-        found = [line async for line in channel.lines(process.stdout)]
+        found = [line async for line in agent_messages.lines(process.stdout)]
         await process.wait()
         return found
 
@@ -102,7 +102,7 @@ def test_a_launch_bears_what_else_a_host_writes(tmp_path: Path, monkeypatch: pyt
     # What is written into the middle of a line of the agent's takes that one.
     assert len(numbers) > 1900 and numbers == sorted(set(numbers))
     said = [line for line in errors.splitlines() if f"{FAR.name} says: " in line]
-    assert 0 < len(said) <= channel.TEXTS and any("{half a line" in line for line in said), errors
+    assert 0 < len(said) <= agent_messages.TEXTS and any("{half a line" in line for line in said), errors
 
 
 def test_an_agent_whose_last_line_is_cut_off_is_lost_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_question_under_way_ends_with_its_agent(tmp_path: Path, monkeypatch: p
     stand_in(tmp_path, CUT, monkeypatch)
 
     async def ask() -> None:
-        link = await ranks.connect(Launching((FAR,), "ring", ("true",)), FAR)
+        link = await agent_link.connect(Launching((FAR,), "ring", ("true",)), FAR)
         closed = asyncio.Event()
         link.hear = lambda kind, _: closed.set() if kind == "closed" else None
         asking = [asyncio.ensure_future(link.ask("probe", 1000.0, address="", port=0, seconds=0)) for _ in range(20)]
@@ -166,7 +166,7 @@ def test_a_greeting_that_is_json_or_endless_is_no_hello(tmp_path: Path, monkeypa
     stand_in(tmp_path, greeting, monkeypatch)
 
     async def reach() -> str:
-        link = await ranks.connect(Launching((FAR,), "ring", ("true",)), Host(FAR.name))
+        link = await agent_link.connect(Launching((FAR,), "ring", ("true",)), Host(FAR.name))
         await link.close()
         return link.machine
 

@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 
-from lib import division, evaluate
-from lib.calibration import BatchPoint, Curve, HostCalibration, Link, write_calibration
-from lib.choice import plan_run
-from lib.config import Config, UserError, load
-from lib.machine import Machine
-from lib.plan import ClusterPlan, Prediction, whole_bytes
-from lib.sync import World, host_name
+from lib.config.load import load
+from lib.config.schema import Config
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.evaluate import command
+from lib.model import partition
+from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
+from lib.plan.curves import BatchPoint, Curve, HostCalibration, Link, write_calibration
+from lib.plan.run_plan import plan_run
+from lib.system.hardware import Machine
+from lib.system.network import host_name
 from tests import rounding, tiny
 from tests.test_plan import LLAMA_8B
 from tests.test_replan import KEY, calibrated
 from tests.test_shard import folder, train, words_of, world  # noqa: F401
 
-SHAPE = division.shape_of(LLAMA_8B)  # 16.06 GB of weights
+SHAPE = partition.shape_of(LLAMA_8B)  # 16.06 GB of weights
 RATES = {1: 10.0, 8: 20.0}
 
 
@@ -167,7 +171,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     """Real ranks: the calibration of this host says that less than the model may be used."""
     words = words_of(world, folder, "train.schedule=constant", "train.steps=3")
     whole = train(world, folder, [*words, "strategy=synchronous"], "whole")
-    shape = division.shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
+    shape = partition.shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
     limit = int(whole_bytes(configured(), shape) * 0.95)  # less than the model and its headroom
     points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9, pairs_per_second=9) for size in (1, 8))
     link = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
@@ -190,6 +194,6 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     assert json.loads((run / "summary.json").read_text())["strategy"] == "sharded"
     alone = train(World(), folder, words, f"alone{world.rank}")
     assert tiny.difference(whole, run) <= rounding.limit_of(alone)
-    again = evaluate._read_config(argparse.Namespace(run=str(run), reference=None, data=None, overrides=[]))
+    again = command._read_config(argparse.Namespace(run=str(run), reference=None, data=None, overrides=[]))
     assert again.strategy == "sharded", "to be evaluated in parts as well"
     world.gather_text("checked")

@@ -5,24 +5,26 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lib import config
-from lib.config import Config, UserError
+from lib.config import help
+from lib.config import load as load_module
+from lib.config.schema import Config
+from lib.errors import UserError
 from tests.tiny import ROOT
 
 REQUIRED = ["model.path=m", "data.train=t"]
 
 
 def load(*words: str) -> Config:
-    return config.load(None, [*REQUIRED, *words])
+    return load_module.load(None, [*REQUIRED, *words])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_committed_config_is_valid_and_says_only_what_differs(path: Path) -> None:
-    loaded = config.load(path)
-    defaults = {key: default for key, _, default, _ in config.settings()}
+    loaded = load_module.load(path)
+    defaults = {key: default for key, _, default, _ in help.settings()}
     tree = yaml.safe_load(path.read_text())
     given = [f"{section}.{key}" for section, body in tree.items() if isinstance(body, dict) for key in body]
-    assert not [key for key in given if config._at(loaded, key) == defaults[key]], "these repeat the default"
+    assert not [key for key in given if load_module._at(loaded, key) == defaults[key]], "these repeat the default"
 
 
 def test_numbers_that_yaml_reads_as_strings_work() -> None:
@@ -77,32 +79,32 @@ def test_a_wrong_file_names_its_line(tmp_path: Path, text: str, expected: str) -
     path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
-        config.load(path)
+        load_module.load(path)
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("model: {path: m}\ndata: {train: t}\ncheckpoint:\n  # every: 25\ntrain:\n")
-    assert config.load(path).checkpoint.keep == 3 and config.load(path, ["train.beta=0.3"]).train.beta == 0.3
+    assert load_module.load(path).checkpoint.keep == 3 and load_module.load(path, ["train.beta=0.3"]).train.beta == 0.3
 
 
 def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:
     before = load("train.beta=0.3", "plan.shares=[10,6]", "train.optimizer_options={betas: [0.9, 0.95]}")
     path = tmp_path / "config.yaml"
-    path.write_text(config.dump(before))
-    assert config.load(path) == before
+    path.write_text(load_module.dump(before))
+    assert load_module.load(path) == before
 
 
 def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(config.dump(load()))
-    assert config.resume(path, ["plan.shares=[10,6]", "train.epochs=5"]).train.epochs == 5
+    path.write_text(load_module.dump(load()))
+    assert load_module.resume(path, ["plan.shares=[10,6]", "train.epochs=5"]).train.epochs == 5
     with pytest.raises(UserError, match="train.beta=0.5: the run was started with 0.1"):
-        config.resume(path, ["train.beta=0.5"])
+        load_module.resume(path, ["train.beta=0.5"])
 
 
 def test_help_lists_every_setting_with_its_meaning() -> None:
-    text = config.help_text()
-    for key, _, _, meaning in config.settings():
+    text = help.help_text()
+    for key, _, _, meaning in help.settings():
         assert key in text and meaning, key

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from lib import files, host_facts, hostfile, machine, network, preflight, verdicts
-from lib.hostfile import Host
-from lib.ranks import Launching
-from lib.verdicts import Context, Finding, Needs, judge, mend_ssh
+from lib.launch import host_facts, hostfile, preflight, verdicts
+from lib.launch.hostfile import Host
+from lib.launch.ranks import Launching
+from lib.launch.verdicts import Context, Finding, Needs, judge, mend_ssh
+from lib.system import files, hardware, network
 from tests import darwin
 from tests.sources import strings
 from tests.tiny import ROOT
@@ -67,29 +68,29 @@ def test_two_macs_of_one_name_are_two(mac: darwin.Mac) -> None:
 
 
 def test_free_memory_is_what_vm_stat_has_free(mac: darwin.Mac) -> None:
-    assert machine.host_memory_bytes() == 128 * 2**30
-    assert machine.free_memory_bytes() == darwin.FREE_BYTES < 10 * 2**30
+    assert hardware.host_memory_bytes() == 128 * 2**30
+    assert hardware.free_memory_bytes() == darwin.FREE_BYTES < 10 * 2**30
     mac.says("vm_stat", darwin.VM_STAT.replace("16384", "4096"))
-    assert machine.free_memory_bytes() == darwin.FREE_BYTES // 4, "an Intel Mac's pages"
+    assert hardware.free_memory_bytes() == darwin.FREE_BYTES // 4, "an Intel Mac's pages"
     mac.says("vm_stat", "vm_stat: something else\n")
-    assert machine.free_memory_bytes() is None
+    assert hardware.free_memory_bytes() is None
     facts = host_facts.facts({**dict.fromkeys(("files", "models", "ports", "addresses", "ssh_to"), []), "run_dir": None,
                               "calibration_dir": None, "rdma": False})  # fmt: skip
     assert facts["memory"] == {"free_bytes": None, "total_bytes": 128 * 2**30} and facts["system"] == "Darwin"
 
 
 def test_power_is_told_in_the_systems_words(mac: darwin.Mac) -> None:
-    assert machine.power() == (False, False, "AC Power, 100%, charged")
+    assert hardware.power() == (False, False, "AC Power, 100%, charged")
     mac.says("pmset -g batt", darwin.ON_BATTERY)
     mac.says("pmset -g", darwin.SETTINGS.format(mode=darwin.LOW.strip()))
-    assert machine.power() == (True, True, "Battery Power, 82%, discharging, Low Power Mode")
+    assert hardware.power() == (True, True, "Battery Power, 82%, discharging, Low Power Mode")
     mac.says("pmset -g batt", darwin.NO_BATTERY)
     mac.says("pmset -g", darwin.SETTINGS.format(mode=darwin.HIGH.strip()))
-    assert machine.power() == (False, False, "AC Power"), "a powermode of 2 is the fast one"
-    assert machine.wired_limit_bytes() is None and not machine.is_translated()
+    assert hardware.power() == (False, False, "AC Power"), "a powermode of 2 is the fast one"
+    assert hardware.wired_limit_bytes() is None and not hardware.is_translated()
     mac.says("sysctl -n iogpu.wired_limit_mb", "110000\n")
     mac.says("sysctl -n sysctl.proc_translated", "1\n")
-    assert machine.wired_limit_bytes() == 110000 * 2**20 and machine.is_translated()
+    assert hardware.wired_limit_bytes() == 110000 * 2**20 and hardware.is_translated()
 
 
 def test_linux_tells_its_power_in_files(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_linux_tells_its_power_in_files(tmp_path: Path) -> None:
     battery.mkdir()
     (battery / "type").write_text("Battery\n")
     (battery / "status").write_text("Discharging\n")
-    power = machine.power(tmp_path)
+    power = hardware.power(tmp_path)
     assert power is not None and power.on_battery and power.text.startswith("discharging")
 
 
@@ -169,7 +170,7 @@ def test_what_is_to_last_goes_through_the_drives_cache(tmp_path: Path, monkeypat
     refuses = True
     files.flush_path(tmp_path / "new/plan.json")
     assert asked[-1] == "fsync"
-    for path in [ROOT / "train.py", *(ROOT / "lib").glob("*.py")]:  # one door
+    for path in [ROOT / "train.py", *(ROOT / "lib").rglob("*.py")]:  # one door
         assert path.name == "files.py" or "fsync(" not in path.read_text(), path
 
 
@@ -290,7 +291,7 @@ GNU_ONLY = {
 
 
 def test_what_hosts_are_told_to_run_is_known_to_bsd() -> None:
-    for path in [ROOT / "Makefile", ROOT / "launch", ROOT / "train.py", *sorted((ROOT / "lib").glob("*.py"))]:
+    for path in [ROOT / "Makefile", ROOT / "launch", ROOT / "train.py", *sorted((ROOT / "lib").rglob("*.py"))]:
         texts = path.read_text().splitlines() if path.name == "Makefile" else strings(path)
         for text in texts:
             for pattern, why in GNU_ONLY.items():
@@ -313,7 +314,7 @@ OPENRSYNC |= {
 
 def test_rsync_is_given_what_apples_openrsync_takes() -> None:
     seen: set[str] = set()
-    for path in sorted((ROOT / "lib").glob("*.py")):
+    for path in sorted((ROOT / "lib").rglob("*.py")):
         for text in strings(path):
             if re.search(r"\brsync |--(exclude|delete|rsync-path|checksum)", text):
                 seen |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from lib import charts, pages, runtime
-from lib.history import Run, figures
-from lib.performance import PerformanceTracker, read_records
+from lib.dashboard import charts, run_report
+from lib.dashboard.figures import figures
+from lib.dashboard.history import Run
+from lib.system import mpi_and_blas
+from lib.telemetry.run_records import PerformanceTracker, read_records
 from tests import chromium, tiny
 from tests.cluster import Host
 from tests.test_launch import BACKENDS
@@ -71,7 +73,7 @@ def test_a_training_of_two_ranks_is_seen_live_and_as_it_was_logged(tmp_path: Pat
         str(tiny.config_file(tmp_path)),
     ]
     run = tmp_path / "runs" / "live"
-    mpirun = [str(runtime.mpirun_path()), "-n", "2", sys.executable, str(ROOT / "train.py"), *words]
+    mpirun = [str(mpi_and_blas.mpirun_path()), "-n", "2", sys.executable, str(ROOT / "train.py"), *words]
     training = subprocess.Popen(mpirun, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(lambda: (run / "logs" / "rank-001.jsonl").exists())
@@ -297,6 +299,6 @@ def test_what_a_model_says_is_text_on_the_page(tmp_path: Path) -> None:
     tracker.record("start")
     tracker.record("samples", samples=[{"prompt": "<script>alert(1)</script>", "before": "</pre><img src=x>"}])
     tracker.close()
-    pages.write(tmp_path)
+    run_report.write(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "<script>" not in page and "<img" not in page and "&lt;script&gt;" in page

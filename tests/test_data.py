@@ -21,12 +21,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lib.batches import MicroBatches
-from lib.config import Data, UserError
-from lib.config import load as load_settings
-from lib.data import Dataset, Example, collate, load_dataset, prefetch, truncate
-from lib.order import Position, advance, epoch_order, global_batch, micro_batches, split
-from lib.shapes import pad_length
+from lib.config.load import load as load_settings
+from lib.config.schema import Data
+from lib.data.batch_shapes import pad_length
+from lib.data.collate import collate
+from lib.data.dataset import Dataset, Example, load_dataset
+from lib.data.micro_batches import MicroBatches
+from lib.data.prefetch import prefetch
+from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
+from lib.data.tokenize import truncate
+from lib.errors import UserError
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 CORPUS = [

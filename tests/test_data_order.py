@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.order import Position, _deal_neighbours, advance, deal, epoch_order, global_batch, micro_batches, split
+from lib.data.row_order import (
+    Position,
+    _deal_neighbours,
+    advance,
+    deal,
+    epoch_order,
+    global_batch,
+    micro_batches,
+    split,
+)
 
 lengths_lists = st.lists(st.integers(1, 2000), min_size=1, max_size=200).map(np.array)
 shares_lists = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lib import discovery, hostfile, launcher
-from lib.discovery import Done, Machine
-from lib.hostfile import Host
+from lib.launch import command as launcher
+from lib.launch import discovery, hostfile
+from lib.launch.discovery import Done, Machine
+from lib.launch.hostfile import Host
 from tests.cluster import Host as Node
 from tests.tiny import ROOT
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.division import Division, Part, apportion, bounds, divide, rank_bytes, shape_of
+from lib.model.partition import Division, Part, apportion, bounds, divide, rank_bytes, shape_of
 
 MIXTURE: dict[str, Any] = {
     "model_type": "qwen3_moe",

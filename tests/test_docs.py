@@ -21,13 +21,14 @@ from typing import NamedTuple
 
 import pytest
 
-from lib import command, config, launcher
+from lib.config import help, load, train_arguments
+from lib.launch import command as launcher
 from tests import tiny
 from tests.tiny import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OURS = ("make ", "./launch ", ".venv/bin/", "python ")
-QUICKSTART = command.QUICKSTART
+QUICKSTART = train_arguments.QUICKSTART
 
 
 class Command(NamedTuple):
@@ -126,11 +127,11 @@ def check_train(words: list[str], needs: str, folder: Path) -> None:
     if "--help" in words:
         assert "train.learning_rate=" in help_of("train.py")
         return
-    options = command.parse(words, "")
+    options = train_arguments.parse(words, "")
     if options.resume:
-        assert {word.partition("=")[0] for word in options.overrides} <= {k for k, *_ in config.settings()}
+        assert {word.partition("=")[0] for word in options.overrides} <= {k for k, *_ in help.settings()}
         return
-    config.load(ROOT / (options.config or QUICKSTART), options.overrides)
+    load.load(ROOT / (options.config or QUICKSTART), options.overrides)
     if needs == "":  # for real, on a model that takes a second
         ours = [
             word for word in words if not word.startswith(("--config", "configs/", "model.", "data.", "train.steps="))
@@ -146,7 +147,7 @@ def help_of(*script: str) -> str:
 
 
 def knows_options(text: str, words: list[str]) -> None:
-    settings = {key for key, *_ in config.settings()}
+    settings = {key for key, *_ in help.settings()}
     for word in words:
         if word.startswith("-"):
             assert re.search(rf"(^|[\s\[,]){re.escape(word.partition('=')[0])}\b", text), f"{word} is no option"
@@ -155,7 +156,7 @@ def knows_options(text: str, words: list[str]) -> None:
 
 
 def test_settings_that_the_documents_name_exist() -> None:
-    known = {key for key, *_ in config.settings()}
+    known = {key for key, *_ in help.settings()}
     sections = {key.partition(".")[0] for key in known if "." in key}
     files = {
         "train.py",
@@ -226,10 +227,10 @@ def test_the_reference_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> 
     words = shlex.split(next(line for line in recipe.splitlines() if "pdoc" in line))
     words = [sys.executable, *words[1 : words.index("--output-directory")], "--output-directory", str(tmp_path)]
     built = subprocess.run(
-        [*words, "lib.advice", "lib.hostfile"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*words, "lib.plan.advice", "lib.launch.hostfile"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert built.returncode == 0, built.stderr
-    assert {path.stem for path in (tmp_path / "lib").glob("*.html")} == {"advice", "hostfile"}
+    assert {path.stem for path in (tmp_path / "lib").glob("*/*.html")} == {"advice", "hostfile"}
     check_reference(tmp_path)
     if (ROOT / "build" / "docs").exists():
         check_reference(ROOT / "build" / "docs")

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from lib import doctor, host_facts, machine, metal, network
-from lib.doctor import Check, Checked, Examination, Result
+from lib.launch import doctor, host_facts, ranks
+from lib.launch.doctor import Check, Checked, Examination, Result
+from lib.system import hardware, metal, network
 from tests import darwin
 from tests.tiny import ROOT
 
@@ -147,9 +148,9 @@ def test_a_disk_packages_and_python(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert doctor.pinned((ROOT / "constraints.txt").read_text()).keys() >= set(host_facts.PACKAGES)
     monkeypatch.setattr(doctor, "pinned", lambda text: {"mlx": "0.0.1"})
     assert Examination().packages(5).status == "note"
-    monkeypatch.setattr(machine, "is_translated", lambda: True)
+    monkeypatch.setattr(hardware, "is_translated", lambda: True)
     assert "Rosetta" in Examination().python(5).message
-    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda: 10**9)
     assert Examination().memory(5).status == "note"
 
 
@@ -182,7 +183,7 @@ def test_what_only_a_mac_has(mac: darwin.Mac, monkeypatch: pytest.MonkeyPatch) -
     assert "109" not in examination.memory(5).message and "8.8 GB free" in examination.memory(5).message
     folder = examination.folder(5)
     assert folder is not None and folder.status == "ok"
-    monkeypatch.setattr(doctor, "ROOT", Path("/Users/jan/Documents/tandem"))
+    monkeypatch.setattr(ranks, "ROOT", Path("/Users/jan/Documents/tandem"))
     folder = examination.folder(5)
     assert folder is not None and folder.status == "note" and folder.remedy == "mv /Users/jan/Documents/tandem ~/tandem"
 

@@ -26,12 +26,12 @@ def is_run(path: Path) -> bool:
 def programs() -> list[list[str]]:
     """The words after `python` of everything that people and launchers start."""
     scripts = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if is_run(path)]
-    modules = [path for path in sorted((ROOT / "lib").glob("*.py")) if is_run(path)]
+    modules = [path for path in sorted((ROOT / "lib").rglob("*.py")) if is_run(path)]
     return [
         ["train.py"],
         ["launch"],
         *([f"benchmarks/{path.name}"] for path in scripts),
-        *(["-m", f"lib.{path.stem}"] for path in modules),
+        *(["-m", ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")] for path in modules),
     ]
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lib import config as settings
-from lib import matmul
-from lib.calibration import Curve, CurveKey, HostCalibration, read_calibration, read_published
-from lib.choice import plan_run
-from lib.estimate import Known, relative_speeds, with_estimates
-from lib.machine import Machine
-from lib.plan import ClusterPlan
+from lib.config import load as settings
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.curves import Curve, CurveKey, HostCalibration, read_calibration, read_published
+from lib.plan.run_plan import plan_run
+from lib.plan.uncalibrated_hosts import Known, relative_speeds, with_estimates
+from lib.system import matmul_rate
+from lib.system.hardware import Machine
 from tests import tiny
 
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
@@ -98,7 +98,7 @@ def test_a_falsified_point_does_not_steer_the_shares() -> None:
 
 
 def test_the_rate_of_products_is_measured_in_well_under_a_second() -> None:
-    rates = [matmul.quick_gflops(0.1) for _ in range(3)]
+    rates = [matmul_rate.quick_gflops(0.1) for _ in range(3)]
     assert min(rates) > 0.1 and np.median(rates) > 0
 
 
@@ -107,11 +107,13 @@ def test_ranks_of_two_hosts_plan_alike_where_one_was_never_calibrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two real ranks that go by two names; the second one's products are said to be a third as fast."""
-    from lib import model as models
-    from lib import runtime, schedule, sync
-    from lib.calibration import curve_key, write_calibration
+    from lib.distributed import world as sync
+    from lib.plan import first_plan
+    from lib.plan.curves import curve_key, write_calibration
+    from lib.system import model_folder as models
+    from lib.system import mpi_and_blas
 
-    world = sync.start(runtime.launch_environment(), timeout_seconds=60)
+    world = sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
     folder = Path(world.broadcast_text(str(tmp_path)))
     mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
     words = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.global_batch_size=16"]
@@ -120,8 +122,8 @@ def test_ranks_of_two_hosts_plan_alike_where_one_was_never_calibrated(
     key = curve_key(config, models.resolve(config.model.path, None), 16)
     if world.rank == 0:
         write_calibration(folder / "calibration" / "fast.json", calibrated("fast", {1: 10.0, 4: 30.0}, key))
-    monkeypatch.setattr(matmul, "quick_gflops", lambda: [90.0, 30.0][world.rank])
-    plan = schedule.first_plan(config, world, ["fast", "new"], lengths)
+    monkeypatch.setattr(matmul_rate, "quick_gflops", lambda: [90.0, 30.0][world.rank])
+    plan = first_plan.first_plan(config, world, ["fast", "new"], lengths)
     texts = world.gather_long_text(json.dumps(plan.to_dict()))
     assert texts[0] == texts[1] and plan.shares == [12, 4]
     assert any("host new: estimated" in warning for warning in plan.warnings)

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 
-from lib import config, forward
-from lib import model as models
-from lib.data import Batch, Example, collate
+from lib.config import schema
+from lib.data.collate import Batch, collate
+from lib.data.dataset import Example
+from lib.model import adapter_files, adapters, lora, swiglu, token_stream
+from lib.model import load as load_module
+from lib.model import logps as logps_module
 from tests import rounding
 from tests.tiny import model_folder
 
@@ -56,12 +59,14 @@ STREAMS = [family for family in FAMILIES if family != "gemma2"]
 def load(folder: Path, family: str, **changes: Any) -> nn.Module:
     """A tiny model of the family whose trained parameters are not at a symmetric point."""
     path = model_folder(folder / f"{family}-{len(changes)}", model_type=family, **FAMILIES[family])
-    model_settings = config.Model(path=str(path), random_init=True, **changes)
-    model = models.load(model_settings, 0)
-    models.make_trainable(model, model_settings, 0)
+    model_settings = schema.Model(path=str(path), random_init=True, **changes)
+    model = load_module.load(model_settings, 0)
+    adapters.make_trainable(model, model_settings, 0)
     mx.random.seed(1)
     model.update(
-        tree_unflatten([(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()])
+        tree_unflatten(
+            [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in adapter_files.trainable(model).items()]
+        )
     )
     return model.train()
 
@@ -100,20 +105,20 @@ def results_of(model: nn.Module, logps: Callable[[], mx.array]) -> list[dict[str
 
 
 def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compiled: bool = False) -> None:
-    inputs = forward.arrays_of(batch.inputs)
+    inputs = token_stream.arrays_of(batch.inputs)
     wanted = rounding.expected_and_limits(model, lambda: results_of(model, lambda: plain_logps(model, examples)))
-    take = nn.value_and_grad(model, lambda inputs: weighted(forward.completion_logps(model, inputs)))
+    take = nn.value_and_grad(model, lambda inputs: weighted(logps_module.completion_logps(model, inputs)))
     if compiled:
         take = mx.compile(take, inputs=[model.state], outputs=[model.state])
     loss, gradients = take(inputs)
-    logps = forward.completion_logps(model, inputs)
+    logps = logps_module.completion_logps(model, inputs)
     rounding.assert_within([{"logps": logps}, {"loss": loss}, dict(tree_flatten(gradients))], *wanted)
 
 
 @pytest.mark.parametrize("family", STREAMS)
 def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family)
-    assert forward.cannot_share_prompts(model) is None
+    assert token_stream.cannot_share_prompts(model) is None
     layouts = set()
     for seed, (count, multiple, shortest) in enumerate([(5, 4, 0), (4, 1, 6), (3, 8, 9), (1, 4, 3)]):
         examples = draw(seed, count, shortest_prompt=shortest)
@@ -125,7 +130,7 @@ def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(t
 
 def test_prompts_of_one_length_make_a_dense_stream(tmp_path: Path) -> None:
     model = load(tmp_path, "llama")
-    assert forward.cannot_share_prompts(model) is None
+    assert token_stream.cannot_share_prompts(model) is None
     ids = np.arange(2, 40, dtype=np.int32)
     examples = [Example(i, ids[i : i + 16], (ids[5 : 14 - (i > 1)], ids[i : i + 9])) for i in range(3)]
     batch = collate(examples, 8, shared_prompts=True)
@@ -137,7 +142,7 @@ def test_prompts_of_one_length_make_a_dense_stream(tmp_path: Path) -> None:
 @pytest.mark.parametrize("completions", [1, 3])
 def test_any_number_of_completions(tmp_path: Path, completions: int) -> None:
     model = load(tmp_path, "qwen3")
-    assert forward.cannot_share_prompts(model) is None
+    assert token_stream.cannot_share_prompts(model) is None
     examples = draw(7, 4, completions, shortest_prompt=5)
     batch = collate(examples, 4, shared_prompts=True)
     assert batch.places.shape[:2] == (4, completions)
@@ -152,7 +157,7 @@ def test_whole_rows_for_the_families_that_cannot_share(tmp_path: Path, family: s
 
 
 def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
-    assert "would change its outputs" in str(forward.cannot_share_prompts(load(tmp_path, "gemma2")))
+    assert "would change its outputs" in str(token_stream.cannot_share_prompts(load(tmp_path, "gemma2")))
     mamba = model_folder(
         tmp_path / "mamba",
         model_type="mamba",
@@ -162,8 +167,8 @@ def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
         use_conv_bias=True,
         time_step_rank=2,
     )
-    model = models.load(config.Model(path=str(mamba), random_init=True), 0)
-    assert forward.cannot_share_prompts(model) is not None
+    model = load_module.load(schema.Model(path=str(mamba), random_init=True), 0)
+    assert token_stream.cannot_share_prompts(model) is not None
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -176,9 +181,9 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     kind = type(model.layers[0])
     monkeypatch.setattr(kind, "__call__", kind.__call__)  # checkpointing belongs to the class: undone after the test
     if checkpointing:
-        models.checkpoint_blocks(model)
-    monkeypatch.setattr(forward, "LOGITS_BYTES", 7 * VOCABULARY * 4)
-    assert forward.cannot_share_prompts(model) is None
+        adapters.checkpoint_blocks(model)
+    monkeypatch.setattr(logps_module, "LOGITS_BYTES", 7 * VOCABULARY * 4)
+    assert token_stream.cannot_share_prompts(model) is None
     examples = draw(3, 4, shortest_prompt=4)
     names = [name for name, _ in tree_flatten(model.parameters())]
     for shared in (False, True):
@@ -191,25 +196,25 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
     examples = draw(5, 2)
     assert_equal(gemma, examples, collate(examples, 4, False))
     path = model_folder(tmp_path / "wide", hidden_size=64, intermediate_size=64)
-    model = models.load(config.Model(path=str(path), random_init=True), 0)
+    model = load_module.load(schema.Model(path=str(path), random_init=True), 0)
     nn.quantize(model, group_size=32, bits=8)
-    models.make_trainable(model, config.Model(path=str(path)), 0)
-    assert forward.cannot_share_prompts(model.train()) is None
+    adapters.make_trainable(model, schema.Model(path=str(path)), 0)
+    assert token_stream.cannot_share_prompts(model.train()) is None
     assert_equal(model, examples, collate(examples, 4, True))
 
 
 def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = load(tmp_path, "llama"), []
-    plain = forward._logps_and_slope_of_logits
-    monkeypatch.setattr(forward, "LOGITS_BYTES", 10 * VOCABULARY * 4)
+    plain = logps_module._logps_and_slope_of_logits
+    monkeypatch.setattr(logps_module, "LOGITS_BYTES", 10 * VOCABULARY * 4)
 
     def listen(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
         made.append(logits.shape)
         return plain(logits, targets)
 
-    monkeypatch.setattr(forward, "_logps_and_slope_of_logits", listen)
+    monkeypatch.setattr(logps_module, "_logps_and_slope_of_logits", listen)
     batch = collate(draw(0, 5), 4, False)
-    mx.eval(forward.completion_logps(model, forward.arrays_of(batch.inputs)))
+    mx.eval(logps_module.completion_logps(model, token_stream.arrays_of(batch.inputs)))
     assert sum(rows for rows, _ in made) == len(batch.targets) > 40 and max(rows for rows, _ in made) <= 10
 
 
@@ -272,8 +277,8 @@ def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]
         return [*outputs, mx.grad(total)(x), *(a for _, a in tree_flatten(gradients))]
 
     expected = run()
-    models._take_low_rank_linear(block)
-    assert all(type(block[name]) is models.LowRankLinear for name in names)
+    lora.take_low_rank_linear(block)
+    assert all(type(block[name]) is lora.LowRankLinear for name in names)
     for ours, theirs in zip(run(), expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == mx.float32
         # Sums of 96 columns at most, or of 15 rows of them.
@@ -283,7 +288,7 @@ def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]
 def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp_path: Path) -> None:
     model = load(tmp_path, "llama", dtype="bfloat16")
     layer = model.layers[0].mlp.up_proj
-    assert type(layer) is models.LowRankLinear and layer.lora_a.dtype == mx.float32
+    assert type(layer) is lora.LowRankLinear and layer.lora_a.dtype == mx.float32
     x = mx.random.normal((7, 16)).astype(mx.bfloat16)
     value, gradients = nn.value_and_grad(layer, lambda x: layer(x).astype(mx.float32).sum())(x)
     assert layer(x).dtype == mx.bfloat16 and all(a.dtype == mx.float32 for _, a in tree_flatten(gradients))
@@ -300,7 +305,7 @@ def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch
     monkeypatch.setattr(mx, "default_device", lambda: device)
     logits = mx.concatenate([mx.random.normal((6, 50)) * 5, mx.array([[0.0, 300.0, -300.0] + [0.0] * 47])])
     targets = mx.array([0, 49, 7, 7, 3, 2, 2])
-    logps, slope = forward._logps_and_slope_of_logits(logits, targets)
+    logps, slope = logps_module._logps_and_slope_of_logits(logits, targets)
     exact = np.array(logits, np.float64)
     partition = np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1)) + exact.max(1)
     # A logit less the partition is rounded relatively to them; the partition is a sum of 50 terms.
@@ -310,10 +315,10 @@ def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch
     assert (np.abs(np.array(slope) - expected) <= sizes[:, None]).all()
 
 
-@pytest.mark.parametrize("ours", [models.lean_swiglu, models.quick_swiglu])
+@pytest.mark.parametrize("ours", [swiglu.lean_swiglu, swiglu.quick_swiglu])
 def test_swiglu_equals_mlx_lms_function(tmp_path: Path, ours: Any) -> None:
     model = load(tmp_path, "llama")
-    assert sys.modules[type(model).__module__].swiglu is models.quick_swiglu  # on this CPU
+    assert sys.modules[type(model).__module__].swiglu is swiglu.quick_swiglu  # on this CPU
     gate = mx.concatenate([mx.random.normal((7, 64)) * 4, mx.array([[-200.0, -30.0, 0.0, 200.0] * 16])])
     x, weight = mx.random.normal((2, *gate.shape))
     (plain,), expected = mx.vjp(lambda gate, x: gate * mx.sigmoid(gate) * x, [gate, x], [weight])

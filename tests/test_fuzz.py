@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.sync import World
+from lib.distributed.world import World
 from tests.fuzzing import make_case, play
 from tests.test_world import folder, world  # noqa: F401
 

@@ -18,13 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import completions, config, keys, server
-from lib.completions import Limits, RequestError
-from lib.config import Serve, UserError
-from lib.gateway import Gateway
-from lib.hostfile import Host
-from lib.pool import Backend, Pool, QueueFull, choose
-from lib.supervisor import Process, Recipe, pause_seconds
+from lib.config import load
+from lib.config.schema import Serve
+from lib.errors import UserError
+from lib.launch.hostfile import Host
+from lib.serve import api_keys, openai_requests
+from lib.serve import command as server
+from lib.serve.backend_pool import Backend, Pool, QueueFull, choose
+from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
+from lib.serve.gateway import Gateway
+from lib.serve.openai_requests import Limits, RequestError
 
 LIMITS = Limits("tiny", max_prompt_tokens=100, max_tokens=50, vocab_size=283, context_tokens=120)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -177,8 +180,8 @@ def test_no_slot_is_lost_or_doubled_whatever_happens(acts: list[tuple[str, int]]
 
 
 def told(tokens: int = 1, **words: Any) -> dict[str, Any]:
-    request = completions.parse("chat", json.dumps(CHAT | words).encode())
-    return completions.ask("chat", request, LIMITS, tokens).body
+    request = openai_requests.parse("chat", json.dumps(CHAT | words).encode())
+    return openai_requests.ask("chat", request, LIMITS, tokens).body
 
 
 def test_a_backend_hears_nothing_but_what_is_known() -> None:
@@ -222,7 +225,7 @@ def test_limits_on_tokens(tokens: int, words: dict[str, Any]) -> None:
 def test_any_json_is_a_request_or_a_clean_refusal(tree: Any) -> None:
     for raw in (json.dumps(tree).encode(), json.dumps(CHAT | {"stop": tree, "tools": tree, "messages": tree}).encode()):
         try:
-            completions.parse("chat", raw)
+            openai_requests.parse("chat", raw)
         except RequestError as error:
             assert 400 <= error.status < 500 and json.loads(error.body)["error"]["message"]
 
@@ -230,7 +233,7 @@ def test_any_json_is_a_request_or_a_clean_refusal(tree: Any) -> None:
 def test_the_models_name_is_put_in_its_place_alone() -> None:
     said = json.dumps({"content": '"model": "default_model"'})
     event = b'{"model": "default_model", "x": %s}' % said.encode()
-    changed = json.loads(completions.renamed(event, 'a"b'))
+    changed = json.loads(openai_requests.renamed(event, 'a"b'))
     assert changed == {"model": 'a"b', "x": json.loads(said)}
 
 
@@ -247,7 +250,7 @@ def test_a_stream_is_put_together_as_the_whole_answer_would_be() -> None:
     events = [base | {"choices": [choice]} for choice in choices] + [
         base | {"choices": [], "usage": {"total_tokens": 3}}
     ]
-    whole = completions.assemble(json.dumps(event).encode() for event in events)
+    whole = openai_requests.assemble(json.dumps(event).encode() for event in events)
     message = {"role": "assistant", "content": "ab", "reasoning": "hm", "tool_calls": [call]}
     choice = {"index": 0, "finish_reason": "tool_calls", "logprobs": None, "message": message}
     assert whole == base | {"object": "chat.completion", "choices": [choice], "usage": {"total_tokens": 3}}
@@ -258,10 +261,10 @@ def test_a_stream_is_put_together_as_the_whole_answer_would_be() -> None:
 
 def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    alice = keys.make("alice", path)
+    alice = api_keys.make("alice", path)
     path.write_text(path.read_text().rstrip("\n"))  # as an editor may leave it
-    bob = keys.make("bob@home", path)
-    ring = keys.read(path)
+    bob = api_keys.make("bob@home", path)
+    ring = api_keys.read(path)
     assert (ring.owner(alice), ring.owner(bob)) == ("alice", "bob@home") and alice != bob
     assert [ring.owner(key) for key in ("", alice[:-1], alice + "x", alice.upper(), "\ud800")] == [None] * 5
     assert alice not in path.read_text() and stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -274,11 +277,11 @@ def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
 def test_a_wrong_key_file_is_told_without_its_content(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(UserError) as error:
-        keys.read(tmp_path / "keys")
+        api_keys.read(tmp_path / "keys")
     assert said in str(error.value) and "secret" not in str(error.value)
     for name in ("two words", "", "a\nb"):
         with pytest.raises(UserError):
-            keys.make(name, tmp_path / "other")
+            api_keys.make(name, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -383,7 +386,7 @@ def test_every_host_gets_one_backend(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost:4\nmac-b.invalid:2\n")
     words = [f"serve.hostfile={tmp_path / 'hosts'}", "serve.fuse=true", "serve.concurrency=7", "model.revision=abc"]
     base = {"model": {"path": "owner/name"}, "data": {"train": "none"}}
-    found = server.recipes(config.load(None, words, base), tmp_path)
+    found = server.recipes(load.load(None, words, base), tmp_path)
     assert list(found) == ["localhost", "mac-b.invalid"]
     here, there = found.values()
     assert here is not None and there is not None and here.host is None and there.host == Host("mac-b.invalid", 2)

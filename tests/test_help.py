@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import train
-from lib import command, runtime
+from lib.config import train_arguments
+from lib.system import mpi_and_blas
 from tests import test_docs
 from tests.test_docs import help_of
 from tests.tiny import ROOT
@@ -67,14 +68,17 @@ def test_trainings_of_the_help_run_as_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    found = [shlex.split(line.replace("configs/X.yaml", command.QUICKSTART)) for line in examples(train.__doc__ or "")]
+    found = [
+        shlex.split(line.replace("configs/X.yaml", train_arguments.QUICKSTART))
+        for line in examples(train.__doc__ or "")
+    ]
     alone = [words[2:] for words in found if words[0] == "python" and "--resume" not in words]
     ranks = [words for words in found if words[0] == "mpirun"]
     assert len(alone) >= 3 and ranks
     for words in alone:
         assert train.main([*words, "--dry-run"]) == 0
         assert "dry run: nothing is trained" in capsys.readouterr().out
-    scripts = runtime.mpirun_path().parent
+    scripts = mpi_and_blas.mpirun_path().parent
     for words in ranks:
         path = f"{scripts}:{os.environ['PATH']}"
         done = subprocess.run(

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from lib import command, config, hints
-from lib.config import UserError
+from lib.config import help, hints, train_arguments
+from lib.config import load as load_module
+from lib.errors import UserError
 from tests.test_config import load
 from tests.tiny import ROOT
 
-KNOWN = config.known_settings()
+KNOWN = help.known_settings()
 
 
 def said_of(*words: str) -> str:
     """What train.py says of these words."""
     with pytest.raises(UserError) as error:
-        config.load(ROOT / command.QUICKSTART, command.parse(list(words), "").overrides)
+        load_module.load(ROOT / train_arguments.QUICKSTART, train_arguments.parse(list(words), "").overrides)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -107,6 +108,6 @@ def test_a_file_for_another_trainer_is_refused_in_one_line(tmp_path: Path, text:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
-        config.load(path)
+        load_module.load(path)
     said = str(error.value)
     assert hint in said and "\n" not in said and len(said) < 600

@@ -14,11 +14,13 @@ from dash import html
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import charts, dashboard, history, pages
-from lib.calibration import Curve
-from lib.history import COLUMNS, INDEX, Run, Series, figures
-from lib.performance import PerformanceTracker, rewind
-from lib.tail import Copy, Tail
+from lib.dashboard import app, charts, history, run_report
+from lib.dashboard import figures as figures_module
+from lib.dashboard.figures import figures
+from lib.dashboard.history import COLUMNS, INDEX, Run, Series
+from lib.plan.curves import Curve
+from lib.telemetry.log_tail import Copy, Tail
+from lib.telemetry.run_records import PerformanceTracker, rewind
 
 KINDS = ("start", "evaluation", "checkpoint", "plan", "merge", "warning", "end", "samples", "network", "sensors", "new")
 
@@ -159,14 +161,16 @@ def test_no_record_whatever_it_holds_breaks_a_page(found: list[tuple[str, dict[s
         drawn += [charts.speed(run, now), charts.seconds(now), charts.network(run), charts.batch_curves(run)]
         drawn += [charts.measured(run, name) for name in charts.MEASURED]
         json.dumps(drawn)
-        shown = [dashboard._headline(html, now), dashboard._machines(html, run, now), dashboard._events(html, run)]
+        shown = [app._headline(html, now), app._machines(html, run, now), app._events(html, run)]
         shown += [
-            dashboard._comparison(html, [run], [now]),
-            dashboard._warnings(html, now),
-            dashboard._values(run, now),
+            app._comparison(html, [run], [now]),
+            app._warnings(html, now),
+            app._values(run, now),
         ]
         assert shown
-        assert pages.facts(run, now, {}) and isinstance(pages.samples(run) + charts.told_once(run.events), list)
+        assert run_report.facts(run, now, {}) and isinstance(
+            run_report.samples(run) + charts.told_once(run.events), list
+        )
 
 
 def test_the_network_and_sensors_are_told_by_rank_and_host(tmp_path: Path) -> None:
@@ -265,7 +269,7 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert second.bytes_per_second == pytest.approx(1e7)
     silent = figures(read_all(Run(tmp_path)), 5000.0)
     assert silent.state == "silent" and silent.left_seconds is None, "nobody knows when what is silent ends"
-    assert [(who, taken) for who, taken, _ in history.batch_curves(read_all(Run(tmp_path)))] == [((0, "a"), [3])]
+    assert [(who, taken) for who, taken, _ in figures_module.batch_curves(read_all(Run(tmp_path)))] == [((0, "a"), [3])]
     (tmp_path / "logs" / "rank-001.jsonl").rename(tmp_path / "elsewhere")
     assert figures(read_all(Run(tmp_path)), 1041.0).missing == [(1, "b")]
     (tmp_path / "elsewhere").rename(tmp_path / "logs" / "rank-001.jsonl")

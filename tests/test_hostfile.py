@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib import hostfile
-from lib.config import UserError
-from lib.hostfile import Host, Hosts, parse
+from lib.errors import UserError
+from lib.launch import hostfile
+from lib.launch.hostfile import Host, Hosts, parse
 from tests.tiny import ROOT
 
 TWO = (Host("mac-a", 1), Host("root@10.0.0.2", 3, ("10.0.0.2",)))

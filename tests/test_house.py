@@ -1,131 +1,93 @@
-"""The house's own rules: imports only go down, --help answers at once, and nothing names a machine."""
+"""The house's own rules: imports go one way through the rooms, --help answers at once, and nothing names a machine."""
 
 import ast
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from tests.tiny import ROOT
 
-FLOORS = [
-    {
-        "command",
-        "config",
-        "environment",
-        "hints",
-        "records",
-        "calibration",
-        "performance",
-        "runtime",
-        "hostfile",
-        "machine",
-        "division",
-        "files",
-        "os_commands",
-    }
-    | {
-        "heartbeat",
-        "channel",
-        "watch",
-        "network",
-        "agent",
-        "jobfile",
-        "shapes",
-        "hub",
-        "keys",
-        "completions",
-        "backend",
-        "sources",
-        "spool",
-        "tail",
-        "history",
-        "chunks",
-        "sinks",
-        "terminal",
-        "shares",
-        "rendezvous",
-        "discovery",
-        "validation",
-        "estimate",
-        "memory",
-        "tape",
-        "fitting",
-        "correction",
-        "strategy",
-        "metal",
-        "ring",
-        "topology",
-        "out_of_memory",
-    },
-    {"plan", "order", "model", "losses", "sync", "forward", "lora", "shard", "merge", "compression", "pool", "matmul"},
-    {
-        "data",
-        "inspection",
-        "streaming",
-        "step",
-        "batches",
-        "advice",
-        "choice",
-        "schedule",
-        "scoring",
-        "loading",
-        "checkpoint",
-        "exchange",
-        "ledger",
-        "ceilings",
-    }
-    | {"rounds", "launcher", "preflight", "host_facts", "verdicts", "ranks", "reach", "supervisor"},
-    {
-        "evaluate",
-        "bulk",
-        "report",
-        "dashboard",
-        "pages",
-        "charts",
-        "server",
-        "gateway",
-        "listener",
-        "spare",
-        "ahead",
-        "doctor",
-        "learner",
-    },
+# The rooms of lib/, in the order in which one may import another: to the left only. Those of one tuple never meet.
+ROOMS = [
+    ("errors",),
+    ("config",),
+    ("system",),
+    ("telemetry", "data", "model"),
+    ("distributed",),
+    ("plan",),
+    ("training",),
+    ("evaluate",),
+    ("dashboard", "launch"),
+    ("serve",),
 ]
+DOORS = {"agent": "launch", "doctor": "launch", "server": "serve"}  # `python -m lib.X`, in front of a room
+WITHOUT_MLX = ("errors", "config", "system", "telemetry", "launch", "dashboard", "serve", "agent", "doctor", "server")
+ASK_MLX = ("system.matmul_rate", "system.provenance")  # what it computes on, and how fast
+MODULES = {
+    ".".join(path.relative_to(ROOT / "lib").with_suffix("").parts): path
+    for path in sorted((ROOT / "lib").rglob("*.py"))
+    if path.stem not in ("__init__", "environment")  # which every Python reads first, to go on in .venv
+}
 
 
-def imports_of(path: str) -> set[str]:
-    """The modules of lib/ that a file imports, at its top or inside a function."""
-    found = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "lib":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lib."):
-            found.add(node.module.split(".")[1])
+def imports_of(name: str) -> Iterator[str]:
+    """The modules of lib/ that another one imports, at its top or inside a function."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lib":
+            source = (node.module or "").partition(".")[2]
+            for alias in node.names:
+                inside = f"{source}.{alias.name}".strip(".")
+                yield inside if inside in MODULES else source
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("lib.")}
-    return found
+            yield from (alias.name.removeprefix("lib.") for alias in node.names if alias.name.startswith("lib."))
 
 
-def test_imports_only_go_down() -> None:
-    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-    rooms = {path.stem for path in (ROOT / "lib").glob("*.py")} - {"__init__"}
-    assert rooms <= floor_of.keys(), f"say on which floor these stand: {sorted(rooms - floor_of.keys())}"
-    assert imports_of("lib/__init__.py") == {"environment"}
-    for path in sorted((ROOT / "lib").glob("[!_]*.py")):
-        for imported in imports_of(f"lib/{path.name}") - {path.stem}:
-            below = floor_of[imported] < floor_of[path.stem]
-            beside = (
-                floor_of[imported] == floor_of[path.stem] and floor_of[path.stem] != 1
-            )  # decisions and mechanisms stand alone
-            assert below or beside, f"lib/{path.name} imports lib/{imported}.py"
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_one_way_through_the_rooms(name: str) -> None:
+    order = {room: place for place, rooms in enumerate(ROOMS) for room in rooms}
+    room = name.split(".")[0]
+    for imported in imports_of(name):
+        other = imported.split(".")[0]
+        if room in DOORS:
+            assert other == DOORS[room], f"lib/{name}.py is only a door to {DOORS[room]}, and imports lib.{imported}"
+        elif other != room:
+            assert other in order, f"lib.{imported} is in none of the rooms of this test"
+            assert order[other] < order[room], (
+                f"lib.{name} imports lib.{imported}: {room} comes before {other}, or beside it"
+            )
 
 
-def test_the_lowest_floor_loads_without_mlx() -> None:
+def test_no_circle() -> None:
+    imports = {name: set(imports_of(name)) & MODULES.keys() - {name} for name in MODULES}
+    while free := [name for name, others in imports.items() if not others]:
+        imports = {name: others - set(free) for name, others in imports.items() if name not in free}
+    assert not imports, f"these import each other: {sorted(imports)}"
+
+
+@pytest.mark.parametrize("room", WITHOUT_MLX)
+def test_what_needs_no_model_loads_without_mlx(room: str) -> None:
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(f'lib.{name}')\n    assert 'mlx.core' not in sys.modules, name"
-    names = sorted(name for name in FLOORS[0] if (ROOT / "lib" / f"{name}.py").exists())
+    names = [
+        name for name in MODULES if name.split(".")[0] == room and not name.endswith("__main__") and name not in ASK_MLX
+    ]
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert names and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_and_functions_fit_the_mind(name: str) -> None:
+    """A module of 500 lines, a function of 80 lines and 8 parameters: beyond, it has more than one reason to change."""
+    text = MODULES[name].read_text()
+    assert len(text.splitlines()) <= 500
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            assert (node.end_lineno or 0) - node.lineno < 80, node.name
+            assert len([one for one in given if one not in ("self", "cls")]) <= 8, node.name
 
 
 def test_help_needs_neither_mlx_nor_a_model() -> None:

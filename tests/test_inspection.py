@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.inspection import main
+from lib.data.inspect import main
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
-from lib import launcher, ranks, watch
-from lib.hostfile import Host
-from lib.performance import read_records
-from lib.ranks import Launching
-from lib.watch import HostSeen, RankSeen, diagnose
+from lib.launch import command as command_module
+from lib.launch import diagnose as watch
+from lib.launch import launcher
+from lib.launch import ranks as ranks_module
+from lib.launch.diagnose import HostSeen, RankSeen, diagnose
+from lib.launch.hostfile import Host
+from lib.launch.ranks import Launching
+from lib.telemetry.run_records import read_records
 from tests import rounding, tiny
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
@@ -145,7 +148,7 @@ def test_a_command_that_is_not_there_or_a_host_that_does_not_answer_is_one_line(
     ],
 )
 def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
-    assert launcher.main(arguments) == 2
+    assert command_module.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert pytest.importorskip("re").search(told, error), error
@@ -273,7 +276,7 @@ def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp
 
 def launching(backend: str, hosts: tuple[Host, ...], **more: Any) -> list[Any]:
     folders = [f"/f{i}" for i in range(len(hosts))]
-    return ranks.processes_of(Launching(hosts, backend, ("train.py", "a=b"), **more), folders)
+    return ranks_module.processes_of(Launching(hosts, backend, ("train.py", "a=b"), **more), folders)
 
 
 def test_the_contract_of_every_backend() -> None:
@@ -322,21 +325,21 @@ def test_job_files_start_the_same_command(capsys: pytest.CaptureFixture[str], tm
         "true",
         *hostile,
     ]
-    assert launcher.main(["--hosts", "a:2,b:2", "--emit", "hostfile", "--no-preflight", *command]) == 0
+    assert command_module.main(["--hosts", "a:2,b:2", "--emit", "hostfile", "--no-preflight", *command]) == 0
     assert capsys.readouterr().out == "a slots=2\nb slots=2\n"
-    assert launcher.main(["--hosts", "a:2,b:2", "--emit", "mpijob", *command]) == 0
+    assert command_module.main(["--hosts", "a:2,b:2", "--emit", "mpijob", *command]) == 0
     job = json.loads(capsys.readouterr().out)["spec"]
     launch = job["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     assert launch["command"][-7:] == ["sh", "-c", "true", *hostile] and launch["command"][2] == "4"
     assert {"name": "A", "value": "b c"} in launch["env"] and job["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
     assert job["mpiReplicaSpecs"]["Launcher"]["replicas"] == 1 and job["slotsPerWorker"] == 2
-    assert launcher.main(["--hosts", "a:2,b:1", "--emit", "mpijob", *command]) == 2
+    assert command_module.main(["--hosts", "a:2,b:1", "--emit", "mpijob", *command]) == 2
     assert "1 to 2 slots" in capsys.readouterr().err
-    assert launcher.main(["--hosts", "a:2,b:1", "--emit", "slurm", *command]) == 2
+    assert command_module.main(["--hosts", "a:2,b:1", "--emit", "slurm", *command]) == 2
     assert "1 to 2 slots" in capsys.readouterr().err
     show = ["--env", "A=b c", "--directory", str(tmp_path), "--python", sys.executable, "--"]
     show += [*python("import json; print(json.dumps([os.environ['A'], os.getcwd(), sys.argv[1:]]))"), *hostile]
-    assert launcher.main(["--hosts", "localhost:2", "--emit", "slurm", *show]) == 0
+    assert command_module.main(["--hosts", "localhost:2", "--emit", "slurm", *show]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=2\n" in script
     # The script is run here, without Slurm: mpirun then takes the slots of this machine.
@@ -348,10 +351,10 @@ def test_job_files_start_the_same_command(capsys: pytest.CaptureFixture[str], tm
 
 def test_the_command_that_goes_on() -> None:
     command = ("train.py", "--config", "x.yaml", "train.beta=0.2", "run.name=y", "plan.shares=[3,1]")
-    assert launcher.resumed(command, "runs/y", True) == (
+    assert ranks_module.resumed(command, "runs/y", True) == (
         "train.py", "--resume", "runs/y", "train.beta=0.2", "plan.shares=[3,1]",
     )  # fmt: skip
-    assert launcher.resumed(command, "runs/y", False)[3:] == (
+    assert ranks_module.resumed(command, "runs/y", False)[3:] == (
         "train.beta=0.2", "plan.shares=null", "plan.micro_batch_sizes=null",
     )  # fmt: skip
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from lib import launcher, preflight, ranks
-from lib.hostfile import Host
-from lib.preflight import Needs
-from lib.ranks import Launching
+from lib.launch import agent_link, host_facts, launcher, preflight
+from lib.launch.hostfile import Host
+from lib.launch.ranks import Launching
+from lib.launch.verdicts import Needs
 from tests import tiny
 from tests.test_launch import python, wait_for, words
 
@@ -85,7 +85,7 @@ def test_what_a_login_shell_prints_is_passed_over(tmp_path: Path, monkeypatch: p
     launching = Launching((FAR,), "ring", ("true",))
 
     async def reach() -> bool:
-        link = await ranks.connect(launching, FAR)
+        link = await agent_link.connect(launching, FAR)
         await link.close()
         return link.closed
 
@@ -94,18 +94,18 @@ def test_what_a_login_shell_prints_is_passed_over(tmp_path: Path, monkeypatch: p
     async def ask() -> dict[str, Any]:
         process, facts = await preflight._ask(launching, FAR, {**asdict(Needs()), "ports": [], "ssh_to": [], "rdma": 0})
         assert process is not None and isinstance(facts, dict), facts
-        ranks.kill(process)
+        agent_link.kill(process)
         await process.wait()
         return facts
 
-    assert asyncio.run(ask())["packages"] == preflight.packages()
+    assert asyncio.run(ask())["packages"] == host_facts.packages()
 
 
 def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh = stand_in(tmp_path, STUCK, monkeypatch)
-    monkeypatch.setattr(ranks, "CONNECT_SECONDS", -1.0)
+    monkeypatch.setattr(agent_link, "CONNECT_SECONDS", -1.0)
     with pytest.raises(ConnectionError, match="no answer"):
-        asyncio.run(asyncio.wait_for(ranks.connect(Launching((FAR,), "ring", ("true",)), FAR), 10))
+        asyncio.run(asyncio.wait_for(agent_link.connect(Launching((FAR,), "ring", ("true",)), FAR), 10))
     process = launch(sys.executable, "launch", "--hosts", FAR.name, "--preflight-only", "--", "true")
     pids = ssh.with_name("ssh.pids")
     wait_for(lambda: len(pids.read_text().split()) == 2)
@@ -121,7 +121,7 @@ def test_a_name_that_takes_long_to_look_up_holds_up_nobody(tmp_path: Path, monke
 
     async def reach() -> None:
         host = Host("no-such-host.invalid")
-        reaching = asyncio.ensure_future(ranks.connect(Launching((host,), "ring", ("true",)), host))
+        reaching = asyncio.ensure_future(agent_link.connect(Launching((host,), "ring", ("true",)), host))
         await asyncio.sleep(0.1)
         ssh.with_name("ssh.go").touch()
         with pytest.raises(ConnectionError):
@@ -137,7 +137,7 @@ def test_a_launch_waits_for_its_network_while_there_is_a_run_to_go_on_with(
     ssh = stand_in(tmp_path, AWAY, monkeypatch)
 
     async def answering(patience_seconds: float) -> tuple[Host, ...]:
-        links: dict[str, ranks.Link] = {}
+        links: dict[str, agent_link.Link] = {}
         launching, none = Launching((FAR,), "ring", ("true",)), asyncio.Queue[int]()
         asking = asyncio.ensure_future(launcher._answering(launching, links, (FAR,), False, patience_seconds, none))
         await asyncio.sleep(0.5)

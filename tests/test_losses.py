@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib.config import Train
-from lib.losses import (
+from lib.config.schema import Train
+from lib.training.losses import (
     PREFERENCE_LOSSES,
     LogProbs,
     log_odds,

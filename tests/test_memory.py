@@ -11,11 +11,14 @@ import pytest
 
 from benchmarks import machines
 from benchmarks import memory as benchmark
-from lib import config, machine, sync
-from lib.calibration import MEMORY_HEADROOM, Curve, HostCalibration, read_published
-from lib.division import divide, shape_of
-from lib.memory import Model, Rows, Training, largest_micro_batch, metal_limit_bytes, rank_shape
-from lib.sync import World
+from lib import errors
+from lib.config import load
+from lib.distributed.world import World
+from lib.model.partition import divide, shape_of
+from lib.plan.curves import MEMORY_HEADROOM, Curve, HostCalibration, read_published
+from lib.plan.memory import Model, Rows, largest_micro_batch, metal_limit_bytes, rank_shape
+from lib.plan.step_arrays import Training
+from lib.system import hardware, network
 from tests import tiny
 from tests.test_choice import SHAPE, host, planned
 from tests.test_replan import KEY
@@ -83,7 +86,7 @@ def test_a_part_of_a_model_needs_a_part_of_its_memory() -> None:
     assert all(part.activation_bytes for part in plan.parts) and "activations GB" in plan.rows()[0]
     assert plan.gradient_checkpointing and "gradient checkpointing is turned on" in plan.warnings[-1]
     with pytest.raises(
-        config.UserError, match=r"host a: its part and one pair need .* GB by arithmetic, but it has 20.00"
+        errors.UserError, match=r"host a: its part and one pair need .* GB by arithmetic, but it has 20.00"
     ):
         planned([None, None], "strategy=sharded", memory_bytes=[20 * 10**9] * 2, model=MODEL, devices=["cuda"] * 2)
     for part in plan.parts:
@@ -119,10 +122,10 @@ def test_checkpointing_by_arithmetic_and_what_is_too_large() -> None:
     )
     assert not plan_of([500, 500]).gradient_checkpointing
     with pytest.raises(
-        config.UserError, match=rf"host b: one pair needs {less:.2f} GB by arithmetic, but it has 19.00 GB"
+        errors.UserError, match=rf"host b: one pair needs {less:.2f} GB by arithmetic, but it has 19.00 GB"
     ):
         plan_of([500, 19], "strategy=synchronous")
-    with pytest.raises(config.UserError, match=rf"one pair needs {one:.2f} GB"):
+    with pytest.raises(errors.UserError, match=rf"one pair needs {one:.2f} GB"):
         plan_of([500, tight], "strategy=synchronous", "model.gradient_checkpointing=false")
 
 
@@ -186,10 +189,10 @@ def test_the_two_macs_configuration_fits(
     import train as script
 
     name, chip, size = MACS[world.rank]
-    mac = machine.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
-    monkeypatch.setattr(machine, "identify", lambda host: mac)
-    monkeypatch.setattr(machine, "memory_limit_bytes", lambda: metal_limit_bytes(size))
-    monkeypatch.setattr(sync, "host_name", lambda: name)
+    mac = hardware.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
+    monkeypatch.setattr(hardware, "identify", lambda host: mac)
+    monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: metal_limit_bytes(size))
+    monkeypatch.setattr(network, "host_name", lambda: name)
     if world.rank == 0:
         quantised = {**machines.MODELS["8B 4-bit"], "rms_norm_eps": 1e-5}
         (folder / "llama").mkdir()
@@ -205,7 +208,7 @@ def test_the_two_macs_configuration_fits(
         f"plan.calibration_dir={folder / 'none'}",
     ]
     capsys.readouterr()
-    settings = config.load(tiny.ROOT / "configs/llama-8b-two-macs.yaml", words)
+    settings = load.load(tiny.ROOT / "configs/llama-8b-two-macs.yaml", words)
     script.train(settings, world, resume=False, dry_run=True)
     if world.rank == 0:
         shown = capsys.readouterr().out

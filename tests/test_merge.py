@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import merge
+from lib.training import merge_adapters
 from tests.rounding import roundoff
 
 SCALE = 2.0
@@ -29,7 +29,7 @@ def adapter(rng: np.random.Generator, shapes: list[tuple[int, ...]], rank: int) 
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
-def dense(adapter: merge.Adapter, layer: str) -> np.ndarray:
+def dense(adapter: merge_adapters.Adapter, layer: str) -> np.ndarray:
     """What a layer adds to its weight, float64 [..., in, out], by mlx-lm's own formula."""
     a, b = (adapter[f"{layer}.lora_{side}"].astype(np.float64) for side in "ab")
     return SCALE * (a.swapaxes(-1, -2) @ b.swapaxes(-1, -2) if a.ndim == 3 else a @ b)
@@ -55,15 +55,15 @@ def worlds(draw: st.DrawFn) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
         for _ in range(draw(st.integers(1, 2)))
     ]
     pairs = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=4))
-    return [adapter(rng, shapes, rank) for _ in pairs], merge.example_weights(pairs)
+    return [adapter(rng, shapes, rank) for _ in pairs], merge_adapters.example_weights(pairs)
 
 
 @settings(max_examples=60)
 @given(worlds())
 def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
     adapters, weights = world
-    merged = merge.stack(adapters, weights)
-    for layer in merge.low_rank_layers(merged):
+    merged = merge_adapters.stack(adapters, weights)
+    for layer in merge_adapters.low_rank_layers(merged):
         exact = mean_of(adapters, weights, layer)
         # A factor's weight, and its product with it, are float32: two roundings of every term.
         terms = sum_of_sizes(adapters, weights, layer)
@@ -75,7 +75,7 @@ def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
         # The outputs, as a user sees them: x W + scale (x A) B.
         x = np.random.default_rng(0).normal(size=(3, exact.shape[-2]))
         assert (np.abs(x @ dense(merged, layer) - x @ exact) <= roundoff(3) * (np.abs(x) @ terms)).all()
-    missed, exact_change = merge.distance(merged, adapters[0], adapters, weights)
+    missed, exact_change = merge_adapters.distance(merged, adapters[0], adapters, weights)
     assert missed <= 1e-12 * max(exact_change, sum(float(np.square(a).sum()) for a in adapters[0].values()))
 
 
@@ -83,8 +83,8 @@ def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
 @given(worlds())
 def test_svd_is_as_near_as_numpys_at_the_same_rank(world: Any) -> None:
     adapters, weights = world
-    merged = merge.svd(adapters, weights)
-    for layer in merge.low_rank_layers(merged):
+    merged = merge_adapters.svd(adapters, weights)
+    for layer in merge_adapters.low_rank_layers(merged):
         a, b = merged[f"{layer}.lora_a"], merged[f"{layer}.lora_b"]
         assert a.shape == adapters[0][f"{layer}.lora_a"].shape and b.shape == adapters[0][f"{layer}.lora_b"].shape
         exact = mean_of(adapters, weights, layer)
@@ -98,7 +98,7 @@ def test_svd_is_as_near_as_numpys_at_the_same_rank(world: Any) -> None:
 def test_svd_of_one_adapter_or_of_equal_ones_is_the_same_product_in_orthogonal_columns() -> None:
     one = adapter(np.random.default_rng(1), [(12, 9)], 3)
     for adapters in ([one], [one, one]):
-        merged = merge.svd(adapters, merge.example_weights([5] * len(adapters)))
+        merged = merge_adapters.svd(adapters, merge_adapters.example_weights([5] * len(adapters)))
         np.testing.assert_allclose(dense(merged, "layers.0"), dense(one, "layers.0"), rtol=1e-4, atol=1e-5)
         a = merged["layers.0.lora_a"].astype(np.float64)
         gram = a.T @ a
@@ -115,7 +115,7 @@ def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
     for _ in range(2):
         moved = {name: a + 0.001 * rng.normal(size=a.shape).astype(np.float32) for name, a in start.items()}
         ranks.append(moved)
-    merged = merge.svd(ranks, np.array([0.5, 0.5]))
+    merged = merge_adapters.svd(ranks, np.array([0.5, 0.5]))
     assert np.linalg.norm(merged["layers.0.lora_a"] - start["layers.0.lora_a"]) < 0.1
     assert np.linalg.norm(merged["layers.0.lora_b"] - start["layers.0.lora_b"]) < 0.1 * np.linalg.norm(
         start["layers.0.lora_b"]
@@ -126,7 +126,7 @@ def test_svd_of_adapters_whose_left_factors_cancel() -> None:
     """A B and (-A)(-B) are one update, and the mean of their left factors is nothing to be like."""
     one = adapter(np.random.default_rng(0), [(6, 5)], 2)
     other = {name: -array if "lora" in name else array for name, array in one.items()}
-    merged = merge.svd([one, other], np.array([0.5, 0.5]))
+    merged = merge_adapters.svd([one, other], np.array([0.5, 0.5]))
     np.testing.assert_allclose(dense(merged, "layers.0"), dense(one, "layers.0"), rtol=1e-5, atol=1e-6)
 
 
@@ -134,11 +134,11 @@ def test_untrained_adapters_merge_to_nothing() -> None:
     """LoRA starts with B = 0: no product, no division by it."""
     one = adapter(np.random.default_rng(3), [(8, 6)], 2)
     one["layers.0.lora_b"][:] = 0
-    for how in (merge.svd, merge.stack, merge.average):
+    for how in (merge_adapters.svd, merge_adapters.stack, merge_adapters.average):
         merged = how([one, one], np.array([0.5, 0.5]))
         assert not dense(merged, "layers.0").any() and all(np.isfinite(a).all() for a in merged.values())
         assert np.linalg.norm(merged["layers.0.lora_a"]) > 0, "a zero A beside a zero B would never learn"
-        assert merge.distance(merged, one, [one, one], np.array([0.5, 0.5]))[0] < 1e-12
+        assert merge_adapters.distance(merged, one, [one, one], np.array([0.5, 0.5]))[0] < 1e-12
 
 
 @settings(max_examples=60)
@@ -146,9 +146,9 @@ def test_untrained_adapters_merge_to_nothing() -> None:
 def test_distance_is_what_dense_matrices_say(world: Any) -> None:
     adapters, weights = world
     start = {name: np.float32(0.5) * array for name, array in adapters[0].items()}
-    merged = merge.average(adapters, weights)
-    missed, exact = merge.distance(merged, start, adapters, weights)
-    layers = merge.low_rank_layers(start)
+    merged = merge_adapters.average(adapters, weights)
+    missed, exact = merge_adapters.distance(merged, start, adapters, weights)
+    layers = merge_adapters.low_rank_layers(start)
     dense_exact = sum(np.square(mean_of(adapters, weights, la) - dense(start, la)).sum() for la in layers)
     dense_missed = sum(np.square(mean_of(adapters, weights, la) - dense(merged, la)).sum() for la in layers)
     plain = sum(w * one["norm.weight"].astype(np.float64) for w, one in zip(weights, adapters, strict=True))
@@ -161,9 +161,9 @@ def test_distance_is_what_dense_matrices_say(world: Any) -> None:
 
 def test_averaged_factors_are_not_the_averaged_product() -> None:
     adapters = [adapter(np.random.default_rng(seed), [(8, 8)], 2) for seed in (4, 5)]
-    weights = merge.example_weights([3, 1])
-    missed, exact = merge.distance(merge.average(adapters, weights), adapters[0], adapters, weights)
-    best, _ = merge.distance(merge.svd(adapters, weights), adapters[0], adapters, weights)
+    weights = merge_adapters.example_weights([3, 1])
+    missed, exact = merge_adapters.distance(merge_adapters.average(adapters, weights), adapters[0], adapters, weights)
+    best, _ = merge_adapters.distance(merge_adapters.svd(adapters, weights), adapters[0], adapters, weights)
     assert 0 < best < missed and missed > 0.01 * exact
 
 
@@ -175,24 +175,24 @@ def test_outer_follows_nesterov() -> None:
     weights, momentum = start, {}
     expected, buffer = start["w"].astype(np.float64), 0.0
     for change in changes:
-        weights, momentum = merge.outer(weights, change, momentum, 0.7, 0.9)
+        weights, momentum = merge_adapters.outer(weights, change, momentum, 0.7, 0.9)
         gradient = -change["w"].astype(np.float64)
         buffer = 0.9 * buffer + gradient
         expected = expected - 0.7 * (gradient + 0.9 * buffer)
     np.testing.assert_allclose(weights["w"], expected, rtol=1e-5, atol=1e-6)
-    plain, _ = merge.outer(start, changes[0], {}, 1.0, 0.0)
+    plain, _ = merge_adapters.outer(start, changes[0], {}, 1.0, 0.0)
     np.testing.assert_allclose(plain["w"], start["w"] + changes[0]["w"], rtol=1e-6)
 
 
 def test_fednova_counts_a_change_by_the_step() -> None:
     # Equal steps: the parts of the examples. Unequal: a rank's steps weigh by its examples, whatever their number.
-    np.testing.assert_allclose(merge.normalised_weights([30, 10], [5, 5]), [0.75, 0.25])
-    factors = merge.normalised_weights([10, 10], [8, 2])
+    np.testing.assert_allclose(merge_adapters.normalised_weights([30, 10], [5, 5]), [0.75, 0.25])
+    factors = merge_adapters.normalised_weights([10, 10], [8, 2])
     np.testing.assert_allclose(factors, [0.5 * 5 / 8, 0.5 * 5 / 2])
     # Every step moved by the same vector: the mean moves by the mean number of them.
     assert factors @ np.array([8.0, 2.0]) == pytest.approx(5.0)
-    np.testing.assert_allclose(merge.normalised_weights([7, 0], [3, 0]), [1.0, 0.0])
-    assert merge.normalised_weights([0, 0], [0, 0]).tolist() == [0, 0]
+    np.testing.assert_allclose(merge_adapters.normalised_weights([7, 0], [3, 0]), [1.0, 0.0])
+    assert merge_adapters.normalised_weights([0, 0], [0, 0]).tolist() == [0, 0]
 
 
 @settings(max_examples=40)
@@ -202,13 +202,13 @@ def test_merges_do_not_depend_on_the_order_of_ranks_or_on_splitting_a_weight(wor
     adapters, weights = world
     split = ([adapters[0], *adapters], np.array([weights[0] * cut / 10, weights[0] * (10 - cut) / 10, *weights[1:]]))
     turned = (adapters[::-1], weights[::-1])
-    for how in (merge.stack, merge.svd, merge.average):
+    for how in (merge_adapters.stack, merge_adapters.svd, merge_adapters.average):
         expected = how(adapters, weights)
         for others in (split, turned):
             merged = how(*others)
-            for layer in merge.low_rank_layers(merged):
+            for layer in merge_adapters.low_rank_layers(merged):
                 wanted, size = dense(expected, layer), np.linalg.norm(mean_of(adapters, weights, layer))
-                if how is merge.svd:  # of equally good approximations any may be taken
+                if how is merge_adapters.svd:  # of equally good approximations any may be taken
                     exact = mean_of(adapters, weights, layer)
                     gap = np.linalg.norm(dense(merged, layer) - exact) - np.linalg.norm(wanted - exact)
                     assert abs(gap) <= 1e-5 * size
@@ -222,10 +222,10 @@ def test_a_stacked_layer_runs_in_mlx_lm() -> None:
     from mlx_lm.tuner.lora import LoRALinear
 
     adapters = [adapter(np.random.default_rng(seed), [(16, 8)], 2) for seed in (7, 8)]
-    weights = merge.example_weights([3, 1])
+    weights = merge_adapters.example_weights([3, 1])
     x, base = mx.random.normal((5, 16), key=mx.random.key(0)), nn.Linear(16, 8)
     outputs = []
-    for one in [merge.stack(adapters, weights), *adapters]:
+    for one in [merge_adapters.stack(adapters, weights), *adapters]:
         layer = LoRALinear.from_base(base, r=one["layers.0.lora_a"].shape[1], scale=SCALE)
         layer.lora_a, layer.lora_b = mx.array(one["layers.0.lora_a"]), mx.array(one["layers.0.lora_b"])
         outputs.append(np.array(layer(x), np.float64))

@@ -16,12 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from lib import command, machine, metal, runtime, scoring
-from lib import model as models
-from lib.config import Config, Metal
-from lib.data import collate, load_dataset
-from lib.metal import Pace
-from lib.sync import World
+from lib.config import train_arguments
+from lib.config.schema import Config, Metal
+from lib.data import collate as collate_module
+from lib.data.collate import collate
+from lib.data.dataset import load_dataset
+from lib.distributed.world import World
+from lib.model import load as models
+from lib.system import hardware, metal, mpi_and_blas
+from lib.system.metal import Pace
+from lib.training import reference
 from tests import macs, tiny
 from tests.tiny import ROOT
 
@@ -123,9 +127,9 @@ def test_the_watchdog_is_relaxed_before_mlx_comes_in_unless_that_is_not_wanted(t
 
 def test_on_linux_nothing_is_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(metal.WATCHDOG_RELAXED, raising=False)
-    runtime.prepare()
+    mpi_and_blas.prepare()
     assert metal.WATCHDOG_RELAXED not in os.environ
-    assert metal.relaxes(command.parse(["metal.relax_watchdog=false"], None)), "and nothing is read for it"
+    assert metal.relaxes(train_arguments.parse(["metal.relax_watchdog=false"], None)), "and nothing is read for it"
 
 
 # ---- Wired memory
@@ -142,8 +146,8 @@ def test_memory_is_wired_where_the_model_takes_half_of_it() -> None:
 def test_wired_or_not_holds_for_generation_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limits: list[int] = []
     facts = {"max_recommended_working_set_size": 96 * 2**30}
-    monkeypatch.setattr("lib.metal.uses_metal", lambda: True)
-    monkeypatch.setattr(machine, "host_memory_bytes", lambda: 128 * 2**30)
+    monkeypatch.setattr("lib.system.metal.uses_metal", lambda: True)
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 128 * 2**30)
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: limits.append(limit) or 0)
     monkeypatch.setattr(mx, "device_info", lambda: facts)
     generate, utils = (importlib.import_module(f"mlx_lm.{name}") for name in ("generate", "utils"))
@@ -167,11 +171,11 @@ def test_a_probe_measures_under_the_setting_that_training_has(tmp_path: Path, mo
     from benchmarks import probe
 
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr("lib.metal.keep_wired", lambda setting, size: asked.append((setting, size)))
+    monkeypatch.setattr("lib.system.metal.keep_wired", lambda setting, size: asked.append((setting, size)))
     words = [*tiny.settings(tmp_path), "train.steps=1", "run.name=run", "metal.wired=always"]
     config_words = ["--config", str(tiny.config_file(tmp_path)), *words]
     assert train.main(config_words) == 0
-    probe.trainable_model(command.read_config(command.parse(config_words, None)))
+    probe.trainable_model(train_arguments.read_config(train_arguments.parse(config_words, None)))
     assert len(asked) == 2 and asked[0] == asked[1] and asked[0][0] == "always" and asked[0][1] > 0
 
 
@@ -211,7 +215,7 @@ def test_the_estimate_is_the_models_products_at_this_machines_rate(
     config = Config.model_validate(settings)
     model = models.load(config.model, 0)
     assert metal.pace(config, model, 100.0, metal.FORWARD, World()).limit_seconds is None, "there is no Metal here"
-    monkeypatch.setattr("lib.metal.uses_metal", lambda: True)
+    monkeypatch.setattr("lib.system.metal.uses_metal", lambda: True)
     pace = metal.pace(config, model, 100.0, metal.FORWARD, World())
     assert pace.limit_seconds == 2.0 and pace.seconds_per_row and 0 < pace.seconds_per_row < 1
     twice = metal.pace(config, model, 100.0, metal.training_passes("lora", False), World())
@@ -235,18 +239,18 @@ def test_ranks_that_share_a_model_evaluate_as_many_rows(tmp_path: Path) -> None:
 def test_pieces_train_what_whole_micro_batches_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    from lib import batches
+    from lib.data import collate as collate_module
 
     sizes: dict[str, list[int]] = {}
     words = [*tiny.settings(tmp_path), "train.steps=4", f"strategy={strategy}", "plan.micro_batch_sizes=[8]"]
     words = ["--config", str(tiny.config_file(tmp_path)), *words]
-    real = batches.collate
+    real = collate_module.collate
     for name, pace in (("whole", Pace()), ("pieces", Pace(1.0, 0.5, is_fixed=True))):
         sizes[name] = []
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         seen = sizes[name]
         monkeypatch.setattr(
-            batches, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
+            collate_module, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
         )
         assert train.main([*words, f"run.name={name}"]) == 0
     assert max(sizes["whole"]) == 8 and max(sizes["pieces"]) == 2
@@ -255,7 +259,7 @@ def test_pieces_train_what_whole_micro_batches_train(
 
 def test_the_reference_pass_is_evaluated_in_pieces_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "run.name=run"]
-    config = command.read_config(command.parse(words, None))
+    config = train_arguments.read_config(train_arguments.parse(words, None))
     model = models.load(config.model, 0)
     data = load_dataset(config.data.train, config.data, "preference", None, eos_token_id=1, vocab_size=48)
     sizes: dict[str, list[int]] = {}
@@ -264,9 +268,9 @@ def test_the_reference_pass_is_evaluated_in_pieces_too(tmp_path: Path, monkeypat
         seen = sizes.setdefault(name, [])
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         monkeypatch.setattr(
-            scoring, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
+            collate_module, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
         )
-        found[name] = scoring.dataset_logps(model, data, World(), [1], config)
+        found[name] = reference.dataset_logps(model, data, World(), [1], config)
     assert max(sizes["whole"]) == 16 and max(sizes["pieces"]) == 2
     np.testing.assert_allclose(found["pieces"], found["whole"], rtol=1e-5)
 

@@ -21,8 +21,13 @@ from pathlib import Path
 import pytest
 
 import train
-from lib import dashboard, evaluate, inspection, launcher, runtime, server
-from lib.sync import host_name
+from lib.dashboard import command as dashboard
+from lib.data import inspect
+from lib.evaluate import command as evaluate
+from lib.launch import command as launcher
+from lib.serve import command as server
+from lib.system import mpi_and_blas
+from lib.system.network import host_name
 from tests import tiny
 from tests.cluster import unavailable
 from tests.tiny import ROOT
@@ -32,7 +37,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "lib.evaluate": evaluate.main,
     "lib.dashboard": dashboard.main,
     "lib.server": server.main,
-    "lib.data": inspection.main,
+    "lib.data": inspect.main,
     "launch": launcher.main,
 }
 PAIR = '{"prompt_ids": [5], "chosen_ids": [3, 1], "rejected_ids": [4, 1]}\n'
@@ -269,7 +274,15 @@ def test_a_full_disk(folder: Path, tmp_path: Path) -> None:
 
 
 def test_shares_of_two_on_three_ranks() -> None:
-    command = [str(runtime.mpirun_path()), "-n", "3", sys.executable, "train.py", "plan.shares=[24,8]", "--dry-run"]
+    command = [
+        str(mpi_and_blas.mpirun_path()),
+        "-n",
+        "3",
+        sys.executable,
+        "train.py",
+        "plan.shares=[24,8]",
+        "--dry-run",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     own = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # the rest is mpirun's
     assert done.returncode == 2 and len(own) == 1 and "Traceback" not in done.stderr, done.stderr

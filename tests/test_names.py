@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from lib import network, ranks, sync
-from lib.hostfile import Host
-from lib.ranks import Attempt, Launching, Quiet
-from lib.sync import World
+from lib.distributed import world
+from lib.distributed.world import World
+from lib.launch import agent_link
+from lib.launch.attempt import Attempt
+from lib.launch.hostfile import Host
+from lib.launch.rank_console import Quiet
+from lib.launch.ranks import Launching
+from lib.system import network
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
 
@@ -45,7 +49,7 @@ def test_a_name_that_changes_while_a_run_lasts_changes_nothing(monkeypatch: pyte
     network.own_name.cache_clear()
     assert network.own_name() == "dhcp-17"
     monkeypatch.setenv(network.HOST, first)
-    assert network.host_name() == sync.host_name() == first, "a rank has it from its launcher"
+    assert network.host_name() == network.host_name() == first, "a rank has it from its launcher"
     network.own_name.cache_clear()
 
 
@@ -79,9 +83,9 @@ def test_the_launcher_tells_two_machines_of_one_name_apart() -> None:
 def test_ranks_that_nobody_launched_tell_two_machines_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [["mac", "aaaa1111"], ["mac", "bbbb2222"], ["mac", "aaaa1111"]]
     monkeypatch.setattr(World, "gather_text", lambda self, text, what: [json.dumps(one) for one in told])
-    assert sync.host_names(World()) == ["mac-aaaa", "mac-bbbb", "mac-aaaa"]
+    assert world.host_names(World()) == ["mac-aaaa", "mac-bbbb", "mac-aaaa"]
     monkeypatch.undo()
-    assert sync.host_names(World()) == [network.host_name()], "alone one is who one is"
+    assert world.host_names(World()) == [network.host_name()], "alone one is who one is"
     identity = Path("/etc/machine-id")
     assert not identity.exists() or identity.read_text().strip() not in network.machine_id()
-    assert ranks.is_this_machine(Host(network.own_name()))
+    assert agent_link.is_this_machine(Host(network.own_name()))

@@ -18,15 +18,20 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from lib import calibration, ceilings, machine, network, out_of_memory, step, watch
-from lib import model as models
-from lib.agent import Look
-from lib.calibration import Ceiling, Curve, CurveKey, HostCalibration
-from lib.config import Plan as PlanSettings
-from lib.out_of_memory import OutOfMemory
-from lib.plan import ClusterPlan, plan_cluster
-from lib.schedule import Schedule
-from lib.sync import World
+from lib.config.schema import Plan as PlanSettings
+from lib.data import micro_batches
+from lib.distributed.world import World
+from lib.launch import diagnose
+from lib.launch.host_ranks import Look
+from lib.model import adapters as models
+from lib.plan import curves, memory_ceilings
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.curves import Ceiling, Curve, CurveKey, HostCalibration
+from lib.plan.divide_work import plan_cluster
+from lib.plan.replan import Schedule
+from lib.system import hardware, network, out_of_memory
+from lib.system.out_of_memory import OutOfMemory
+from lib.training import step
 from tests import tiny
 
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=100)
@@ -46,7 +51,7 @@ def weights(run: Path, folder: str = "") -> np.ndarray:
 def remembered(folder: Path) -> dict[bool, int]:
     """{gradient checkpointing: pairs}, of the one file in a calibration's folder."""
     (file,) = folder.glob("*.json")
-    return {one.key.gradient_checkpointing: one.max_pairs for one in calibration.read_calibration(file).ceilings}
+    return {one.key.gradient_checkpointing: one.max_pairs for one in curves.read_calibration(file).ceilings}
 
 
 # ---- What is told
@@ -138,12 +143,18 @@ def cluster(*sizes: int, share: int = 20) -> ClusterPlan:
 
 def test_half_the_micro_batch_for_those_that_ran_out_and_the_same_share() -> None:
     plan = cluster(8, 8)
-    half = ceilings.halved(plan, [1])
+    half = memory_ceilings.halved(plan, [1])
     assert half.micro_batch_sizes == [(8, 8, 4), (4, 4, 4, 4, 4)] and half.shares == plan.shares
     assert [rank.max_micro_batch_size for rank in half.ranks] == [None, 4]
-    again = ceilings.halved(ceilings.halved(half, [1]), [1])
-    assert again.micro_batch_sizes[1] == (1,) * 20 and ceilings.halved(again, [1]).micro_batch_sizes[1] == (1,) * 20
-    assert [sum(ceilings.pieces(9, most)) for most in (None, 4, 9)] == [9] * 3 and ceilings.pieces(9, 4) == [3, 3, 3]
+    again = memory_ceilings.halved(memory_ceilings.halved(half, [1]), [1])
+    assert (
+        again.micro_batch_sizes[1] == (1,) * 20 and memory_ceilings.halved(again, [1]).micro_batch_sizes[1] == (1,) * 20
+    )
+    assert [sum(micro_batches.pieces(9, most)) for most in (None, 4, 9)] == [9] * 3 and micro_batches.pieces(9, 4) == [
+        3,
+        3,
+        3,
+    ]
 
 
 def test_a_schedule_keeps_to_it_from_the_first_step_that_is_not_made_and_after_a_resume() -> None:
@@ -167,7 +178,7 @@ def known(ceiling: int | None, curve_measured_at: str | None = None, **key: Any)
     curve = Curve.from_rates({1: 10, 8: 40, 32: 60}).model_copy(update={"key": KEY, "measured_at": curve_measured_at})
     kept = Ceiling(key=KEY.model_copy(update=key), max_pairs=ceiling or 0, measured_at="2026-05-01T00:00:00+00:00")
     return HostCalibration(
-        machine=machine.Machine(host="h0", device_name="chip", device="cpu"),
+        machine=hardware.Machine(host="h0", device_name="chip", device="cpu"),
         curves=(curve,),
         ceilings=(kept,) if ceiling is not None else (),
     )
@@ -175,33 +186,39 @@ def known(ceiling: int | None, curve_measured_at: str | None = None, **key: Any)
 
 def test_a_plan_stays_below_what_its_hosts_remember() -> None:
     plan = cluster(16, 16)
-    applied = ceilings.applied(plan, [known(4), None], may_checkpoint=True)
+    applied = memory_ceilings.applied(plan, [known(4), None], may_checkpoint=True)
     assert (
         applied.micro_batch_sizes == [(4,) * 5, (16, 4)] and "micro-batches of 4 instead of 16" in applied.warnings[-1]
     )
-    assert ceilings.applied(plan, [known(4, dtype="bfloat16"), None], True) == ceilings.within(plan, [None, None])
+    assert memory_ceilings.applied(plan, [known(4, dtype="bfloat16"), None], True) == memory_ceilings.within(
+        plan, [None, None]
+    )
     longer = replace(plan, key=KEY.at_length(200))
-    assert ceilings.applied(longer, [known(4), None], True).micro_batch_sizes[0] == (2,) * 10  # in proportion to tokens
+    assert (
+        memory_ceilings.applied(longer, [known(4), None], True).micro_batch_sizes[0] == (2,) * 10
+    )  # in proportion to tokens
     newer = known(4, curve_measured_at="2026-06-01T00:00:00+00:00")
-    assert ceilings.applied(plan, [newer, None], True).micro_batch_sizes[0] == (16, 4)  # measured anew since
-    checkpointed = ceilings.applied(plan, [known(0), None], may_checkpoint=True)
+    assert memory_ceilings.applied(plan, [newer, None], True).micro_batch_sizes[0] == (16, 4)  # measured anew since
+    checkpointed = memory_ceilings.applied(plan, [known(0), None], may_checkpoint=True)
     assert checkpointed.gradient_checkpointing and checkpointed.micro_batch_sizes[0] == (16, 4)
-    assert not ceilings.applied(plan, [known(0), None], may_checkpoint=False).gradient_checkpointing
-    bounded = ceilings.bounded(known(8), KEY)
+    assert not memory_ceilings.applied(plan, [known(0), None], may_checkpoint=False).gradient_checkpointing
+    bounded = memory_ceilings.bounded(known(8), KEY)
     assert bounded is not None and bounded.curves[0].max_batch_size == 8 and known(8).curves[0].max_batch_size == 32
 
 
 def test_a_host_remembers_the_smallest_even_without_a_calibration_and_old_files_stay_readable(tmp_path: Path) -> None:
-    memory = ceilings.Memory(tmp_path / "new", ["h0", "h0"], 0, KEY)
+    memory = memory_ceilings.Memory(tmp_path / "new", ["h0", "h0"], 0, KEY)
     assert memory.remember(8, False, "why") is None and memory.remember(16, False, "why") is None
     assert memory.remember(2, True, "why") is None and remembered(tmp_path / "new") == {False: 8, True: 2}
-    calibration.write_calibration(tmp_path / "old" / "h0.json", known(None))
+    curves.write_calibration(tmp_path / "old" / "h0.json", known(None))
     assert "ceilings" not in (tmp_path / "old" / "h0.json").read_text()
-    assert ceilings.Memory(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
-    kept = calibration.read_calibration(tmp_path / "old" / "h0.json")
+    assert memory_ceilings.Memory(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
+    kept = curves.read_calibration(tmp_path / "old" / "h0.json")
     assert kept.curves and kept.ceilings[0].max_pairs == 4
     (tmp_path / "file").write_text("")
-    assert "does not remember" in (ceilings.Memory(tmp_path / "file", ["h0"], 0, KEY).remember(4, False, "") or "")
+    assert "does not remember" in (
+        memory_ceilings.Memory(tmp_path / "file", ["h0"], 0, KEY).remember(4, False, "") or ""
+    )
 
 
 # ---- Runs
@@ -357,9 +374,13 @@ def test_ranks_agree_on_what_one_of_them_met(tmp_path: Path, strategy: str, size
 
 
 def test_a_fault_names_who_ran_out_of_memory_and_not_who_ended_with_it() -> None:
-    seen = [watch.RankSeen(-1, "a", status=137), watch.RankSeen(0, "a", status=0), watch.RankSeen(1, "b", memory="why")]
-    fault = watch.diagnose(0.0, {}, seen, 10, 10)
-    assert fault == watch.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
+    seen = [
+        diagnose.RankSeen(-1, "a", status=137),
+        diagnose.RankSeen(0, "a", status=0),
+        diagnose.RankSeen(1, "b", memory="why"),
+    ]
+    fault = diagnose.diagnose(0.0, {}, seen, 10, 10)
+    assert fault == diagnose.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
 
 
 def test_the_agent_leaves_a_note_and_the_resumed_run_takes_half(
@@ -396,9 +417,9 @@ def test_a_log_without_an_end_is_evidence_once_the_kernel_has_killed(tmp_path: P
     start = {"kind": "start", "rank": 0, "host": "h", "kernel_kills": {"boot a": 3}}
     start["plan"] = {"ranks": [rank], "gradient_checkpointing": False}
 
-    def told(now: int, *more: Any, host: str = "h") -> ceilings.Killed | None:
+    def told(now: int, *more: Any, host: str = "h") -> memory_ceilings.Killed | None:
         tiny.write_jsonl(log, [start, {"kind": "step", "step": 1}, *more])
-        return ceilings.killed_before(tmp_path, host, "here", lambda: {"boot a": now})
+        return memory_ceilings.killed_before(tmp_path, host, "here", lambda: {"boot a": now})
 
     killed = told(4)
     assert killed is not None and killed.micro_batch_size == 16

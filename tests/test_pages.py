@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lib import pages, report
-from lib.calibration import BatchPoint, Curve
-from lib.performance import PerformanceTracker
+from lib.dashboard import run_report
+from lib.plan.curves import BatchPoint, Curve
+from lib.telemetry.run_records import PerformanceTracker
 
 ODD = {
     "zero": [0.0, 0.0, 0.0],
@@ -35,8 +35,8 @@ def test_odd_figures_are_drawn_without_a_warning(tmp_path: Path, name: str) -> N
     tracker.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pages.write(tmp_path)
-        report.plot_curves(tracker.log_path, tmp_path / "curves.png")
+        run_report.write(tmp_path)
+        run_report.plot_curves(tracker.log_path, tmp_path / "curves.png")
     has_something = name not in ("not a number", "absent")
     assert ("<svg" in (tmp_path / "report.html").read_text()) == has_something
     assert (tmp_path / "curves.png").exists() == has_something
@@ -63,5 +63,5 @@ def curve(peaks: list[int | None], limit_bytes: int | None = None) -> Curve:
 def test_batch_curves_have_a_panel_of_memory_where_it_was_measured(curves: list[Curve], has_memory: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        text = pages.svg_of(pages.batch_curves_figure([(f"host{i}", one) for i, one in enumerate(curves)]))
+        text = run_report.svg_of(run_report.batch_curves_figure([(f"host{i}", one) for i, one in enumerate(curves)]))
     assert ("peak memory, GB" in text) == has_memory and "pairs/s" in text

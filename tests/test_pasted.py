@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from lib import verdicts
-from lib.hostfile import Host
-from lib.ranks import Launching
+from lib.launch import verdicts
+from lib.launch.hostfile import Host
+from lib.launch.ranks import Launching
 from tests.sources import strings
 from tests.tiny import ROOT
 
@@ -105,7 +105,7 @@ def of_help() -> Iterator[tuple[str, str]]:
 
 def of_docstrings() -> Iterator[tuple[str, str]]:
     """Commands that modules' docstrings show."""
-    for path in [ROOT / "train.py", *sorted((ROOT / "lib").glob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]:
+    for path in [ROOT / "train.py", *sorted((ROOT / "lib").rglob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]:
         for line in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines():
             if found := re.match(rf" {{4,}}({PROGRAMS} .*?)(?: {{3,}}|$)", line):
                 yield path.name, without_options(found[1])
@@ -165,7 +165,7 @@ def test_every_command_is_taken_as_it_stands() -> None:
 
 def test_no_message_has_a_comment_behind_a_command() -> None:
     """The old form of remedies, in any string of ours: `ssh HOST uptime    # is it overloaded?`"""
-    for path in [ROOT / "train.py", ROOT / "launch", *sorted((ROOT / "lib").glob("*.py"))]:
+    for path in [ROOT / "train.py", ROOT / "launch", *sorted((ROOT / "lib").rglob("*.py"))]:
         for text in strings(path):
             assert not re.search(r"\S {2,}# \w", text), f"{path.name}: {text!r}"
 

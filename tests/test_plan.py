@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.calibration import MEMORY_HEADROOM, Curve, read_published
-from lib.config import Config, UserError, load
-from lib.division import shape_of
-from lib.plan import ClusterPlan, make_plan, plan_cluster, plan_sharded
-from lib.shares import best_shares, distribute_work, equal_shares, fastest_micro_batches, within_memory
+from lib.config.load import load
+from lib.config.schema import Config
+from lib.errors import UserError
+from lib.model.partition import shape_of
+from lib.plan.balance import best_shares, distribute_work, equal_shares, fastest_micro_batches, within_memory
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.curves import MEMORY_HEADROOM, Curve, read_published
+from lib.plan.divide_work import make_plan, plan_cluster, plan_sharded
 
 SIMULATE = Path(__file__).parent.parent / "benchmarks" / "simulate.py"
 M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))

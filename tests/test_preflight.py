@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from lib import host_facts, launcher, machine, preflight, verdicts
-from lib.hostfile import Host
-from lib.ranks import Launching
-from lib.verdicts import Context, Finding, Needs, judge, judge_links, mend_ssh
+from lib.launch import command as launcher
+from lib.launch import host_facts, preflight, verdicts
+from lib.launch.hostfile import Host
+from lib.launch.ranks import Launching
+from lib.launch.verdicts import Context, Finding, Needs, judge, judge_links, mend_ssh
+from lib.system import hardware
 from tests import tiny
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
@@ -81,7 +83,7 @@ def test_every_fault_is_found_on_its_host_and_the_printed_command_mends_it(
 ) -> None:
     a, b, c = three_hosts
     run = b.outside / "run"
-    (b.outside / "tandem/lib/losses.py").write_text("broken = True\n")
+    (b.outside / "tandem/lib/training/losses.py").write_text("broken = True\n")
     (run / "train.jsonl").write_text((run / "train.jsonl").read_text().replace("1", "2", 1))
     second = (a.outside / "run/train.jsonl").stat().st_mtime  # of one size and second, which rsync takes for equal
     os.utime(run / "train.jsonl", (second, second))
@@ -98,7 +100,7 @@ def test_every_fault_is_found_on_its_host_and_the_printed_command_mends_it(
         assert status == 1 and not report["passed"]
         files = [("host-b", "files")]
         assert found.keys() == {("host-a", "project"), ("host-b", "project"), ("host-b", "ports"), *files}, found
-        assert "lib/losses.py" in found["host-b", "project"][0]["message"]
+        assert "lib/training/losses.py" in found["host-b", "project"][0]["message"]
         assert sorted(
             re.findall(r"(model|train.jsonl) (is missing|differs)", " ".join(f["message"] for f in found[files[0]]))
         ) == [
@@ -181,7 +183,7 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
             for option in options:
                 named[host].run(["umount", option.split()[-1]])
     try:  # what the remedies say: other slots, another disk; and the versions and the key that were wanted
-        fits = int(0.6 * machine.host_memory_bytes() / 1.3)
+        fits = int(0.6 * hardware.host_memory_bytes() / 1.3)
         for host in (a, b):
             with (host.outside / "run/model/model.safetensors").open("r+b") as file:
                 file.truncate(fits)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lib import checkpoint
-from lib.performance import first_missed, read_records, rewind
-from lib.sync import World
+from lib.distributed.world import World
+from lib.telemetry.run_records import first_missed, read_records, rewind
+from lib.training import checkpoint, resume
 from tests import rounding, tiny
 from tests.cluster import Host
 from tests.test_launch import nothing_left, python, wait_for, words
@@ -176,7 +176,9 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         back = len(steps(b, 0))
         wait_for(lambda: len(steps(a, 1)) > 3 and len(steps(b, 0)) > back)
         ranks = [line for line in a.processes().values() if re.search(r"train\.py|lib\.spare", line)]
-        assert ranks and all("lib.spare" in line for line in ranks), "a rank was ready there before the others ended"
+        assert ranks and all("lib.launch.standby" in line for line in ranks), (
+            "a rank was ready there before the others ended"
+        )
         launch_pid = next(pid for pid, line in c.processes().items() if f"{ROOT}/launch" in line)
         c.signal(launch_pid, signal.SIGINT)
         assert launch.end() == 130
@@ -253,6 +255,6 @@ def test_hosts_that_were_alone_in_turn_leave_one_history(tmp_path: Path) -> None
         shutil.copytree(path, there / "checkpoints" / path.name, dirs_exist_ok=True)
     state = json.loads((here / "checkpoints/step-00000006/state.json").read_text())
     progress = checkpoint.Progress(**state)
-    checkpoint.go_back(there / "logs", progress, World(), keeper=True)
+    resume.go_back(there / "logs", progress, World(), keeper=True)
     assert max(step["step"] for step in tiny.steps_of(there)) == 4, "steps that the other host trained otherwise"
     assert all(int(path.name[5:]) <= 4 for path in (there / "checkpoints").glob("step-*")), "of an undone history"

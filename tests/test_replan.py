@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lib import config as settings
-from lib.calibration import Curve, CurveKey, HostCalibration, Link
-from lib.choice import plan_run
-from lib.config import Config, Cost, UserError
-from lib.correction import FIRST_LOOK
-from lib.machine import Machine
-from lib.performance import calculate_training_cost, hosts_cost
-from lib.plan import ClusterPlan, make_plan, plan_cluster
-from lib.schedule import Schedule
-from lib.shares import solo_pairs_per_second
-from lib.validation import sound_curve
+from lib.config import load as settings
+from lib.config.schema import Config, Cost
+from lib.errors import UserError
+from lib.plan.balance import solo_pairs_per_second
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.curve_validation import sound_curve
+from lib.plan.curves import Curve, CurveKey, HostCalibration, Link
+from lib.plan.divide_work import make_plan, plan_cluster
+from lib.plan.replan import Schedule
+from lib.plan.run_plan import plan_run
+from lib.plan.share_correction import FIRST_LOOK
+from lib.system.hardware import Machine
+from lib.telemetry.cost import calculate_training_cost, hosts_cost
 from tests import rounding, tiny
 
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
@@ -542,10 +544,11 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
 ) -> None:
     """Rank 0 is said to be three times as fast: the shares follow, and the weights are those of one rank."""
     import train as script
-    from lib import runtime, sync
-    from lib.performance import read_records
+    from lib.distributed import world as sync
+    from lib.system import mpi_and_blas
+    from lib.telemetry.run_records import read_records
 
-    world = sync.start(runtime.launch_environment(), timeout_seconds=60)
+    world = sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
     folder = Path(world.broadcast_text(str(tmp_path)))
     mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
     words = [
@@ -596,19 +599,20 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
 def test_real_ranks_correct_a_calibration_that_is_wrong(tmp_path: Path) -> None:
     """Two equal ranks, one of which is said to be twice as fast at one size: their own times say otherwise."""
     import train as script
-    from lib import model as models
-    from lib import runtime, sync
-    from lib.calibration import curve_key, write_calibration
-    from lib.performance import read_records
+    from lib.distributed import world as sync
+    from lib.plan.curves import curve_key, write_calibration
+    from lib.system import model_folder as models
+    from lib.system import mpi_and_blas, network
+    from lib.telemetry.run_records import read_records
 
-    world = sync.start(runtime.launch_environment(), timeout_seconds=60)
+    world = sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
     folder = Path(world.broadcast_text(str(tmp_path)))
     mine = tiny.settings(folder, rows=64) if world.rank == 0 else []
     words = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.global_batch_size=32", "train.steps=60"]
     config = settings.load(None, [*words, "run.name=corrected", "plan.replan_seconds=0", "strategy=synchronous"])
     key = curve_key(config, models.resolve(config.model.path, None), 16)
     rates = {2: 100.0, 4: 110.0, 8: 220.0 if world.rank == 0 else 112.0}
-    own = f"{sync.host_name()}-{world.rank}"
+    own = f"{network.host_name()}-{world.rank}"
     write_calibration(folder / "calibration" / f"{own}.json", calibrated(own, rates, key, device="cpu"))
     world.gather_text("written")
     script.train(config, world, resume=False, dry_run=False)

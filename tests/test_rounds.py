@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import ledger, runtime
-from lib.performance import read_records
+from lib.system import mpi_and_blas
+from lib.telemetry.run_records import read_records
+from lib.training import round_assignment
 from tests import rounding, tiny
 from tests.cluster import Host
 from tests.tiny import ROOT, difference, steps_of
@@ -31,7 +32,7 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
     ranks, rng = data.draw(st.integers(1, 4)), np.random.default_rng(data.draw(st.integers(0, 2**32)))
     lengths, step, seen = rng.integers(2, 99, size), 0, []
     while step < steps:
-        this = ledger.open_round(step, steps, pairs, lengths, 5, batch, 4)
+        this = round_assignment.open_round(step, steps, pairs, lengths, 5, batch, 4)
         assert this.first_step == step and this.last_step > step
         held = len(this.rows)
         assert held >= pairs or this.last_step == steps
@@ -39,15 +40,15 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
         pending = np.arange(held)
         while len(pending):
             shares = rng.multinomial(batch, np.ones(ranks) / ranks).tolist()
-            if rng.random() < 0.5 and ledger.is_tail(this, pending):
-                queues = ledger.deal_planned(this, pending, shares)
+            if rng.random() < 0.5 and round_assignment.is_tail(this, pending):
+                queues = round_assignment.deal_planned(this, pending, shares)
                 batches = [{len(queue) for queue in queues}]
                 cut = int(rng.integers(1, len(this.edges)))
                 end = this.edges[min(int(np.searchsorted(this.edges, pending[0])) + cut, len(this.edges) - 1)]
                 done = [sum(chunk.places[-1] < end for chunk in queue) for queue in queues]
                 assert batches
             else:
-                queues = ledger.deal_by_speed(this, pending, shares, rng.uniform(0.1, 9, ranks).tolist())
+                queues = round_assignment.deal_by_speed(this, pending, shares, rng.uniform(0.1, 9, ranks).tolist())
                 done = [int(rng.integers(0, len(queue) + 1)) for queue in queues]
             dealt = [chunk.places for queue in queues for chunk in queue]
             assert sorted(np.concatenate(dealt).tolist()) == pending.tolist(), "dealt twice, or not at all"
@@ -58,9 +59,9 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
             for queue, count in zip(queues, done, strict=True):
                 for chunk in queue[:count]:
                     seen += [(int(this.epochs[place]), int(this.rows[place])) for place in chunk.places]
-            pending = ledger.left_over(pending, queues, done)
-            state = json.loads(json.dumps(ledger.to_state(pending, held)))
-            assert ledger.from_state(**state, size=held).tolist() == pending.tolist()
+            pending = round_assignment.left_over(pending, queues, done)
+            state = json.loads(json.dumps(round_assignment.to_state(pending, held)))
+            assert round_assignment.from_state(**state, size=held).tolist() == pending.tolist()
         step = this.last_step
     assert len(seen) == len(set(seen)), "a pair was trained twice in an epoch"
     whole, rest = divmod(steps, in_epoch)
@@ -77,8 +78,8 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
 )
 def test_dealt_by_speed_all_end_within_a_chunk_of_each_other(shares: list[int], speeds: list[float], size: int) -> None:
     speeds = speeds[: len(shares)]
-    this = ledger.open_round(0, 10**6, size, np.ones(size, int), 0, size, 1)
-    queues = ledger.deal_by_speed(this, np.arange(size), shares, speeds)
+    this = round_assignment.open_round(0, 10**6, size, np.ones(size, int), 0, size, 1)
+    queues = round_assignment.deal_by_speed(this, np.arange(size), shares, speeds)
     ends = [sum(len(c.places) for c in queue) / speed for queue, speed in zip(queues, speeds, strict=True)]
     longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
     assert max(ends) <= size / sum(speeds) + longest * (1 + 1e-9)
@@ -87,8 +88,8 @@ def test_dealt_by_speed_all_end_within_a_chunk_of_each_other(shares: list[int], 
 
 
 def test_planned_shares_are_those_of_a_synchronous_step() -> None:
-    this = ledger.open_round(3, 9, 40, np.arange(21), 0, 8, 1)
-    queues = ledger.deal_planned(this, np.arange(len(this.rows)), [6, 2])
+    this = round_assignment.open_round(3, 9, 40, np.arange(21), 0, 8, 1)
+    queues = round_assignment.deal_planned(this, np.arange(len(this.rows)), [6, 2])
     batches = np.diff(this.edges).tolist()
     assert batches == [8, 8, 5, 8, 8, 5][: len(batches)] and [len(c.places) for c in queues[0]][:3] == [6, 6, 4]
     assert [len(c.places) for c in queues[1]][:3] == [2, 2, 1]
@@ -111,7 +112,7 @@ def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
 
 def launch(words: Sequence[str], ranks: int, wait: bool = True) -> subprocess.Popen[str]:
     """train.py under mpirun, in a process group of its own."""
-    command = [str(runtime.mpirun_path()), "-n", str(ranks), sys.executable, str(ROOT / "train.py"), *words]
+    command = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), sys.executable, str(ROOT / "train.py"), *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # type: ignore[call-overload]
 

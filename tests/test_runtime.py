@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lib import runtime
-from lib.config import UserError
-from lib.runtime import Launch
+from lib.errors import UserError
+from lib.system import mpi_and_blas
+from lib.system.mpi_and_blas import Launch
 
 ROOT = Path(__file__).resolve().parent.parent
 SET = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_", "OPENBLAS_")  # by launchers and by prepare()
@@ -21,7 +21,7 @@ SET = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_", "OPENBLAS_")  # by l
 # Matrix products, wide, thin and ragged, and their gradients, at every alignment; prints the digest.
 PRODUCTS = """
 from lib import runtime
-runtime.prepare()
+mpi_and_blas.prepare()
 import hashlib
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -67,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
     def launched(**environment: str) -> Launch:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return runtime.launch_environment()
+        return mpi_and_blas.launch_environment()
 
     return launched
 
@@ -91,7 +91,7 @@ def test_products_have_the_same_bits_in_every_process_and_at_every_alignment():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
 def test_mlx_computes_with_openblas_and_numpy_keeps_its_own():
-    library = runtime.load_blas()
+    library = mpi_and_blas.load_blas()
     if library is None:
         pytest.skip("MLX brings no reference BLAS here")
     import mlx.core  # noqa: F401
@@ -103,7 +103,7 @@ def test_mlx_computes_with_openblas_and_numpy_keeps_its_own():
     assert np.linalg.solve(np.eye(3) * 2, np.ones(3)).tolist() == [0.5, 0.5, 0.5]
 
 
-@pytest.mark.skipif(runtime.load_blas() is None, reason="MLX brings no reference BLAS here")
+@pytest.mark.skipif(mpi_and_blas.load_blas() is None, reason="MLX brings no reference BLAS here")
 def test_a_missing_openblas_is_one_warning(tmp_path):
     code = (
         f"import sys; sys.prefix = {str(tmp_path)!r}; import lib.runtime as r; "
@@ -119,7 +119,7 @@ def test_a_missing_openblas_is_one_warning(tmp_path):
 
 
 def test_the_users_thread_count_stays():
-    show = "from lib import runtime; runtime.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
+    show = "from lib import runtime; mpi_and_blas.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
     assert python(show).stdout == "1\n"
     assert python(show, OPENBLAS_NUM_THREADS="2").stdout == "2\n"
 
@@ -132,12 +132,12 @@ def test_importing_runtime_is_quick_work():
 
 def test_the_mpi_library_and_mpirun_are_this_environments():
     assert Path(os.environ["MLX_MPI_LIBNAME"]).exists()
-    assert runtime.mpirun_path().exists()
-    late = "from lib import runtime; runtime.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
+    assert mpi_and_blas.mpirun_path().exists()
+    late = "from lib import runtime; mpi_and_blas.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
     assert python(late).stdout == "False\n"
     # mlx.launch --backend mpi gives the name alone, which the dynamic linker would not find.
-    show = "from lib import runtime; runtime.prepare(); import os; print(os.environ['MLX_MPI_LIBNAME'])"
-    assert Path(python(show, MLX_MPI_LIBNAME=runtime.MPI_LIBRARY).stdout.strip()).is_absolute()
+    show = "from lib import runtime; mpi_and_blas.prepare(); import os; print(os.environ['MLX_MPI_LIBNAME'])"
+    assert Path(python(show, MLX_MPI_LIBNAME=mpi_and_blas.MPI_LIBRARY).stdout.strip()).is_absolute()
     assert python(show, MLX_MPI_LIBNAME="/opt/libmpi.so").stdout == "/opt/libmpi.so\n"
 
 
@@ -210,7 +210,7 @@ def test_every_rank_is_in_the_launchers_world():
     import mlx.core as mx
     from mpi4py import MPI
 
-    launch, world = runtime.launch_environment(), mx.distributed.init(backend="mpi", strict=True)
+    launch, world = mpi_and_blas.launch_environment(), mx.distributed.init(backend="mpi", strict=True)
     assert (world.rank(), world.size()) == (launch.rank, launch.size)
     assert (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) == (launch.rank, launch.size)
     assert MPI.Query_thread() == MPI.THREAD_MULTIPLE

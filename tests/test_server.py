@@ -21,7 +21,7 @@ import httpx2
 import openai
 import pytest
 
-from lib import keys, server
+from lib.serve import api_keys, command
 from tests.cluster import Host
 from tests.served import NEVER_ENDS, QUESTION, Served, command_of, finished_run, load, outcomes, served
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def key(run: Path) -> str:
-    return keys.make("alice", run / "keys")
+    return api_keys.make("alice", run / "keys")
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ def test_a_server_that_runs_already_is_taken_out_and_back(run: Path) -> None:
 
 
 def test_keys_are_read_again_on_request(gateway: Served, run: Path, client: openai.OpenAI) -> None:
-    bob = keys.make("bob", run / "keys")
+    bob = api_keys.make("bob", run / "keys")
     for text, count in (((run / "keys").read_text(), 2), ("rubbish\n", None)):
         (run / "keys").write_text(text)
         seen = len(gateway.of("keys"))
@@ -445,14 +445,16 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
         done = outcomes(load(one.address, "--streams=8", "--requests=24", "--max-tokens=20", on=here))
         assert [entry["error"] for entry in done] == [None] * 24
         assert {record["backend"] for record in one.of("request")} == {here.name, there.name}
-        [words] = [words.split() for words in there.processes().values() if "lib.backend" in words]
+        [words] = [words.split() for words in there.processes().values() if "lib.serve.backend_process" in words]
         ask = f"import socket; socket.create_connection(('{there.name}', {words[words.index('--port') + 1]}), 2)"
         assert "ConnectionRefused" in here.run([sys.executable, "-c", ask]).stderr
         [pid] = [pid for pid, words in here.processes().items() if " -m lib.server" in words]
         here.signal(pid, signal.SIGKILL)
         one.process.wait(120)
         deadline = time.monotonic() + 120
-        while any("lib.backend" in words for host in (here, there) for words in host.processes().values()):
+        while any(
+            "lib.serve.backend_process" in words for host in (here, there) for words in host.processes().values()
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
@@ -481,7 +483,7 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
 )
 def test_a_mistake_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     what = [] if words == ["serve.port=0"] else ["--run", str(run)]
-    assert server.main([*what, "serve.port=0", *words]) == 2
+    assert command.main([*what, "serve.port=0", *words]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 

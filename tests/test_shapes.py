@@ -12,12 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib import config, forward
-from lib.batches import MicroBatches
-from lib.data import Batch, Dataset, Example, collate, tokens_to_deal
-from lib.losses import PREFERENCE_LOSSES
-from lib.order import Position, deal, epoch_order, global_batch
-from lib.shapes import NEED, Shape, few_shapes, first_that_holds, need_of, pad_length, padded_lengths, shape_of
+from lib.config import load as config
+from lib.data.batch_shapes import (
+    NEED,
+    Shape,
+    few_shapes,
+    first_that_holds,
+    need_of,
+    pad_length,
+    padded_lengths,
+    shape_of,
+)
+from lib.data.collate import Batch, collate
+from lib.data.dataset import Dataset, Example, tokens_to_deal
+from lib.data.micro_batches import MicroBatches
+from lib.data.row_order import Position, deal, epoch_order, global_batch
+from lib.model import logps as logps_module
+from lib.model import token_stream
+from lib.training.losses import PREFERENCE_LOSSES
 from tests import rounding, tiny
 from tests.test_forward import FAMILIES, assert_equal, draw, load
 from tests.test_step import build, examples, means_of, reference_logps, results_of, step_gradients
@@ -212,7 +224,7 @@ def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> 
 def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path: Path, family: str, shared: bool) -> None:
     assert family in FAMILIES
     model = load(tmp_path, family)
-    assert forward.cannot_share_prompts(model) is None
+    assert token_stream.cannot_share_prompts(model) is None
     layouts = set()
     for seed, shortest in ((0, 0), (1, 9)):
         examples = draw(seed, 3, shortest_prompt=shortest)
@@ -226,12 +238,12 @@ def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path: Pat
 
 def assert_padded_equal(model: object, examples: list[Example], batch: Batch) -> None:
     """As test_forward's, for the rows that are not padding."""
-    logps = forward.completion_logps
+    logps = logps_module.completion_logps
     try:
-        forward.completion_logps = lambda model, inputs: logps(model, inputs)[: len(examples)]  # type: ignore[assignment]
+        logps_module.completion_logps = lambda model, inputs: logps(model, inputs)[: len(examples)]  # type: ignore[assignment]
         assert_equal(model, examples, batch)  # type: ignore[arg-type]
     finally:
-        forward.completion_logps = logps
+        logps_module.completion_logps = logps
 
 
 @pytest.mark.parametrize("loss", [*PREFERENCE_LOSSES, "sft"])

@@ -18,11 +18,18 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import quantize_model, save_model
 
 import train as script
-from lib import config, division, evaluate, forward, runtime, shard, sync
-from lib import model as models
-from lib.config import UserError
-from lib.data import Batch, Example, collate
-from lib.sync import ShardedWorld, World
+from lib.config import load, schema
+from lib.data.collate import Batch, collate
+from lib.data.dataset import Example
+from lib.distributed import world as sync
+from lib.distributed.world import ShardedWorld, World
+from lib.errors import UserError
+from lib.evaluate import command
+from lib.model import adapter_files, partition, tensor_parallel, token_stream
+from lib.model import adapters as adapters_module
+from lib.model import load as load_module
+from lib.model import logps as logps_module
+from lib.system import mpi_and_blas
 from tests import rounding, tiny
 from tests.tiny import difference, model_folder, steps_of
 
@@ -58,7 +65,7 @@ UNEVEN = {2: (1, 3), 3: (5, 2, 3)}
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return sync.start(runtime.launch_environment(), timeout_seconds=60)
+    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
 
 
 @pytest.fixture
@@ -67,27 +74,29 @@ def folder(world: World, tmp_path: Path) -> Path:
     return Path(world.broadcast_text(str(tmp_path)))
 
 
-def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, config.Model]:
+def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, schema.Model]:
     """A model made trainable, whose trained parameters are not at a symmetric point; the same on every rank."""
-    settings = config.Model(path=str(path), **{"random_init": True, "rank": 3, **changes})
-    model = models.load(settings, seed, lazy=True)
-    models.make_trainable(model, settings, seed)
+    settings = schema.Model(path=str(path), **{"random_init": True, "rank": 3, **changes})
+    model = load_module.load(settings, seed, lazy=True)
+    adapters_module.make_trainable(model, settings, seed)
     mx.random.seed(1)
     model.update(
-        tree_unflatten([(name, a + 0.1 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()])
+        tree_unflatten(
+            [(name, a + 0.1 * mx.random.normal(a.shape)) for name, a in adapter_files.trainable(model).items()]
+        )
     )
     return model.train(), settings
 
 
-def division_of(path: Path, weights: tuple[float, ...], vocabulary: bool = False) -> division.Division:
-    return division.divide(division.shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary)
+def division_of(path: Path, weights: tuple[float, ...], vocabulary: bool = False) -> partition.Division:
+    return partition.divide(partition.shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary)
 
 
 def divide(
     world: World, path: Path, model: nn.Module, weights: tuple[float, ...], vocabulary: bool = False
 ) -> ShardedWorld:
     dealt = division_of(path, weights, vocabulary)
-    return sync.sharded(world, dealt, *shard.shard(model, dealt, world))
+    return sync.sharded(world, dealt, *tensor_parallel.shard(model, dealt, world))
 
 
 def gathered(world: World, tree: Any) -> dict[str, mx.array]:
@@ -120,7 +129,7 @@ def batch_of(shares_prompts: bool) -> Batch:
 
 def loss_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[mx.array, mx.array]:
     """A loss that gives every completion another weight, and the log-probabilities."""
-    logps = forward.completion_logps(model, inputs)
+    logps = logps_module.completion_logps(model, inputs)
     return (mx.arange(1.0, 1.0 + logps.size).reshape(logps.shape) * mx.square(logps / 10)).mean(), logps
 
 
@@ -138,8 +147,8 @@ def assert_equals_whole(
     whole, _ = build(path, **changes)
     model, settings = build(path, **changes)
     together = divide(world, path, model, weights, settings.shard_vocabulary)
-    assert forward.cannot_share_prompts(whole) is None and forward.cannot_share_prompts(model) is None
-    inputs = forward.arrays_of(batch_of(shares_prompts).inputs)
+    assert token_stream.cannot_share_prompts(whole) is None and token_stream.cannot_share_prompts(model) is None
+    inputs = token_stream.arrays_of(batch_of(shares_prompts).inputs)
 
     def compute() -> Sequence[rounding.Results]:
         loss, logps, gradients = gradients_of(whole, inputs)
@@ -185,7 +194,7 @@ def test_parts_drop_what_the_whole_drops(world: World, folder: Path) -> None:
 def test_a_divided_vocabulary(
     world: World, folder: Path, family: str, method: str, logits_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "LOGITS_BYTES", logits_bytes)
+    monkeypatch.setattr(logps_module, "LOGITS_BYTES", logits_bytes)
     path = folder_of(world, folder, family)
     assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, method=method, shard_vocabulary=True)
     whole, _ = build(path, method=method)
@@ -204,7 +213,7 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
     path = folder / family
     if world.rank == 0:
         model_folder(path, model_type=family, **(FAMILIES[family] | sizes | widths))
-        model = models.load(config.Model(path=str(path), random_init=True), 0)
+        model = load_module.load(schema.Model(path=str(path), random_init=True), 0)
         model, stored = quantize_model(model, json.loads((path / "config.json").read_text()), 32, 4)
         save_model(path, model)
         (path / "config.json").write_text(json.dumps(stored))
@@ -222,13 +231,13 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world: World, 
         either.model.layers[1].mlp.down_proj.weight[:, 3] = -0.0
     first = divide(world, path, model, (1,) * world.size)
     found = gathered(first, model.trainable_parameters())
-    wanted = models.trainable(whole)
+    wanted = adapter_files.trainable(whole)
     assert found.keys() == wanted.keys()
     other, _ = build(path, seed=1, method="full")
     second = divide(world, path, other, UNEVEN[world.size])
     other.update(tree_unflatten(list(second.scattered(dict(wanted) if world.rank == 0 else {}))))
-    assert {name: a.shape for name, a in models.trainable(other).items()} != {
-        name: a.shape for name, a in models.trainable(model).items()
+    assert {name: a.shape for name, a in adapter_files.trainable(other).items()} != {
+        name: a.shape for name, a in adapter_files.trainable(model).items()
     }
     for arrays in (found, gathered(second, other.trainable_parameters())):
         for name, array in wanted.items():
@@ -249,21 +258,21 @@ def test_heads_and_columns_are_dealt_by_weight() -> None:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    shape = division.shape_of(stored)
-    assert division.divide(shape, [1, 1]) == division.Division((4, 4), (7168, 7168), weights=(1.0, 1.0))
-    assert division.divide(shape, [2, 6]).kv_heads == (2, 6)
-    three = division.divide(shape, [1, 1, 1])
+    shape = partition.shape_of(stored)
+    assert partition.divide(shape, [1, 1]) == partition.Division((4, 4), (7168, 7168), weights=(1.0, 1.0))
+    assert partition.divide(shape, [2, 6]).kv_heads == (2, 6)
+    three = partition.divide(shape, [1, 1, 1])
     assert sum(three.kv_heads) == 8 and sum(three.mlp_columns) == 14336 and max(three.kv_heads) == 3
     # Two heads against three are a third less; the columns make up for it.
-    sizes = [division.rank_bytes(shape, three, rank)[0] for rank in range(3)]
+    sizes = [partition.rank_bytes(shape, three, rank)[0] for rank in range(3)]
     assert max(sizes) <= 1.02 * min(sizes)
     for weights in ([1, 1], [1, 3], [3, 1, 4]):
-        dealt = division.divide(shape, weights, vocabulary=True)
-        own = np.array([division.rank_bytes(shape, dealt, rank)[0] for rank in range(len(weights))])
+        dealt = partition.divide(shape, weights, vocabulary=True)
+        own = np.array([partition.rank_bytes(shape, dealt, rank)[0] for rank in range(len(weights))])
         np.testing.assert_allclose(own / own.sum(), np.array(weights) / sum(weights), rtol=0.01)
-        assert own.sum() + division.rank_bytes(shape, dealt, 0)[1] == pytest.approx(2 * 8.03e9, rel=0.001)
-    quantised = division.shape_of({**stored, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
-    assert all(heads % 2 == 0 for heads in division.divide(quantised, [3, 5]).kv_heads)  # 32 inputs a head
+        assert own.sum() + partition.rank_bytes(shape, dealt, 0)[1] == pytest.approx(2 * 8.03e9, rel=0.001)
+    quantised = partition.shape_of({**stored, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
+    assert all(heads % 2 == 0 for heads in partition.divide(quantised, [3, 5]).kv_heads)  # 32 inputs a head
 
 
 @pytest.mark.parametrize(
@@ -280,13 +289,15 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     stored = json.loads((model_folder(tmp_path, head_dim=32) / "config.json").read_text()) | changes
     with pytest.raises(UserError, match=message):
-        division.divide(division.shape_of({key: value for key, value in stored.items() if value is not None}), weights)
+        partition.divide(
+            partition.shape_of({key: value for key, value in stored.items() if value is not None}), weights
+        )
 
 
 def test_the_smallest_share_is_one_part() -> None:
-    assert division.apportion(8, [1000, 1, 1]) == (6, 1, 1)
-    assert division.apportion(256, [1, 5], unit=32) == (32, 224)
-    assert division.apportion(7, [0, 0, 0]) == (3, 2, 2)
+    assert partition.apportion(8, [1000, 1, 1]) == (6, 1, 1)
+    assert partition.apportion(256, [1, 5], unit=32) == (32, 224)
+    assert partition.apportion(7, [0, 0, 0]) == (3, 2, 2)
 
 
 # ---- Training ----------------------------------------------------------------------------------------------------------
@@ -294,7 +305,7 @@ def test_the_smallest_share_is_one_part() -> None:
 
 def train(world: World, folder: Path, words: list[str], name: str, resume: bool = False) -> Path:
     """A run in this process: with a world of one each rank trains by itself."""
-    script.train(config.load(None, [*words, f"run.name={name}"]), world, resume=resume, dry_run=False)
+    script.train(load.load(None, [*words, f"run.name={name}"]), world, resume=resume, dry_run=False)
     return folder / "runs" / name
 
 
@@ -363,7 +374,7 @@ def test_answers_metrics_and_another_reference_in_parts(
     world.gather_text("written")
 
     def run(world: World, *more: str) -> Path:
-        settings = config.load("configs/quickstart.yaml", [*words, *more])
+        settings = load.load("configs/quickstart.yaml", [*words, *more])
         script.train(settings, world, resume=False, dry_run=False)
         return Path(settings.run.dir) / str(settings.run.name)
 
@@ -380,9 +391,9 @@ def test_answers_metrics_and_another_reference_in_parts(
     for key in ("exact_match_before", "exact_match_after", "loss", "reward_accuracy", "kl"):
         assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=5e-4), key  # kl: of roundings
     capsys.readouterr()
-    settings = config.load(parts / "config.yaml", [])
+    settings = load.load(parts / "config.yaml", [])
     options = argparse.Namespace(run=str(parts), model=None, per_pair=str(folder / "pairs.jsonl"))
-    evaluate.evaluate(settings, options, world)
+    command.evaluate(settings, options, world)
     if world.rank == 0:
         told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
         assert told["loss"] == pytest.approx(summaries[1]["loss"], rel=1e-4)
@@ -403,22 +414,22 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
     if world.rank == 0:
         model_folder(path, **sizes, **heads)
-        save_model(path, models.load(config.Model(path=str(path), random_init=True), 0))
+        save_model(path, load_module.load(schema.Model(path=str(path), random_init=True), 0))
     world.gather_text("written")
     weights = UNEVEN[world.size]
-    settings = config.Model(path=str(path), rank=4)
-    shape = division.shape_of(json.loads((path / "config.json").read_text()))
-    dealt = division.divide(shape, weights)
+    settings = schema.Model(path=str(path), rank=4)
+    shape = partition.shape_of(json.loads((path / "config.json").read_text()))
+    dealt = partition.divide(shape, weights)
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    model = models.load(settings, 0, lazy=True)
-    models.make_trainable(model, settings, 0)
-    shard.shard(model, dealt, world)
+    model = load_module.load(settings, 0, lazy=True)
+    adapters_module.make_trainable(model, settings, 0)
+    tensor_parallel.shard(model, dealt, world)
     held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
-    planned, whole = division.rank_bytes(shape, dealt, world.rank)
-    adapters = sum(array.nbytes for array in models.trainable(model).values())
+    planned, whole = partition.rank_bytes(shape, dealt, world.rank)
+    adapters = sum(array.nbytes for array in adapter_files.trainable(model).values())
     assert held - adapters == pytest.approx(planned + whole, rel=0.02)
     assert peak <= 1.2 * held
     told = [int(text) for text in world.gather_text(str(held - adapters - whole))]

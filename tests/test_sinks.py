@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from lib import sinks
-from lib.performance import read_records
+from lib.telemetry import trackers
+from lib.telemetry.run_records import read_records
 from tests import tiny
 
 
@@ -67,7 +67,7 @@ def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(
 def test_steps_that_a_crash_undid_are_forgotten(tmp_path: Path) -> None:
     start: dict[str, Any] = {"kind": "start", "config": {}, "resumed_from_step": None}
     for resumed, losses in ((None, {1: 0.5, 2: 0.4, 3: 0.9, 4: 0.9}), (2, {3: 0.3})):
-        feed = sinks.Feed(["tensorboard"], tmp_path)
+        feed = trackers.Feed(["tensorboard"], tmp_path)
         feed.take(start | {"resumed_from_step": resumed})
         for step, loss in losses.items():
             feed.take({"kind": "step", "step": step, "time": 1.0, "loss": loss, "kl": None, "grad_norm": float("nan")})
@@ -92,7 +92,7 @@ def test_a_failing_sink_is_told_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
 ) -> None:
     @contextmanager
-    def failing(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[sinks.Write]:
+    def failing(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[trackers.Write]:
         def write(step: int, values: dict[str, float]) -> None:
             if breaks == "writing" and step >= 2:
                 raise ConnectionError("no route\nto host")
@@ -103,8 +103,8 @@ def test_a_failing_sink_is_told_once_and_ends_nothing(
         if breaks == "closing":
             raise ConnectionError("no route\nto host")
 
-    monkeypatch.setitem(sinks.SINKS, "trackio", failing)
-    monkeypatch.setitem(sinks.PACKAGES, "trackio", "json")
+    monkeypatch.setitem(trackers.SINKS, "trackio", failing)
+    monkeypatch.setitem(trackers.PACKAGES, "trackio", "json")
     run = tmp_path / "runs" / "run"
     words = [*tiny.settings(tmp_path), "run.name=run", "evaluate.samples=0", "train.steps=4"]
     result = tiny.train(tmp_path, [*words, "run.sinks=[trackio,tensorboard]"])

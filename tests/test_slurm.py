@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lib import launcher
+from lib.launch import command
 from tests import rounding, tiny
 from tests.cluster import PATH, Host
 
@@ -48,7 +48,7 @@ def test_slurm_trains_what_one_machine_trains(
     tiny.train(tmp_path, [*settings, "run.name=alone"])
     capsys.readouterr()
     words = ["--hosts", "a:1,b:1", "--python", sys.executable, "--emit", "slurm", "--", "train.py", *settings]
-    assert launcher.main([*words, "run.name=slurm", "plan.shares=[5,3]"]) == 0
+    assert command.main([*words, "run.name=slurm", "plan.shares=[5,3]"]) == 0
     (tmp_path / "job.sh").write_text(capsys.readouterr().out)
     (tmp_path / "slurm.conf").write_text(CONFIGURATION.replace("DISK", str(hosts[0].disk)))
     for host in hosts:

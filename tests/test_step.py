@@ -12,33 +12,34 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib import config, forward
-from lib import model as models
-from lib.data import Example, collate
-from lib.losses import PREFERENCE_LOSSES
-from lib.step import learning_rate, make_optimizer, make_step
-from lib.sync import World
+from lib import errors
+from lib.config import load, schema
+from lib.data.collate import collate
+from lib.data.dataset import Example
+from lib.distributed.world import World
+from lib.model import adapter_files, adapters, token_stream
+from lib.model import load as load_module
+from lib.training.losses import PREFERENCE_LOSSES
+from lib.training.step import learning_rate, make_optimizer, make_step
 from tests import float64, rounding
 from tests.tiny import LLAMA, model_folder, pairs
 
 HEADS, KV_HEADS = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"]
 
 
-def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, config.Config]:
+def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, schema.Config]:
     """A tiny Llama whose adapters are not zero, and its settings."""
     path = model_folder(
         folder / "model", hidden_size=8, intermediate_size=12, vocab_size=20, num_hidden_layers=1, **changes
     )
-    settings = config.load(
-        None, [f"model.path={path}", "data.train=-", "model.random_init=true", "model.rank=2", *words]
-    )
-    model = models.load(settings.model, 3)
-    models.make_trainable(model, settings.model, 3)
+    settings = load.load(None, [f"model.path={path}", "data.train=-", "model.random_init=true", "model.rank=2", *words])
+    model = load_module.load(settings.model, 3)
+    adapters.make_trainable(model, settings.model, 3)
     mx.random.seed(5)
-    moved = [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in models.trainable(model).items()]
+    moved = [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in adapter_files.trainable(model).items()]
     model.update(tree_unflatten(moved))
     mx.eval(model.parameters())
-    assert forward.cannot_share_prompts(model) is None
+    assert token_stream.cannot_share_prompts(model) is None
     return model, settings
 
 
@@ -70,7 +71,7 @@ def reference_logps(count: int) -> np.ndarray:
 
 
 def float64_loss(
-    parameters: dict[str, np.ndarray], batch: list[Example], reference: np.ndarray, train: config.Train, scale: float
+    parameters: dict[str, np.ndarray], batch: list[Example], reference: np.ndarray, train: schema.Train, scale: float
 ) -> float:
     """The mean loss over pairs (SFT: over tokens), one sequence at a time."""
     weights, total, tokens = merged(parameters, scale), 0.0, 0
@@ -97,7 +98,7 @@ class Spy(optim.SGD):
 
 def step_gradients(
     model: nn.Module,
-    settings: config.Config,
+    settings: schema.Config,
     batch: list[Example],
     reference: np.ndarray,
     sizes: list[int],
@@ -120,7 +121,7 @@ def means_of(result: Any) -> dict[str, float]:
 
 
 def results_of(
-    model: nn.Module, settings: config.Config, batch: list[Example], reference: np.ndarray, sizes: list[int]
+    model: nn.Module, settings: schema.Config, batch: list[Example], reference: np.ndarray, sizes: list[int]
 ) -> Callable[[], Sequence[rounding.Results]]:
     """For tests.rounding: a step's means and gradients, computed anew at each call."""
 
@@ -145,7 +146,7 @@ def test_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str, compil
     def loss_now() -> float:
         return float64_loss(parameters, batch, reference, settings.train, settings.model.scale)
 
-    assert gradients.keys() == models.trainable(model).keys()
+    assert gradients.keys() == adapter_files.trainable(model).keys()
     expected = {name: float64.numerical_gradient(loss_now, parameters[name]) for name in gradients}
     _, limits = rounding.expected_and_limits(model, results_of(model, settings, batch, reference, [2, 1]))
     rounding.assert_within(
@@ -214,15 +215,19 @@ def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -
     model, settings = build(tmp_path)
     optimizer = make_optimizer(settings.train)
     optimizer.init(model.trainable_parameters())
-    before, state = models.digest(models.trainable(model)), models.digest(dict(tree_flatten(optimizer.state)))
+    before, state = (
+        adapter_files.digest(adapter_files.trainable(model)),
+        adapter_files.digest(dict(tree_flatten(optimizer.state))),
+    )
     step = make_step(model, optimizer, settings.train, World(), dropout=False)
     result = step(0, 10, [(collate(examples(), 8, True), np.full((3, 2), np.nan, np.float32))])
     assert result.skipped
     assert (
-        models.digest(models.trainable(model)) == before and models.digest(dict(tree_flatten(optimizer.state))) == state
+        adapter_files.digest(adapter_files.trainable(model)) == before
+        and adapter_files.digest(dict(tree_flatten(optimizer.state))) == state
     )
     assert not step(0, 10, [(collate(examples(), 8, True), reference_logps(3))]).skipped
-    assert models.digest(models.trainable(model)) != before
+    assert adapter_files.digest(adapter_files.trainable(model)) != before
 
 
 def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
@@ -236,22 +241,22 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
-    train = config.Train(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
+    train = schema.Train(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
     rates = [learning_rate(train, step, 14) for step in range(15)]
     assert (
         rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
         and rates[9] == pytest.approx(0.6)
         and rates[14] == pytest.approx(0.2)
     )
-    cosine = config.Train(learning_rate=1.0, schedule="cosine")
+    cosine = schema.Train(learning_rate=1.0, schedule="cosine")
     assert [learning_rate(cosine, step, 10) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
-    assert learning_rate(config.Train(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
+    assert learning_rate(schema.Train(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
 
 
 @pytest.mark.parametrize(("scaling", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_learning_rate_follows_the_batch_where_it_is_asked_to(scaling: str, rate: float) -> None:
     words = {"learning_rate": 0.1, "final_learning_rate": 0.01, "global_batch_size": 64, "learning_rate_batch_size": 16}
-    train = config.Train(**words, learning_rate_scaling=scaling, schedule="linear")
+    train = schema.Train(**words, learning_rate_scaling=scaling, schedule="linear")
     assert learning_rate(train, 0, 10) == pytest.approx(rate)
     assert learning_rate(train, 10, 10) == pytest.approx(rate / 10)
 
@@ -261,13 +266,13 @@ def test_the_learning_rate_follows_the_batch_where_it_is_asked_to(scaling: str, 
 )
 def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
     model, settings = build(tmp_path, f"train.optimizer={name}")
-    before = models.digest(models.trainable(model))
+    before = adapter_files.digest(adapter_files.trainable(model))
     result = make_step(model, make_optimizer(settings.train), settings.train, World(), dropout=False)(
         0, 10, [(collate(examples(), 8, True), reference_logps(3))]
     )
-    assert not result.skipped and models.digest(models.trainable(model)) != before
+    assert not result.skipped and adapter_files.digest(adapter_files.trainable(model)) != before
 
 
 def test_an_unknown_optimizer_option_names_the_known_ones() -> None:
-    with pytest.raises(config.UserError, match="adamw has no momentum; it has learning_rate, betas"):
-        make_optimizer(config.Train(optimizer_options={"momentum": 0.9}))
+    with pytest.raises(errors.UserError, match="adamw has no momentum; it has learning_rate, betas"):
+        make_optimizer(schema.Train(optimizer_options={"momentum": 0.9}))

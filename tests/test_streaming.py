@@ -19,13 +19,18 @@ import pyarrow.parquet
 import pytest
 
 import train as script
-from lib import config, runtime, sources, spool, sync
-from lib.batches import MicroBatches
-from lib.config import Data, UserError
-from lib.data import load_dataset
-from lib.order import epoch_order
-from lib.streaming import StreamedDataset, TokenCache, open_held_out, open_training
-from lib.sync import World
+from lib.config import load
+from lib.config.schema import Data
+from lib.data import hub_datasets, sources
+from lib.data.dataset import load_dataset
+from lib.data.micro_batches import MicroBatches
+from lib.data.row_order import epoch_order
+from lib.data.streaming import StreamedDataset, open_held_out, open_training
+from lib.data.token_cache import TokenCache
+from lib.distributed import world as sync
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.system import mpi_and_blas
 from tests import rounding, tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import difference, rows_of_epochs, steps_of
@@ -142,7 +147,7 @@ def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
 def test_estimated_lengths_give_few_shapes_that_hold_nearly_all_batches(tmp_path: Path) -> None:
     data = open_streamed(tmp_path, write(tmp_path / "a.jsonl", [record(i) for i in range(3000)]))
     words = ["model.path=-", "data.train=-", "train.global_batch_size=32", "train.max_traces=6"]
-    make = MicroBatches(data, None, config.load(None, words), 16, shared_prompts=True, is_compiled=True)
+    make = MicroBatches(data, None, load.load(None, words), 16, shared_prompts=True, is_compiled=True)
     order = epoch_order(data.lengths, 0, 0, 32, 32)
     batches = [batch for start in range(0, 2976, 32) for batch, _ in make.of(np.split(order[start : start + 32], 4), 8)]
     assert len({batch.shapes for batch in batches}) <= 7
@@ -159,7 +164,7 @@ def test_weights_say_how_often_an_epoch_takes_a_row(tmp_path: Path) -> None:
     times = np.bincount(data.rows, minlength=60)
     assert (times[:20] == 1).all() and set(times[20:40]) == {2, 3} and set(times[40:]) == {0, 1}
     assert [tokens_of(data, row) for row in range(len(data))] == [tokens_of(whole, row) for row in range(len(whole))]
-    words = config.load(None, ["model.path=m", f"data.train={{{a}: 1, {b}: 2.5}}"]).data.train
+    words = load.load(None, ["model.path=m", f"data.train={{{a}: 1, {b}: 2.5}}"]).data.train
     assert words == {str(a): 1.0, str(b): 2.5}
 
 
@@ -328,9 +333,9 @@ class Stream:
 def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool, "SHARD_BYTES", 1500)
+    monkeypatch.setattr(hub_datasets, "SHARD_BYTES", 1500)
     streams = iter([Stream(60, breaks_at=33), Stream(60, breaks_at=50), Stream(60)])
-    monkeypatch.setattr(spool, "_open", lambda *_: next(streams))
+    monkeypatch.setattr(hub_datasets, "_open", lambda *_: next(streams))
     for _ in range(2):
         with pytest.raises(UserError, match="hf://x/y: the stream broke off .reset by peer.; start again"):
             open_streamed(tmp_path, "hf://x/y")
@@ -343,7 +348,7 @@ def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
 
 
 def test_a_stream_stops_at_the_limit_and_at_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "_open", lambda *_: Stream(60))
+    monkeypatch.setattr(hub_datasets, "_open", lambda *_: Stream(60))
     with pytest.raises(UserError, match=r"more than data.spool_limit_gb allows .* take fewer with \?rows=N"):
         open_streamed(tmp_path, "hf://x/y", spool_limit_gb=2e-6)
     assert len(open_streamed(tmp_path, "hf://x/y?rows=7")) == 7
@@ -360,7 +365,7 @@ def test_ranks_of_one_host_fetch_a_stream_once(tmp_path: Path, monkeypatch: pyte
                 both.wait(0.2)  # until the other one writes, too, if it is let
             return super().__iter__()
 
-    monkeypatch.setattr(spool, "_open", lambda *_: Slow(60))
+    monkeypatch.setattr(hub_datasets, "_open", lambda *_: Slow(60))
     told = list[str]()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(sources.files_of, "hf://x/y", settings_of(tmp_path, "-"), told.append) for _ in range(2)]
@@ -415,7 +420,7 @@ def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return sync.start(runtime.launch_environment(), timeout_seconds=60)
+    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -426,7 +431,7 @@ def test_streamed_ranks_end_with_one_ranks_weights_and_move_to_other_worlds(worl
     shares = {2: [6, 2], 3: [5, 2, 1]}.get(world.size, [8 - world.size + 1] + [1] * (world.size - 1))
 
     def train(members: World, name: str, *more: str, resume: bool = False) -> Path:
-        script.train(config.load(None, [*words, f"run.name={name}", *more]), members, resume=resume, dry_run=False)
+        script.train(load.load(None, [*words, f"run.name={name}", *more]), members, resume=resume, dry_run=False)
         return folder / "runs" / name
 
     train(world, "together", "train.steps=5", f"plan.shares={shares}")

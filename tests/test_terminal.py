@@ -17,10 +17,10 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from lib import terminal
-from lib.performance import read_records
-from lib.report import Meter
-from lib.step import StepResult
+from lib.system import terminal
+from lib.telemetry.run_records import read_records
+from lib.training.console import Meter
+from lib.training.step import StepResult
 from tests.tiny import settings, train
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib import hostfile, launcher, topology
-from lib.config import UserError
-from lib.hostfile import Host
-from lib.ranks import Launching, processes_of
+from lib.errors import UserError
+from lib.launch import command, hostfile, launcher, topology
+from lib.launch.hostfile import Host
+from lib.launch.ranks import Launching, processes_of
 from tests import macs
 from tests.cluster import Host as Machine
 from tests.test_launch import nothing_left, python, tagged, wait_for
@@ -142,9 +142,9 @@ def test_a_file_for_jaccls_ring_is_started_as_one(tmp_path: Path, capsys: pytest
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"backend": "jaccl-ring", "envs": [], "hosts": ring(4)}))
     assert hostfile.read(path).backend == "jaccl-ring"
-    launching = launcher._launching(launcher._parse(["--hostfile", str(path), "--", "train.py"]))
+    launching = command._launching(command._parse(["--hostfile", str(path), "--", "train.py"]))
     assert launching.backend == "jaccl-ring" and [host.index for host in launching.hosts] == [0, 1, 2, 3]
-    assert launcher.main(["--hostfile", str(path), "--backend", "jaccl", "--"]) == 2
+    assert command.main(["--hostfile", str(path), "--backend", "jaccl", "--"]) == 2
     told = capsys.readouterr().err
     assert "jaccl wants a device towards every other host" in told and told.count("\n") == 1
 

@@ -18,10 +18,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from lib import checkpoint, evaluate, exchange, runtime, scoring
-from lib.data import in_memory
-from lib.performance import PerformanceTracker, read_records
-from lib.sync import World
+from lib.data.dataset import in_memory
+from lib.distributed import gradients as exchange
+from lib.distributed.world import World
+from lib.evaluate import command as evaluate
+from lib.system import mpi_and_blas
+from lib.telemetry.run_records import PerformanceTracker, read_records
+from lib.training import checkpoint, resume
+from lib.training import reference as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
 
@@ -496,7 +500,7 @@ def test_ranks_with_different_data_stop_together(tmp_path: Path) -> None:
     )
     script.chmod(0o755)
     result = subprocess.run(
-        [runtime.mpirun_path(), "-n", "2", str(script), "--config", str(tiny.config_file(tmp_path)), *words],
+        [mpi_and_blas.mpirun_path(), "-n", "2", str(script), "--config", str(tiny.config_file(tmp_path)), *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -520,7 +524,7 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
         f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
     )
     words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path))]
-    command = [str(runtime.mpirun_path()), "-n", "2", sys.executable, str(script), *words]
+    command = [str(mpi_and_blas.mpirun_path()), "-n", "2", sys.executable, str(script), *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
@@ -553,7 +557,7 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
         assert_one_clear_line(result, "checkpoint of step 50", "earlier ones are whole")  # no other is worth a run
         assert "training goes on, earlier checkpoints are whole" in result.stderr
         assert "bytes are free" in result.stderr or "No space left" in result.stderr
-        newest, damaged = checkpoint.newest(disk / "run" / "checkpoints")
+        newest, damaged = resume.newest(disk / "run" / "checkpoints")
         assert newest is not None and not damaged
         saved, logged = int(newest.name.removeprefix("step-")), [step["step"] for step in tiny.steps_of(disk / "run")]
         assert logged[:saved] == list(range(1, saved + 1)), "a checkpoint holds what no log tells"

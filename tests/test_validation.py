@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.calibration import (
+from lib.plan.curve_validation import impossible_link, off_the_curve, sound_calibration, sound_curve
+from lib.plan.curves import (
     BatchPoint,
     Curve,
     HostCalibration,
@@ -16,8 +17,7 @@ from lib.calibration import (
     read_published,
     write_calibration,
 )
-from lib.machine import Machine
-from lib.validation import impossible_link, off_the_curve, sound_calibration, sound_curve
+from lib.system.hardware import Machine
 
 SIZES = (1, 2, 4, 8, 16)
 SHAPES = {

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.watch import Fault, HostSeen, RankSeen, common_wait_seconds, cut_between, diagnose, exit_status, stragglers
+from lib.launch.diagnose import (
+    Fault,
+    HostSeen,
+    RankSeen,
+    common_wait_seconds,
+    cut_between,
+    diagnose,
+    exit_status,
+    stragglers,
+)
 
 
 def found(ranks: list[RankSeen], hosts: list[HostSeen] | None = None) -> Fault | None:

@@ -11,11 +11,17 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import create_causal_mask
 
-from lib import config, evaluate, forward, scoring
-from lib import model as models
-from lib.config import Data, UserError
-from lib.data import Example, collate
-from lib.sync import World
+from lib.config import schema
+from lib.config.schema import Data
+from lib.data import tokenizer as tokenizer_module
+from lib.data.collate import collate
+from lib.data.dataset import Example
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.evaluate import answers
+from lib.model import load as load_module
+from lib.model import logps, token_stream
+from lib.training import reference
 from tests import rounding
 from tests.test_forward import draw, load, results_of, weighted
 from tests.tiny import ROOT, model_folder, train
@@ -54,16 +60,16 @@ def masked_logps(model: nn.Module, examples: list[Example], window: int) -> mx.a
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2"])
 def test_a_window_equals_its_mask_in_every_layout(tmp_path: Path, family: str, window: int) -> None:
     model = load(tmp_path, family, attention_window=window)
-    assert forward.cannot_share_prompts(model) is None
+    assert token_stream.cannot_share_prompts(model) is None
     layouts = set()
     for seed, count, multiple, shared, shortest in [(0, 5, 4, False, 0), (0, 5, 4, True, 0), (2, 3, 8, True, 9)]:
         examples = draw(seed, count, shortest_prompt=shortest)
         batch = collate(examples, multiple, shared)
         layouts.add((batch.prefix_length > 0, batch.slots is None))
-        inputs = forward.arrays_of(batch.inputs)
+        inputs = token_stream.arrays_of(batch.inputs)
 
         def ours(inputs: dict[str, Any] = inputs) -> mx.array:
-            return forward.completion_logps(model, inputs)
+            return logps.completion_logps(model, inputs)
 
         def plain(examples: list[Example] = examples) -> mx.array:
             return masked_logps(model, examples, window)
@@ -84,7 +90,7 @@ def test_blocks_equal_the_masked_square(window: int, behind: int, length: int) -
         lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask), [q, k, v], [mx.cos(q)]
     )
     (out,), gradients = mx.vjp(
-        lambda q, k, v: forward.local_attention(q, k, v, window, scale=0.3), [q, k, v], [mx.cos(q)]
+        lambda q, k, v: token_stream.local_attention(q, k, v, window, scale=0.3), [q, k, v], [mx.cos(q)]
     )
     for ours, theirs in zip([out, *gradients], [wanted, *expected], strict=True):
         assert ours.shape == theirs.shape
@@ -95,17 +101,17 @@ def peak_bytes(model: nn.Module, length: int, shared: bool) -> int:
     """Of the log-probabilities and gradients of a pair whose prompt and completions are `length` tokens each."""
     random = np.random.default_rng(0)
     prompt, one, other = (random.integers(2, 48, length).astype(np.int32) for _ in range(3))
-    inputs = forward.arrays_of(collate([Example(0, prompt, (one, other))], 64, shared).inputs)
+    inputs = token_stream.arrays_of(collate([Example(0, prompt, (one, other))], 64, shared).inputs)
     mx.clear_cache()
     mx.reset_peak_memory()
-    mx.eval(nn.value_and_grad(model, lambda: weighted(forward.completion_logps(model, inputs)))())
+    mx.eval(nn.value_and_grad(model, lambda: weighted(logps.completion_logps(model, inputs)))())
     return mx.get_peak_memory() - mx.get_active_memory()
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path, shared: bool) -> None:
     model = load(tmp_path, "llama", attention_window=32)
-    assert forward.cannot_share_prompts(model) is None
+    assert token_stream.cannot_share_prompts(model) is None
     short, long = peak_bytes(model, 256, shared), peak_bytes(model, 512, shared)
     assert long < 2.3 * short
     del model.attention_window
@@ -113,10 +119,10 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path, sh
 
 
 def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
-    settings = config.Model(path=QUICKSTART, attention_window=6)
-    model, tokenizer = models.load(settings, 0), models.load_tokenizer_of(settings)
+    settings = schema.Model(path=QUICKSTART, attention_window=6)
+    model, tokenizer = load_module.load(settings, 0), tokenizer_module.load_tokenizer_of(settings)
     prompts = [tokenizer.encode(text) for text in ("Add 797 and 370.", "Add 12 and 5 and then some more of it.")]
-    texts = evaluate.greedy(model, tokenizer, prompts, 12, World())
+    texts = answers.greedy(model, tokenizer, prompts, 12, World())
     for prompt, text in zip(prompts, texts, strict=True):
         ids = list(prompt)
         for _ in range(12):
@@ -126,21 +132,21 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
                 ids.pop()
                 break
         assert text == tokenizer.decode(ids[len(prompt) :])
-    wide = models.load(config.Model(path=QUICKSTART), 0)
-    assert texts != evaluate.greedy(wide, tokenizer, prompts, 12, World())
-    assert models.fingerprint(settings, 0) != models.fingerprint(config.Model(path=QUICKSTART), 0)
+    wide = load_module.load(schema.Model(path=QUICKSTART), 0)
+    assert texts != answers.greedy(wide, tokenizer, prompts, 12, World())
+    assert load_module.fingerprint(settings, 0) != load_module.fingerprint(schema.Model(path=QUICKSTART), 0)
 
 
 def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
     gemma2 = load(tmp_path, "gemma2", attention_window=4)
     with pytest.raises(UserError, match=r"model.attention_window=4 is not for this model: .* would change its outputs"):
-        scoring.layout(gemma2, Data(train="-", shared_prompts=False), World())
+        reference.layout(gemma2, Data(train="-", shared_prompts=False), World())
     with pytest.raises(UserError, match=r"a window of 5 tokens of their own; give no less"):
         load(tmp_path, "gemma3_text", attention_window=4)
     recurrent = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     path = model_folder(tmp_path / "mamba", model_type="mamba", **recurrent)
     with pytest.raises(UserError, match=r"keep a \w+, not keys and values; leave it out"):
-        models.load(config.Model(path=str(path), random_init=True, attention_window=4), 0)
+        load_module.load(schema.Model(path=str(path), random_init=True, attention_window=4), 0)
 
 
 def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 import train as script
-from lib import config, performance, runtime, sync
-from lib import model as models
-from lib.config import Stopped, UserError
-from lib.performance import PerformanceTracker
-from lib.sync import AgreedError, World
+from lib.config import load, schema
+from lib.distributed import world as sync
+from lib.distributed.world import World
+from lib.errors import AgreedError, Stopped, UserError
+from lib.model import load as models
+from lib.system import mpi_and_blas
+from lib.telemetry import run_records
+from lib.telemetry.run_records import PerformanceTracker
 from tests import rounding, tiny
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return sync.start(runtime.launch_environment(), timeout_seconds=60)
+    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def folder(world: World, tmp_path: Path) -> Path:
 def train(world: World, folder: Path, words: list[str], name: str, resume: bool = False) -> Path:
     """A run in this process: with a world of one each rank trains by itself."""
     words = [*words, f"run.name={name}"]
-    settings = config.load(None, words)
+    settings = load.load(None, words)
     script.train(settings, world, resume=resume, dry_run=False)
     return folder / "runs" / name
 
@@ -99,7 +102,7 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
         tiny.write_jsonl(folder / "data.valid", tiny.pairs(300, seed=5))
         for seed in (0, 1):
             path = tiny.model_folder(folder / f"model.reference{seed}")
-            models.load(config.Model(path=str(path), random_init=True), seed).save_weights(
+            models.load(schema.Model(path=str(path), random_init=True), seed).save_weights(
                 str(path / "model.safetensors")
             )
     world.gather_text("written")
@@ -155,7 +158,7 @@ def test_reference_log_probabilities_are_computed_once(
 def test_a_dry_run_writes_nothing(world: World, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shares = unequal(world)
     words = [*settings(world, folder), f"plan.shares={shares}"]
-    script.train(config.load(None, words), world, resume=False, dry_run=True)
+    script.train(load.load(None, words), world, resume=False, dry_run=True)
     told = capsys.readouterr().out
     if world.rank == 0:
         assert f"{' + '.join(map(str, shares))} = 8" in told and "parameters" in told and "dry run" in told
@@ -238,7 +241,7 @@ def test_a_checkpoint_gives_every_rank_the_same_bits(world: World, folder: Path)
 def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(performance, "PIECE_BYTES", 500)
+    monkeypatch.setattr(run_records, "PIECE_BYTES", 500)
     apart, name = world.rank == world.size - 1, f"rank-{world.rank:03d}.jsonl"
     disk = folder / ("there" if apart else "here") / "logs"  # the last rank's is another one
     for _ in range(2):  # the second time it is a resumed run's, on copies of the first

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from lib.performance import read_records
+from lib.telemetry.run_records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,14 +103,14 @@ def train(
     folder: Path, words: list[str], ranks: int = 1, check: bool = True, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Runs train.py as a user would: here in this process, or on several ranks under mpirun."""
-    from lib import runtime
+    from lib.system import mpi_and_blas
 
     if not any(word.startswith(("--config", "--resume")) for word in words):
         words = [*words, "--config", str(config_file(folder))]
     if ranks == 1:
         result = _train_here(words)
     else:
-        command = [str(runtime.mpirun_path()), "-n", str(ranks), sys.executable, str(ROOT / "train.py"), *words]
+        command = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), sys.executable, str(ROOT / "train.py"), *words]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     if check:
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

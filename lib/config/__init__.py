@@ -1,0 +1,1 @@
+"""Every setting, once: its definition, where its value comes from, its help."""

@@ -1,0 +1,42 @@
+"""Argument parsers whose complaints are one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lib.config import hints
+from lib.config.help import known_settings
+from lib.config.schema import UNKNOWN_OPTIONS
+from lib.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, like every other mistake of the user's."""
+
+    given: Sequence[str] | None = None  # all the words
+    settings_place: str | None = None  # where key=value words go, if not beside the options
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.given is None:
+            self.given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        if message.startswith(UNKNOWN_OPTIONS):
+            words = message.removeprefix(UNKNOWN_OPTIONS).split()
+            hint = next((self._hint(word) for word in words if word.startswith("-")), "")
+        raise UserError(f"{message}; {hint or '--help lists the options'}")
+
+    def _hint(self, word: str) -> str:
+        option, _, value = word.partition("=")
+        given = list(self.given or ())
+        behind = given[given.index(word) + 1 :][:1] if word in given else []
+        shown = value or next((one for one in behind if not one.startswith("-") and "=" not in one), None)
+        takes_settings = self.settings_place or any(action.dest == "overrides" for action in self._actions)
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        hint = hints.of_option(option, shown, known_settings() if takes_settings else [], options)
+        return f"{hint}, {self.settings_place}" if hint and self.settings_place else hint

@@ -1,0 +1,74 @@
+"""The reference of all settings, made from their definitions."""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
+
+from lib.config.schema import Config
+
+
+def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, Any, Any, str]]:
+    """Every setting as (dotted key, annotation, default, meaning), in the order of definition."""
+    found = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += settings(field.annotation, f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True) if not field.is_required() else "(required)"
+            found.append((prefix + name, _strip(field.annotation), default, field.description or ""))
+    return found
+
+
+@functools.cache
+def known_settings() -> tuple[str, ...]:
+    """The dotted keys of all settings."""
+    return tuple(key for key, *_ in settings())
+
+
+def help_text(only: str = "") -> str:
+    """The reference of all settings, or of one section, as `--help` prints it."""
+    lines, section = [], ""
+    for key, annotation, default, meaning in settings():
+        if not key.startswith(only):
+            continue
+        if "." in key and key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines.append(f"\n{section}: {Config.model_fields[section].annotation.__doc__}")
+        shown = "null" if default is None else default
+        lines.append(f"  {key}={shown}  <{_type_name(annotation)}>\n      {meaning}")
+    return "\n".join(lines)
+
+
+def _strip(annotation: Any) -> Any:
+    """The annotation without Annotated's limits."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+
+
+def type_parts(annotation: Any) -> list[Any]:
+    annotation = _strip(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [part for choice in typing.get_args(annotation) for part in type_parts(choice)]
+    return [annotation]
+
+
+def accepts(annotation: Any, kind: type) -> bool:
+    return annotation is not None and kind in type_parts(annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    names = []
+    for part in type_parts(annotation):
+        if typing.get_origin(part) is Literal:
+            names.append("|".join(typing.get_args(part)))
+        elif typing.get_origin(part) in (tuple, list):
+            names.append(f"list of {_type_name(typing.get_args(part)[0])}")
+        elif part is type(None):
+            names.append("null")
+        else:
+            names.append(getattr(typing.get_origin(part) or part, "__name__", str(part)))
+    return " or ".join(names)

@@ -1,0 +1,207 @@
+"""The configuration from a YAML file and key=value overrides; what a resumed run may change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lib.config import hints
+from lib.config.help import accepts, known_settings, settings, type_parts
+from lib.config.schema import RESUMABLE, Config, Train
+from lib.errors import UserError
+
+MOST_FAULTS = 3  # that one line names
+
+
+def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str, Any] | None = None) -> Config:
+    """Builds the configuration from a YAML file (or `base`, a tree of settings) and `key=value` words.
+
+    Raises:
+        UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
+    """
+    tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
+    sections = {key.partition(".")[0] for key, *_ in settings() if "." in key}
+    tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
+    chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
+    for word in overrides:
+        key, separator, text = word.partition("=")
+        if not separator or not key or not text:
+            raise UserError(_not_key_value(word, key, bool(separator)))
+        if key not in known_settings():
+            raise UserError(f"{word}: unknown setting {key}{hints.of_setting(key, known_settings())}")
+        section = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = _parse_value(key, text)
+        origins[key] = word
+    if chosen_for is not None:
+        tree["train"]["learning_rate_batch_size"] = chosen_for
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        # Of a setting that may be one of several types, each type complains: the one that came furthest is meant.
+        furthest: dict[tuple[Any, ...], Any] = {}
+        for fault in sorted(error.errors(), key=lambda fault: -len(fault["loc"])):
+            furthest.setdefault(fault["loc"][:2], fault)
+        faults = sorted(furthest.values(), key=lambda fault: fault["type"] == "missing")  # missing, as it is misspelt
+        told = [_explain(fault, origins, path) for fault in faults]
+        more = [f"and {len(told) - MOST_FAULTS} more"] if len(told) > MOST_FAULTS else []
+        raise UserError("; ".join([*told[:MOST_FAULTS], *more])) from None
+
+
+def with_strategy(config: Config, strategy: str) -> Config:
+    """The same with another strategy.
+
+    Raises:
+        UserError: a setting that this does not allow.
+    """
+    try:
+        return Config.model_validate({**config.model_dump(), "strategy": strategy})
+    except ValidationError as error:
+        raise UserError("; ".join(_explain(fault, {}, None) for fault in error.errors())) from None
+
+
+def _batch_of_learning_rate(tree: dict[str, Any], overrides: Sequence[str]) -> int | None:
+    """The file's global batch, where words change it and leave the learning rate that was chosen for it."""
+    changed = {word.partition("=")[0] for word in overrides}
+    train = tree.get("train") or {}
+    if "train.global_batch_size" not in changed or changed & {"train.learning_rate", "train.learning_rate_batch_size"}:
+        return None
+    if not isinstance(train, dict) or train.get("learning_rate_batch_size") is not None:
+        return None
+    batch = train.get("global_batch_size", Train().global_batch_size)
+    return batch if isinstance(batch, int) and batch > 0 else None
+
+
+def resume(path: Path, overrides: list[str]) -> Config:
+    """A run's own config.yaml, with the few changes that it may take on its way.
+
+    Raises:
+        UserError: an override would change what the run has been learning.
+    """
+    before, after = load(path), load(path, overrides)
+    for key, *_ in settings():
+        if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
+            raise UserError(
+                f"{key}={_at(after, key)}: the run was started with {_at(before, key)} and cannot change it; start a new run instead"
+            )
+    return after
+
+
+def learning_digest(config: Config) -> str:
+    """A digest of what all ranks must agree on: everything but the places of files, which may differ from host to host."""
+    places: Any = {
+        "run": ...,
+        "model": {"path", "reference", "adapter"},
+        "data": {"train", "valid", "cache_dir"},
+        "plan": {"calibration_dir"},
+        "evaluate": {"answers"},
+        "serve": ...,
+    }
+    return hashlib.sha256(config.model_dump_json(exclude=places).encode()).hexdigest()
+
+
+def dump(config: BaseModel) -> str:
+    """The resolved configuration as YAML, every setting included."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's tree, and for each dotted key its `file:line`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise UserError(
+            f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); configs/ has examples"
+        ) from None
+    except IsADirectoryError:
+        raise UserError(f"config file {path} is a folder; name a file in it") from None
+    except OSError as error:
+        raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config file {path} is not UTF-8 text; configs/ has examples") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: the configuration is empty or not a mapping; configs/ has examples")
+    origins: dict[str, str] = {}
+
+    def walk(mapping: Any, prefix: str) -> None:
+        for key, value in mapping.value:
+            dotted, place = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+            if dotted in origins:
+                raise UserError(f"{place}: {dotted} is given twice (first at {origins[dotted]}); keep one")
+            origins[dotted] = place
+            if isinstance(value, yaml.MappingNode):
+                walk(value, f"{dotted}.")
+
+    walk(node, "")
+    return tree, origins
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is."""
+    known = {k: annotation for k, annotation, _, _ in settings()}
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        if accepts(known.get(key), str):
+            return text
+        raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
+    mapping = isinstance(value, dict) and any(typing.get_origin(part) is dict for part in type_parts(known.get(key)))
+    if value is not None and not isinstance(value, str) and not mapping and accepts(known.get(key), str):
+        return text
+    return value
+
+
+def _not_key_value(word: str, key: str, has_sign: bool) -> str:
+    name = key.strip().rstrip(":")
+    if has_sign and key in known_settings():
+        annotation = next(annotation for known, annotation, *_ in settings() if known == key)
+        none = f", or {key}=null for none" if accepts(annotation, type(None)) else ""
+        return f"{word} has no value; write it right after the sign, without a blank{none}"
+    if not has_sign and name in known_settings():
+        return f"argument {word!r} is not of the form key=value; write {name}=VALUE in one word, without blanks"
+    return f"argument {word!r} is not of the form key=value, e.g. train.beta=0.2; --help lists the keys"
+
+
+def _first(section: str) -> str:
+    return next(key for key in known_settings() if key.startswith(f"{section}."))
+
+
+def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> str:
+    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function", "constrained")))
+    known = known_settings()
+    while key and key not in known and "." in key and any(key.startswith(f"{k}.") for k in known):
+        key = key.rpartition(".")[0]  # a place inside a list or union: the setting is what the user knows
+    place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
+    if error["type"] == "extra_forbidden":
+        return f"{place}: unknown setting {key}{hints.of_setting(key, known_settings())}"
+    if error["type"] == "missing":
+        key = key if key in known else _first(key)
+        return f"{place}: {key} is required; give it in the file or as {key}=..."
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return (
+            f"{place}: {key} is a section, not {error['input']!r}; write its settings below it, or as {_first(key)}=..."
+        )
+    message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    if not key:
+        return message
+    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hints.of_value(key, error['input'])}"
+
+
+def _at(config: BaseModel, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)

@@ -1,0 +1,470 @@
+"""Every setting of Tandem, once: its name, type, default, limits and meaning.
+
+A configuration is one frozen tree. YAML fills it, `key=value` words override it, `--help` is printed from it,
+and the resolved tree is written into the run's folder.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
+RESUMABLE: tuple[str, ...] = (
+    "plan.",
+    "cost.",
+    "sync.",
+    "checkpoint.",
+    "evaluate.",
+    "serve.",
+    "metal.",
+    "run.log_every",
+    "run.sinks",
+    "strategy",
+    "train.steps",
+    "train.epochs",
+)
+
+
+RESUMABLE += (
+    "train.compile",
+    "train.max_traces",
+    "train.max_skipped_steps",
+    "model.gradient_checkpointing",
+    "model.shard_vocabulary",
+    "data.skip_invalid",  # rows keep their numbers
+    "data.cache_dir",
+    "data.spool_limit_gb",
+    "run.dir",
+    "run.name",
+)
+UNKNOWN_OPTIONS = "unrecognized arguments: "  # argparse's words
+
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+class Run(_Section):
+    """Where a run keeps its files."""
+
+    dir: str = "runs"
+    """Folder that holds all runs."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """The run's folder inside run.dir; by default the configuration's name and the time."""
+    log_every: Positive = 10
+    """Steps between two plain progress lines, where the output is not a terminal."""
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
+
+
+class Model(_Section):
+    """What is trained, and what it is compared with."""
+
+    path: str
+    """Local folder or hub name of the model, as mlx-lm loads it; quantised models give QLoRA."""
+    reference: str = "initial"
+    """Reference policy: `initial` (the policy as training starts; for a fresh adapter, the model with its adapters off), or another model's path."""
+    method: Literal["lora", "dora", "full"] = "lora"
+    """Train low-rank adapters, weight-decomposed adapters, or every weight."""
+    adapter: str | None = None
+    """Folder of an adapter (mlx-lm's layout) to start from."""
+    rank: Positive = 8
+    """Rank of the adapters."""
+    scale: PositiveFloat = 2.0
+    """Factor on the adapter's output (alpha / rank in other trainers)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+    keys: tuple[str, ...] | None = None
+    """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
+    blocks: Positive | None = None
+    """Train only the last n blocks; by default all."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full the weights."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration shows that one pair does not fit without."""
+    shard_vocabulary: bool = False
+    """With strategy=sharded: divide the embedding and the head as well; no rank then holds all logits."""
+    attention_window: Positive | None = None
+    """Tokens that each token attends to, itself included, in training, reference, evaluation and answers; by default all before it. mlx-lm's own commands, given the finished adapter, know nothing of it."""
+    random_init: bool = False
+    """Take only config.json from model.path and draw the weights from train.seed."""
+    revision: str | None = None
+    """Revision of a hub model."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with the model or tokenizer."""
+
+
+class Data(_Section):
+    """The records, their columns, and how they become tokens."""
+
+    train: str | dict[str, PositiveFloat]
+    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob of them, or hf://OWNER/NAME?split=train; or several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
+    valid: str | None = None
+    """Held-out records, in the same form."""
+    holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Part of data.train that is held out in the place of data.valid, by a hash of the prompt: rows that are added move no other."""
+    deduplicate: bool = False
+    """Take records of the same prompt and completions once."""
+    shortest: Natural = 0
+    """Leave out rows whose longest sequence has fewer tokens, prompt included."""
+    longest: Positive | None = None
+    """Leave out rows whose longest sequence has more tokens, prompt included; by default they are cut to data.max_length."""
+    streaming: bool | None = None
+    """Read and tokenise rows when their turn comes, for data larger than memory; by default from 64 MB on. Lengths are then estimated."""
+    cache_dir: str = "runs/.data"
+    """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
+    spool_limit_gb: PositiveFloat = 100.0
+    """Most that is fetched of one remote data set."""
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    """Most tokens of prompt and completion together; longer rows lose the beginning of their prompt."""
+    skip_invalid: bool = False
+    """Leave out unusable rows, counted and named, instead of refusing the file."""
+    chat_template: bool = True
+    """Use the tokenizer's chat template where it has one."""
+    prompt: str = "prompt"
+    """Column of the prompt."""
+    chosen: str = "chosen"
+    """Column of the preferred completion."""
+    rejected: str = "rejected"
+    """Column of the other completion."""
+    completion: str = "completion"
+    """Column of the completion (SFT)."""
+    messages: str = "messages"
+    """Column of a conversation (SFT); the last assistant message is learnt."""
+    text: str = "text"
+    """Column of plain text (SFT)."""
+    length_multiple: Positive | None = None
+    """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow, and 16 on a CPU."""
+    shared_prompts: bool = True
+    """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
+    length_window: Positive = 32
+    """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
+
+
+class Train(_Section):
+    """The optimisation."""
+
+    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"] = "sigmoid"
+    """`sft`, or a preference loss; lib/training/losses.py cites each paper."""
+    beta: PositiveFloat = 0.1
+    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
+    rpo_alpha: NonNegative = 0.0
+    """Weight of an SFT term on the chosen completion, added to any preference loss."""
+    simpo_gamma: NonNegative = 0.5
+    """Target reward margin of simpo."""
+    dpop_lambda: NonNegative = 50.0
+    """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
+    cpo_alpha: NonNegative = 1.0
+    """Weight of the likelihood term of cpo."""
+    epochs: Positive = 1
+    """Passes over the training records; train.steps overrules it."""
+    steps: Positive | None = None
+    """Optimizer steps."""
+    global_batch_size: Positive = 16
+    """Pairs (rows, for SFT) of one optimizer step, over all ranks."""
+    learning_rate: PositiveFloat = 5e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps over which the learning rate rises from zero."""
+    final_learning_rate: NonNegative = 0.0
+    """Learning rate at the last step (linear, cosine)."""
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were chosen for."""
+    learning_rate_batch_size: Positive | None = None
+    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a word on the command line does: the file's."""
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
+    ] = "adamw"
+    """Optimizer of MLX, by name."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay, for the optimizers that know it."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the gradient's global norm to this; null for never."""
+    seed: Natural = 0
+    """Decides everything random: adapters, data order, dropout, sampling."""
+    max_skipped_steps: Natural = 5
+    """Non-finite updates in a row that are skipped before the run stops."""
+    compile: bool | None = None
+    """Compile the step; by default where it pays (on a GPU)."""
+    max_traces: Positive = 16
+    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer cost more padding."""
+
+
+class Plan(_Section):
+    """How a step's work is divided among the ranks."""
+
+    shares: tuple[Natural, ...] | None = None
+    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else equal. With strategy=sharded: each rank's weight in the division of the model."""
+    micro_batch_sizes: tuple[Positive, ...] | None = None
+    """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
+    memory_limit_gb: PositiveFloat | dict[str, PositiveFloat] | None = None
+    """What MLX may hold in each rank's process, one number for all or by host, e.g. {m4-max: 96}: a step that takes more is taken again in smaller micro-batches. Default: what the machine bears."""
+    calibration_dir: str = "calibration"
+    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, HOST-1.json, ... where several ranks share a host."""
+    require_calibration: bool = False
+    """Refuse to start without a calibration of this model on every host, made with these versions."""
+    replan: bool = True
+    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who trains what, and how often independent ranks merge: for the same bits run by run, set plan.shares or turn this off."""
+    replan_threshold: PositiveFloat = 0.05
+    """Plan again when a step takes this fraction longer than the measured speeds would allow."""
+    replan_steps: Positive = 4
+    """For so many steps in a row."""
+    replan_seconds: NonNegative = 2.0
+    """Only where the rest of the run is expected to become so much shorter."""
+
+
+class Cost(_Section):
+    """What training costs, in any one currency."""
+
+    watts: NonNegative | dict[str, NonNegative] = 0.0
+    """Power that a host draws while training: one number for all, or by host, e.g. {m4-max: 120, m3-ultra: 240}."""
+    price_per_kwh: NonNegative = 0.0
+    """Electricity."""
+    rent_per_hour: NonNegative | dict[str, NonNegative] = 0.0
+    """Rent of a host: one number for all, or by host."""
+
+
+class Sync(_Section):
+    """How ranks talk."""
+
+    timeout_seconds: PositiveFloat = 600.0
+    """A rank that waits longer than this for the others ends with a message."""
+    compression: Literal["none", "bf16", "int8", "topk"] = "none"
+    """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent later (error feedback)."""
+    topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
+
+
+class Independent(_Section):
+    """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
+
+    pairs_per_round: Positive | None = None
+    """Pairs of a round over all ranks, as whole global batches. Default: merges as often as costs 1 % of the time, at least eight times a run; the cost is that of a calibrated link, then as measured, unless plan.replan=false or plan.shares keeps timings out."""
+    merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
+    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd for LoRA in rounds of pairs_per_round."""
+    outer_learning_rate: PositiveFloat = 0.5
+    """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 - momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Of `outer`: Nesterov momentum over the rounds."""
+
+
+class Checkpoint(_Section):
+    """What is kept on disk while a run goes on."""
+
+    every: Positive | None = None
+    """Steps between checkpoints; by default a tenth of the run, at most 100."""
+    max_lost_seconds: PositiveFloat | None = None
+    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. For synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
+    keep: Positive = 3
+    """The newest checkpoints that are kept; the best one is kept as well."""
+
+
+class Evaluate(_Section):
+    """Held-out evaluation."""
+
+    every: Positive | None = None
+    """Steps between evaluations; by default only at the start and the end."""
+    batch_size: Positive = 16
+    """Pairs per forward pass, here and in the reference pass."""
+    answers: str | None = None
+    """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
+    answer_pattern: str = r"([^\s].*?)\s*$"
+    """Regular expression; its last match's first group in the generated text is compared with the answer."""
+    answers_limit: Positive = 512
+    """Most answers checked."""
+    samples: Natural = 3
+    """Held-out prompts whose greedy continuation is shown."""
+    max_tokens: Positive = 128
+    """Longest generation."""
+    completions: Positive = 4
+    """Completions that --score=samples and --make-pairs draw for each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Temperature that they are drawn at."""
+    judge: str | None = None
+    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line; by default an answer is right or wrong (evaluate.answer_pattern)."""
+
+
+class Metal(_Section):
+    """What is particular to Macs; elsewhere nothing here has an effect."""
+
+    display: Literal["advise", "sleep", "ignore"] = "advise"
+    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so at the start, put it to sleep then (pmset displaysleepnow), or leave it."""
+    relax_watchdog: bool = True
+    """Set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 before MLX comes in: macOS then waits longer for the GPU, and a display may stutter. What the environment says comes first."""
+    evaluation_seconds: PositiveFloat | None = 2.0
+    """Most seconds of one evaluation: a micro-batch that would take longer is evaluated in pieces, with the same result; null for never."""
+    wired: Literal["auto", "always", "never"] = "auto"
+    """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it (mlx#3186). `auto`: where the model takes half of the memory or more."""
+
+
+class Serve(_Section):
+    """A finished run behind an OpenAI-compatible gateway, `make serve`; docs/serving.md tells the whole story."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on; any but a loopback address needs serve.keys."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """Port of the gateway; 0 takes a free one."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
+    """What clients call the model; by default the run's name. No other name is served."""
+    keys: str | None = None
+    """File of API keys, as `python -m lib.server --make-key NAME` adds them: hashes only. Read again on SIGHUP."""
+    hostfile: str | None = None
+    """Host file: one backend on each host, over ssh, with the model and the run at the same places as here."""
+    backends: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s?#]+$")], ...] = ()
+    """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started here."""
+    fuse: bool = False
+    """Serve the model with the adapter fused into it, kept in RUN/fused-...: faster, at the price of a second copy on disk."""
+    concurrency: Positive = 32
+    """Requests that one backend decodes at once; more wait in the gateway."""
+    max_queue: Natural = 256
+    """Requests that may wait; what comes beyond them is refused (429)."""
+    max_connections: Positive = 1024
+    """Open connections, idle ones included; what comes beyond them is closed."""
+    max_body_bytes: Positive = 1_000_000
+    """Largest body of a request."""
+    max_prompt_tokens: Positive = 8192
+    """Longest prompt, by the model's tokenizer, the few tokens of the chat template left out."""
+    max_tokens: Positive = 2048
+    """Longest completion, and what a request gets that names no limit."""
+    read_seconds: PositiveFloat = 10.0
+    """Longest time that a client may take to send its headers, and again its body."""
+    write_seconds: PositiveFloat = 30.0
+    """Longest time that a client may leave the answer unread."""
+    idle_seconds: PositiveFloat = 75.0
+    """Longest time that a connection may stay open between two requests; longer than clients keep theirs, or they may send into one that is just being closed."""
+    queue_seconds: PositiveFloat = 60.0
+    """Longest wait for a backend."""
+    stall_seconds: PositiveFloat = 120.0
+    """Longest silence of a backend in the middle of an answer; then it is taken out and looked at."""
+    request_seconds: PositiveFloat = 600.0
+    """Longest time that a request may occupy a backend."""
+    start_seconds: PositiveFloat = 600.0
+    """Longest time that a backend may take to load the model."""
+    drain_seconds: NonNegative = 2.0
+    """After SIGTERM: how long new requests are still taken while /readyz already says no. What was taken is always finished."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may call from a browser, e.g. [https://chat.example.org]; by default none."""
+    tls_certificate: str | None = None
+    """PEM file of a certificate chain, for https; needs serve.tls_key."""
+    tls_key: str | None = None
+    """PEM file of its private key."""
+
+
+class Config(_Section):
+    """Tandem's settings."""
+
+    run: Run = Run()
+    model: Model
+    data: Data
+    train: Train = Train()
+    strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its own pairs and merges now and then, `sharded` gives each a part of the model; `auto`: sharded where the model does not fit every host, else independent (synchronous with plan.shares, or checkpoint.max_lost_seconds). A resumed run keeps its strategy."""
+    plan: Plan = Plan()
+    cost: Cost = Cost()
+    sync: Sync = Sync()
+    independent: Independent = Independent()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+    metal: Metal = Metal()
+    serve: Serve = Serve()
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Config:
+        plan, batch = self.plan, self.train.global_batch_size
+        if self.train.learning_rate_scaling != "none" and self.train.learning_rate_batch_size is None:
+            raise ValueError(
+                f"train.learning_rate_scaling={self.train.learning_rate_scaling} needs train.learning_rate_batch_size, "
+                "the global batch that the learning rate was chosen for"
+            )
+        if (self.serve.tls_certificate is None) != (self.serve.tls_key is None):
+            raise ValueError("serve.tls_certificate and serve.tls_key belong together; give both or neither")
+        is_sharded = self.strategy == "sharded"
+        if is_sharded:
+            self._sharding_is_possible()
+        elif self.model.shard_vocabulary:
+            raise ValueError(
+                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, where every rank has the whole model"
+            )
+        if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
+            raise ValueError(
+                "checkpoint.max_lost_seconds is not for strategy=independent: independent ranks are saved at steps of their own; "
+                "leave it out, and give checkpoint.every"
+            )
+        if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
+            raise ValueError(
+                f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal"
+            )
+        if (
+            plan.shares is not None
+            and not is_sharded
+            and plan.micro_batch_sizes is not None
+            and len(plan.shares) != len(plan.micro_batch_sizes)
+        ):
+            raise ValueError(
+                f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes {len(plan.micro_batch_sizes)}; give one a rank"
+            )
+        if self.independent.merge in ("stack", "svd") and self.model.method != "lora":
+            raise ValueError(
+                f"independent.merge={self.independent.merge} is for model.method=lora, not {self.model.method}: "
+                + (
+                    "DoRA's magnitudes scale whole rows, so no low-rank sum is the mean; "
+                    * (self.model.method == "dora")
+                )
+                + "take average or outer"
+            )
+        if self.model.dropout and self.model.gradient_checkpointing:
+            # MLX's checkpoint draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
+            raise ValueError(
+                "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; set one of them to 0 or false"
+            )
+        if self.train.label_smoothing and self.train.loss not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0"
+            )
+        if self.train.rpo_alpha and self.train.loss == "sft":
+            raise ValueError(
+                "train.rpo_alpha adds an SFT term to a preference loss, but train.loss is sft; leave it at 0"
+            )
+        return self
+
+    def _sharding_is_possible(self) -> None:
+        if self.plan.shares is not None and 0 in self.plan.shares:
+            raise ValueError(
+                f"plan.shares {list(self.plan.shares)}: with strategy=sharded every rank keeps a part; leave the rank out"
+            )
+        if len(set(self.plan.micro_batch_sizes or ())) > 1:
+            raise ValueError(
+                f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: with strategy=sharded all ranks run the same batches; give one size"
+            )
+        if self.train.optimizer in ("adafactor", "muon"):
+            raise ValueError(
+                f"train.optimizer={self.train.optimizer} looks at whole matrices, which no rank of strategy=sharded has; take adamw"
+            )
+        if self.train.compile:
+            raise ValueError(
+                "train.compile with strategy=sharded would hang: ranks with unequal parts compile unequal graphs; leave it out"
+            )
+        if self.sync.compression != "none":
+            raise ValueError(
+                f"sync.compression={self.sync.compression} is for gradients and merges, but strategy=sharded exchanges activations, "
+                "which have to be exact; leave it at none"
+            )
+
+    @property
+    def record_kind(self) -> Literal["preference", "sft"]:
+        return "sft" if self.train.loss == "sft" else "preference"

@@ -1,0 +1,71 @@
+"""train.py's command line: which configuration, which run, and what the words overrule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from lib.config import command_line, help, load
+from lib.config.schema import Config
+from lib.errors import UserError
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+def parse(arguments: list[str] | None, description: str | None) -> argparse.Namespace:
+    """The command's words.
+
+    Raises:
+        UserError: an option that does not exist.
+    """
+
+    parser = command_line.Parser(
+        prog="train.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=help.help_text(),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"settings as YAML (default: {QUICKSTART})")
+    parser.add_argument("--resume", metavar="RUN", help="folder of a run to go on with")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan and what would be trained; write nothing"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that overrule the file")
+    options = parser.parse_intermixed_args(arguments)
+    if options.resume and options.config:
+        raise UserError("--resume takes the run's own config.yaml; leave --config out (key=value words may follow)")
+    return options
+
+
+def read_config(options: argparse.Namespace) -> Config:
+    """The configuration that the command line names, with a name for the run.
+
+    Raises:
+        UserError: a wrong key or value, a run that cannot be resumed, or a change that a resumed run may not make.
+    """
+    if options.resume is None:
+        path = Path(options.config or QUICKSTART)
+        config = load.load(path, options.overrides)
+        run = {"name": config.run.name or f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"}
+    else:
+        path = Path(options.resume) / "config.yaml"
+        if not path.is_file():
+            raise UserError(
+                f"--resume {options.resume}: no run there (it has no config.yaml); runs are folders in run.dir"
+            )
+        config = load.resume(path, options.overrides)
+        if config.strategy == "auto":  # decided once: what a link or a host is like today changes nothing
+            config = load.with_strategy(config, decided(path.with_name("plan.json")))
+        run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
+    return config.model_copy(update={"run": config.run.model_copy(update=run)})
+
+
+def decided(plan: Path) -> str:
+    """The strategy of a run's first plan."""
+    try:
+        return str(json.loads(plan.read_text())["strategy"])
+    except (OSError, ValueError, KeyError):
+        return "auto"

@@ -1,0 +1,1 @@
+"""Runs as pictures: in a browser, and in the pages that a run leaves."""

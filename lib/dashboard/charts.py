@@ -1,0 +1,380 @@
+"""What the dashboard draws: plain Plotly figures made from runs' records, without any state of their own.
+
+Colours are told apart by people with any colour vision, and have a contrast of 3 : 1 or more on the light and on the
+dark ground; lines of one chart differ in dashes as well. Text and grid take the page's colours by its style sheet.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lib.dashboard import figures
+from lib.dashboard.figures import Figures
+from lib.dashboard.history import SENSORS, Curve, Run, Who
+
+Figure = dict[str, Any]
+
+
+COLOURS = ("#2490fc", "#d55e00", "#7a8a5c", "#9024fc", "#c0609c")
+HELD_OUT_COLOUR = COLOURS[3]  # where ranks have lines of their own
+DASHES = ("solid", "dash", "dot", "dashdot")
+LIGHT, DARK = "#ffffff", "#14181f"
+
+
+# The learning panels: column, title, and how a value is written.
+LEARNING = (
+    ("loss", "Loss", "{:.4f}"),
+    ("reward_accuracy", "Reward accuracy", "{:.1%}"),
+    ("reward_margin", "Reward margin", "{:.3f}"),
+    ("kl", "KL to the reference", "{:.3f}"),
+    ("learning_rate", "Learning rate", "{:.3g}"),
+    ("grad_norm", "Gradient norm", "{:.3g}"),
+)
+AXES = {"reward_margin": "nats", "kl": "nats"}
+
+
+# What ranks and hosts measure once in a while: title, factor, unit.
+MEASURED = {
+    "bytes_per_second": ("Bandwidth during syncs", 1e-6, "MB/s"),
+    "round_trip_seconds": ("TCP round trip", 1e3, "ms"),
+    "retransmits": ("TCP retransmits", 1.0, "since the start"),
+    "temperature_celsius": ("Temperature", 1.0, "°C"),
+    "power_watts": ("Power", 1.0, "W"),
+    "speed_limit": ("CPU speed left by heat", 100.0, "%"),
+}
+PARTS = (("compute_seconds", "compute"), ("sync_seconds", "sync"), ("wait_seconds", "wait"))
+LANES = {"start": "triangle-right", "restart": "triangle-right-open", "plan": "diamond", "merge": "star"}
+
+
+LANES |= {"evaluation": "circle", "checkpoint": "square", "warning": "x", "end": "triangle-left"}
+LEGEND_LINES = 9  # more leave no room for the chart; the page's tables have keys, too
+HIGHEST_DRAWN = 1e30  # Matplotlib cannot divide an axis that is much longer
+LANE_POINTS = 500  # of more events of a kind some are left out, at even distances
+
+
+def learning(runs: Sequence[Run], name: str) -> Figure:
+    """One quantity of training over the steps; held-out values as points. Ranks that train apart have a line each.
+
+    Of several runs the smooth lines alone, in the styles of `style`, with no key: the page's table of runs is that.
+    """
+    traces: list[dict[str, Any]] = []
+    several = len(runs) > 1
+    for number, run in enumerate(runs):
+        each = learners(run)
+        for index, who in enumerate(each):
+            line = style(number if several else index)
+            label = run.name[:40] if several else label_of(who) if len(each) > 1 else "training"
+            curve = run.curve(who, name)
+            if np.isnan(curve.values).all():
+                continue
+            if curve.width > 1 and not several:
+                traces += _band(curve, line["color"])
+            if name == "learning_rate" or len(curve.steps) < 20:
+                traces.append(_line(curve.steps, curve.values, label, line))
+                continue
+            smooth = "running mean" if label == "training" else label
+            if not several:
+                raw = _line(curve.steps, curve.values, label, {**line, "width": 1}, opacity=0.45)
+                traces.append({**raw, "showlegend": len(each) == 1})
+            traces.append(_line(curve.steps, running_mean(curve.values), smooth, line))
+        points = [(e["step"], e[name]) for e in run.events if is_held_out(e, name)]
+        if points:
+            steps, values = zip(*points, strict=True)
+            colour = style(number)["color"] if several else HELD_OUT_COLOUR if len(each) > 1 else COLOURS[1]
+            traces.append(
+                {
+                    **_line(steps, values, f"{run.name[:40]}, held out" if several else "held out", {"color": colour}),
+                    "mode": "markers",
+                    "marker": {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}},
+                }
+            )
+    axis: dict[str, Any] = {"tickformat": ".0%"} if name == "reward_accuracy" else {"exponentformat": "e"}
+    figure = _figure(traces, "step", axis, AXES.get(name))
+    figure["layout"]["showlegend"] &= not several
+    return figure
+
+
+def learners(run: Run) -> list[Who]:
+    """Whose curves tell how a run learns: rank 0, wherever it was, or all ranks where they train apart."""
+    everyone = list(run.series)
+    if is_apart(run):
+        return everyone
+    return [who for who in everyone if who[0] == everyone[0][0]]
+
+
+def is_apart(run: Run) -> bool:
+    """Whether the ranks have weights of their own between merges."""
+    starts = [event for event in run.events if event["kind"] == "start" and event.get("plan")]
+    return bool(starts) and starts[-1]["plan"].get("strategy") == "independent"
+
+
+def speed(run: Run, now: Figures) -> Figure:
+    """Pairs a second of every rank over the steps; the plan's as dotted lines."""
+    traces = []
+    planned = {(rank.rank, rank.host): rank.planned_pairs_per_second for rank in now.ranks}
+    for index, who in enumerate(run.series):
+        curve, line = run.curve(who, "pairs", over="step_seconds"), style(index)
+        traces.append(_line(curve.steps, curve.values, label_of(who), line))
+        if (goal := planned.get(who)) is not None and len(curve.steps):
+            ends = [curve.steps[0], curve.steps[-1]]
+            traces.append(_line(ends, [goal, goal], f"{label_of(who)}, plan", {**line, "dash": "dot", "width": 1}))
+    return _figure(traces, "step", {"rangemode": "tozero"}, "pairs/s")
+
+
+def seconds(now: Figures) -> Figure:
+    """Where each rank's step goes, its last steps' means, as stacked bars: one colour and one pattern a part."""
+    names = [html.escape(label_of((rank.rank, rank.host)), quote=False) for rank in now.ranks]
+    traces = []
+    for (column, label), colour, shape in zip(PARTS, COLOURS, ("", "/", "."), strict=False):
+        marker = {"color": colour, "pattern": {"shape": shape, "solidity": 0.35}}
+        values = [getattr(rank, column) for rank in now.ranks]
+        traces.append({"type": "bar", "orientation": "h", "name": label, "x": values, "y": names, "marker": marker})
+    figure = _figure(traces, "seconds a step", {"autorange": "reversed", "type": "category"})
+    figure["layout"] |= {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
+    figure["layout"]["legend"]["traceorder"] = "normal"
+    return figure
+
+
+def network(run: Run) -> Figure:
+    """Milliseconds of every step's sync by rank."""
+    traces = []
+    for index, who in enumerate(run.series):
+        curve = run.curve(who, "sync_seconds")
+        traces.append(_line(curve.steps, 1000 * curve.values, label_of(who), style(index)))
+    return _figure(traces, "step", {"rangemode": "tozero"}, "ms")
+
+
+def measured(run: Run, name: str) -> Figure | None:
+    """One of MEASURED over the time, a rank a line, or a host where ranks ask their host; None where nobody tells it."""
+    _, factor, unit = MEASURED[name]
+    traces: dict[str, dict[str, Any]] = {}
+    for who in run.measured:
+        times, values = run.measure(who, name)
+        label = who[1] if name in SENSORS else label_of(who)
+        if len(values) and label not in traces:
+            line = _line([_clock(time) for time in times], factor * values, label, style(place(run, who)))
+            traces[label] = {**line, "mode": "lines+markers" if len(values) < 40 else "lines"}
+    axis = {} if name == "temperature_celsius" else {"rangemode": "tozero"}
+    return _figure(list(traces.values()), None, axis, unit) if traces else None
+
+
+def place(run: Run, who: Who) -> int:
+    """Which of a run's ranks it is, so that it looks alike in every chart; one more where it is none of them."""
+    everyone = list(run.series)
+    return everyone.index(who) if who in everyone else len(everyone)
+
+
+def batch_curves(run: Run) -> Figure | None:
+    """Pairs a second by the size of a micro-batch, as every host was measured, and where on it the plan is."""
+    traces = []
+    for who, taken, curve in figures.batch_curves(run):
+        look, label = style(place(run, who)), label_of(who)
+        rates = [point.pairs_per_second for point in curve.points]
+        line = _line([point.batch_size for point in curve.points], rates, label, look)
+        traces.append({**line, "mode": "lines+markers", "marker": {"symbol": "circle-open", "size": 7}})
+        if taken:
+            at = _line(taken, np.array(taken) / curve.seconds(np.array(taken)), f"{label}, planned", look)
+            traces.append({**at, "mode": "markers", "marker": {"symbol": "diamond", "size": 10}})
+    if not traces:
+        return None
+    figure = _figure(traces, "pairs a micro-batch", {"rangemode": "tozero"}, "pairs/s")
+    figure["layout"] |= {"showlegend": True, "hovermode": "closest"}
+    figure["layout"]["xaxis"] |= {"type": "log", "dtick": math.log10(2), "tickformat": "~r"}
+    return figure
+
+
+def timeline(run: Run) -> Figure:
+    """What happened when, a lane a kind."""
+    traces, told = [], told_once(run.events)
+    for index, (lane, symbol) in enumerate(LANES.items()):
+        events = [event for event in told if _lane(event) == lane]
+        if not events:
+            continue
+        shown = events[:: -(-len(events) // LANE_POINTS)]
+        colour = COLOURS[1] if lane in ("warning", "restart") else COLOURS[index % 2 * 2]
+        traces.append(
+            {
+                **_line([_clock(e["time"]) for e in shown], [lane] * len(shown), lane, {}),
+                "mode": "markers",
+                "marker": {"symbol": symbol, "size": 9, "color": colour},
+                "text": [_wrapped(describe(event)) for event in shown],
+                "hovertemplate": "%{x|%H:%M:%S} %{text}<extra></extra>",
+            }
+        )
+    kinds = [trace["name"] for trace in traces]
+    figure = _figure(traces, None, {"type": "category", "categoryarray": kinds[::-1], "categoryorder": "array"})
+    figure["layout"] |= {"showlegend": False, "hovermode": "closest"}
+    return figure
+
+
+def _lane(event: dict[str, Any]) -> str:
+    return "restart" if event["kind"] == "start" and event.get("resumed_from_step") is not None else event["kind"]
+
+
+def _wrapped(text: str) -> str:
+    """For a box beside the pointer; what a run says is text there, too."""
+    return "<br>".join(html.escape(line) for line in textwrap.wrap(text[:600], 70))
+
+
+def describe(event: dict[str, Any]) -> str:
+    """One line of an event."""
+    kind, step = event["kind"], event.get("step")
+    at = f"step {step}: " if step is not None else ""
+    if kind == "start":
+        resumed = event.get("resumed_from_step")
+        hosts = dict.fromkeys(rank["host"] for rank in (event.get("plan") or {}).get("ranks") or [])
+        where = f" on {', '.join(hosts)}" if hosts else ""
+        return f"started{where}" if resumed is None else f"started again after step {resumed}{where}"
+    if kind == "plan":
+        shares = " + ".join(map(str, event.get("shares") or []))
+        return f"{at}from step {event.get('first_step')} on shares {shares}: {event.get('reason')}"
+    if kind == "merge":
+        pairs = " + ".join(map(str, event.get("pairs") or []))
+        error = f", error {event['error']:.1e}" if event.get("error") is not None else ""
+        return (
+            f"{at}merged by {event.get('method')}, {pairs} pairs, {event.get('bytes_sent') or 0:,.0f} bytes sent{error}"
+        )
+    if kind == "evaluation":
+        shown = [f"{title} {text.format(event[name])}" for name, title, text in HELD_OUT if event.get(name) is not None]
+        return f"{at}held out: {', '.join(shown)}"
+    if kind == "checkpoint":
+        return f"{at}checkpoint"
+    if kind == "warning":
+        return f"{at}{event.get('text')}"
+    return f"{at}ended" if kind == "end" else f"{at}{kind}"
+
+
+HELD_OUT = (
+    ("loss", "loss", "{:.4f}"),
+    ("reward_accuracy", "reward accuracy", "{:.1%}"),
+    ("reward_margin", "reward margin", "{:.4f}"),
+    ("kl", "KL to the reference", "{:.4f}"),
+    ("exact_match", "exact match", "{:.1%}"),
+)
+
+
+def drawable(values: Sequence[float | None] | np.ndarray) -> np.ndarray:
+    """The values as float64, with NaN, a gap, in the place of what no axis can show: infinities, and losses of 1e300."""
+    numbers = np.array(values, dtype=np.float64)
+    return np.where(np.abs(numbers) <= HIGHEST_DRAWN, numbers, np.nan)
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """The mean of the last twentieth of all values at each of them; NaN and infinities count nowhere."""
+    window = max(1, len(values) // 20)
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - window, 0)
+    number = counts[ends] - counts[begins]
+    return np.divide(sums[ends] - sums[begins], number, out=np.full(len(values), np.nan), where=number > 0)
+
+
+def is_held_out(event: dict[str, Any], name: str) -> bool:
+    return event["kind"] == "evaluation" and event.get("rank") == 0 and None not in (event.get(name), event.get("step"))
+
+
+def told_once(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks record what they do together: rank 0's word is enough, and of what all warn of the first one's."""
+    found: dict[Any, dict[str, Any]] = {}
+    for number, event in enumerate(events):
+        if event["kind"] == "warning":
+            found.setdefault((event.get("step"), event.get("text")), event)
+        elif event["kind"] != "samples" and event.get("rank", 0) == 0:
+            found[number] = event
+    return list(found.values())
+
+
+def label_of(who: Who) -> str:
+    """A rank by name; several may be on one host."""
+    return f"rank {who[0]}, {who[1]}"
+
+
+def style(index: int) -> dict[str, Any]:
+    """The line of a rank, a host or a run: a colour, and a dash where there are more of them than colours."""
+    dash = DASHES[index // len(COLOURS) % len(DASHES)]
+    return {"color": COLOURS[index % len(COLOURS)], "dash": dash, "width": 1.6}
+
+
+def _line(x: Any, y: Any, name: str, line: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": _plain(x),
+        "y": _plain(y),
+        "name": html.escape(name, quote=False),  # Plotly would take a host named <b> for a bold one
+        "line": line,
+        **more,
+    }
+
+
+def _band(curve: Curve, colour: str) -> list[dict[str, Any]]:
+    """Least to greatest value of every bucket."""
+    edge = {"width": 0, "color": colour}
+    quiet: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "fillcolor": f"{colour}33"}
+    return [
+        _line(curve.steps, curve.least, "least", edge, **quiet),
+        _line(curve.steps, curve.greatest, "greatest", edge, fill="tonexty", **quiet),
+    ]
+
+
+def _plain(values: Any) -> list[Any]:
+    """JSON has no NaN."""
+    if isinstance(values, np.ndarray):
+        return [value if math.isfinite(value) else None for value in values.tolist()]
+    return list(values)
+
+
+def _clock(time: float) -> str:
+    """Local time as Plotly reads it."""
+    return str(np.datetime64(int(1000 * time), "ms") + np.timedelta64(int(1000 * _offset_seconds(time)), "ms"))
+
+
+def _offset_seconds(time: float) -> float:
+    from datetime import datetime
+
+    offset = datetime.fromtimestamp(time).astimezone().utcoffset()
+    return offset.total_seconds() if offset else 0.0
+
+
+def _figure(
+    traces: list[dict[str, Any]], x_title: str | None, y_axis: dict[str, Any], y_title: str | None = None
+) -> Figure:
+    # Without a title it is the time of day.
+    title = {"title": {"text": x_title, "standoff": 6}} if x_title else {"tickangle": 0, "nticks": 5}
+    unit = {"title": {"text": y_title, "standoff": 4}} if y_title else {}
+    return {
+        "data": traces,
+        "layout": {
+            "uirevision": "kept",  # a zoom stays while data come in
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+            "font": {"size": 12, "family": "system-ui, sans-serif"},
+            # Unseen ticks keep the first number of this axis away from that of the other.
+            "xaxis": {
+                "ticks": "outside",
+                "ticklen": 5,
+                "tickcolor": "rgba(0,0,0,0)",
+                "automargin": True,
+                "zeroline": False,
+                **title,
+            },
+            "yaxis": {"automargin": True, "zeroline": False, **y_axis, **unit},
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
+            "showlegend": 1 < sum(trace.get("showlegend", True) for trace in traces) <= LEGEND_LINES,
+            "hovermode": "x unified",
+            "hoverlabel": {"namelength": 40},
+            "dragmode": "zoom",
+        },
+    }
+
+
+EMPTY = _figure([], None, {})

@@ -1,0 +1,1 @@
+"""Files of records ➜ token ids ➜ micro-batches."""

@@ -1,0 +1,300 @@
+"""Records ➜ token ids ➜ batches, in numpy: what the model is shown, and which tokens it is scored on.
+
+A completion is tokenised as the model meets it when it generates. At inference the prompt is tokenised alone
+and tokens are appended to it; so here too the prompt is tokenised alone and the completion apart from it,
+without the special tokens that open a text. Tokenising the whole and cutting it would let a token straddle
+the boundary, and the model would learn from a prompt that it is never given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.config.schema import Data
+from lib.data import index, record_files, record_formats, sources
+from lib.data.batch_shapes import need_of, real_tokens, shape_of
+from lib.data.record_formats import Chat, Kind, Plain, Tokens, Unusable, Unwanted
+from lib.data.tokenize import Encoder, Ids, encode_records, truncate
+from lib.errors import UserError
+
+# Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
+CHUNK_RECORDS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One training example, tokenised."""
+
+    row: int
+    """Its index in the data set, the same in every run over the same file and settings."""
+    prompt_ids: np.ndarray
+    """int32 [P]; empty for plain text, except for the tokens that the tokenizer opens a text with."""
+    completions: tuple[np.ndarray, ...]
+    """int32 [C_k] each, the end token included: one for SFT, (chosen, rejected) for preferences."""
+
+
+class Sized:
+    """What is known of a data set's rows without their tokens, from the sizes of their pieces."""
+
+    kind: Kind
+
+    @property
+    def completions_per_example(self) -> int:
+        """K: 2 for preferences, 1 for SFT."""
+        return 2 if self.kind == "preference" else 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n]: positions that the model sees of a row's longest sequence, prompt + completion - 1."""
+        lengths: np.ndarray = self.seen.max(axis=1)
+        return lengths
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """int64 [n]: tokens of each prompt."""
+        return self.pieces[:, 0]
+
+    @property
+    def seen(self) -> np.ndarray:
+        """int64 [n, K]: positions that the model sees of each sequence."""
+        return self.pieces[:, :1] + self.pieces[:, 1:] - 1
+
+    @property
+    def scored_tokens(self) -> np.ndarray:
+        """int64 [n, K]: completion tokens with a log-probability; a text's first has none (see collate)."""
+        return self.pieces[:, 1:] - (self.pieces[:, :1] == 0)
+
+    @property
+    def pieces(self) -> np.ndarray:
+        """int64 [n, 1 + K]: tokens of each prompt and of its completions."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset(Sized):
+    """Examples in memory, in the files' order; index them with the rows of lib/data/row_order.py."""
+
+    path: str
+    kind: Kind
+    columns: str
+    """What was read, for people: `prompt + chosen + rejected`."""
+    truncated_count: int
+    """Rows that lost tokens to data.max_length."""
+    skipped: list[str]
+    """`file:line: why` for every record left out (data.skip_invalid)."""
+    digest: str
+    """sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation."""
+    tokens: np.ndarray
+    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    bounds: np.ndarray
+    """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
+    unwanted_count: int = 0
+    """Records that the filters left out: lengths, duplicates."""
+
+    is_estimated = False
+
+    @property
+    def pieces(self) -> np.ndarray:
+        return np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
+
+    def __len__(self) -> int:
+        return (len(self.bounds) - 1) // (1 + self.completions_per_example)
+
+    def __getitem__(self, row: int) -> Example:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        width = 1 + self.completions_per_example
+        bounds = self.bounds[row * width : (row + 1) * width + 1]
+        prompt, *completions = (self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        return Example(int(row), prompt, tuple(completions))
+
+    def __iter__(self) -> Iterator[Example]:
+        return map(self.__getitem__, range(len(self)))
+
+    def examples(self, rows: Sequence[int]) -> list[Example]:
+        """The examples of some rows."""
+        return [self[row] for row in rows]
+
+    @property
+    def skipped_count(self) -> int:
+        return len(self.skipped)
+
+    def __str__(self) -> str:
+        """One line that says what was read, cut and left out."""
+        unit = "pairs" if self.kind == "preference" else "examples"
+        parts = [f"{self.path}: {len(self):,} {unit} from {self.columns}"]
+        if self.truncated_count:
+            parts.append(f"{self.truncated_count:,} cut to data.max_length")
+        if self.skipped:
+            parts.append(f"{len(self.skipped):,} records left out")
+        if self.unwanted_count:
+            parts.append(f"{self.unwanted_count:,} filtered")
+        return ", ".join(parts)
+
+
+Record = Tokens | Plain | Chat
+Pieces = list[np.ndarray]
+"""int32: the ids of a prompt, and of its completions."""
+
+
+def load_dataset(
+    path: str | Mapping[str, float],
+    settings: Data,
+    kind: Kind,
+    tokenizer: Any | None,
+    *,
+    eos_token_id: int | None,
+    vocab_size: int | None = None,
+    held_out: bool | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Dataset:
+    """Read, tokenise, truncate and check every record of `path`, or of several sources with their weights.
+
+    kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of preference records
+    (then `columns` says so). tokenizer: a transformers tokenizer or mlx-lm's wrapper; None will do for
+    records that come tokenised. eos_token_id: ends each completion that its template has not ended.
+    vocab_size: ids from there on are refused. held_out: which side of data.holdout; None for all rows.
+
+    Raises UserError for a file that cannot be read or has no records, for text without a tokenizer, and,
+    unless settings.skip_invalid, when any record is unusable: it names the first and counts the others.
+    """
+    weights = sources.weights_of(path)
+    name = " + ".join(weights)
+    encoder = None if tokenizer is None else Encoder(tokenizer, settings.chat_template, eos_token_id)
+    pieces: Pieces = []
+    skipped: list[str] = []
+    columns: dict[str, None] = {}
+    truncated_count = unwanted_count = 0
+    met: set[int] = set()
+    for source, weight in weights.items():
+        found: list[tuple[Pieces, int]] = []
+        for file in sources.files_of(source, settings, tell):
+            for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, vocab_size):
+                if isinstance(result, Unwanted):
+                    unwanted_count += 1
+                    continue
+                if isinstance(result, Unusable):
+                    skipped.append(f"{place}: {result}")
+                    continue
+                assert not isinstance(record, Unusable)
+                prompt_key, key = index.keys_of(record)
+                if settings.deduplicate and key in met:
+                    unwanted_count += 1
+                    continue
+                met.add(key)
+                if held_out is not None and held_out != sources.is_held_out(prompt_key, settings.holdout):
+                    continue
+                columns[record.columns] = None
+                truncated_count += result[1]
+                found.append((result[0], key))
+        times = int(weight) if not held_out else 1
+        once_more = 0 if held_out else int(weight % 1 * 2**64)
+        chosen = [example for _ in range(times) for example, _ in found]
+        chosen += [example for example, key in found if key < once_more]
+        pieces += [piece for example in chosen for piece in example]
+    if skipped and not settings.skip_invalid:
+        raise UserError(record_files.refusal(skipped[0], len(skipped)))
+    if not pieces:
+        if unwanted_count or held_out is not None:
+            side = "held out" if held_out else "left"
+            raise UserError(
+                f"{name}: no row is {side} (data.holdout={settings.holdout:g}, {unwanted_count:,} records filtered)"
+            )
+        raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
+    return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count)
+
+
+def in_memory(
+    name: str, kind: Kind, columns: str, pieces: Pieces, truncated_count: int, skipped: list[str], unwanted_count: int
+) -> Dataset:
+    """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    tokens = np.concatenate(pieces)
+    bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    digest = hashlib.sha256(kind.encode())
+    for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
+        digest.update(array.astype(dtype, copy=False).data)
+    return Dataset(name, kind, columns, truncated_count, skipped, digest.hexdigest(), tokens, bounds, unwanted_count)
+
+
+def _parsed(file: Path, settings: Data, kind: Kind) -> Iterator[tuple[str, Record | Unusable]]:
+    """`file:line` and form of each record."""
+    for line, record in record_files.read(str(file), settings):
+        yield f"{file}:{line}", record if isinstance(record, Unusable) else parse(record, settings, kind)
+
+
+def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Record | Unusable:
+    """The record's form, or why it has none."""
+    try:
+        return record_formats.parse(record, settings, kind)
+    except Unusable as why:
+        return why
+
+
+def tokenised(
+    source: Iterable[tuple[str, Record | Unusable]], settings: Data, encoder: Encoder | None, vocab_size: int | None
+) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
+    """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
+
+    Raises UserError for text without a tokenizer.
+    """
+    iterator = iter(source)
+    while chunk := list(islice(iterator, CHUNK_RECORDS)):
+        encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
+        for (place, record), ids in zip(chunk, encoded, strict=True):
+            try:
+                yield place, record, _finish(ids, settings, encoder, vocab_size)
+            except Unusable as why:
+                yield place, record, why
+
+
+"""Token ids of a prompt, and of its completions."""
+
+
+def _finish(
+    ids: Ids | Unusable, settings: Data, encoder: Encoder | None, vocab_size: int | None
+) -> tuple[Pieces, bool]:
+    """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
+    if isinstance(ids, Unusable):
+        raise ids
+    prompt, completions = ids
+    max_length, whole = settings.max_length, len(prompt) + max(map(len, completions))
+    if whole < settings.shortest or whole > (settings.longest or whole):
+        raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
+    limit = min(vocab_size or 2**31, 2**31)
+    largest = max(map(max, filter(None, (prompt, *completions))), default=0)
+    if largest >= limit:
+        raise Unusable(f"token id {largest} is not below the vocabulary's size, {limit}")
+    if not all(completions):
+        raise Unusable("empty completion: the tokenizer makes no tokens of it")
+    if len(prompt) > max_length:
+        raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
+    if len(completions) > 1 and completions[0] == completions[1]:
+        raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
+    bos_token_id = encoder.bos_token_id if encoder else None
+    prompt, cut, is_cut = truncate(prompt, completions, max_length, bos_token_id)
+    if len(cut) > 1 and cut[0] == cut[1]:
+        raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
+    if not prompt and min(map(len, cut)) < 2:  # a mean over no tokens would make the whole step NaN
+        raise Unusable("one token and no prompt: nothing comes before it to predict it from")
+    return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
+
+
+def tokens_to_deal(
+    dataset: Sized, length_multiple: int, shared_prompts: bool
+) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
+    """What `deal` needs: each row's length, int [n], and what a micro-batch of given rows costs, in tokens."""
+    prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
+    lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
+
+    def cost(rows: np.ndarray) -> float:
+        need = need_of(prompts[rows], seen[rows], scored[rows])
+        return shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
+
+    return lengths, cost

@@ -1,0 +1,151 @@
+"""Data sets of the Hugging Face hub, or in one of its local folders, streamed into JSON lines on the disk.
+
+hf://OWNER/NAME, hf://OWNER/NAME?config=C&split=S&revision=R&rows=N, hf:///local/folder?split=S. Shards are written one
+after the other, each with the stream's position behind it: what is cut off goes on from the last whole shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from lib.config.schema import Data
+from lib.errors import UserError
+from lib.system import files
+
+PREFIX = "hf://"
+SHARD_BYTES = 64 * 2**20
+STATE = "stream.json"
+
+
+def folder_of(source: str, settings: Data) -> Path:
+    """Where the shards of a hub's data set lie."""
+    return Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}"
+
+
+def fetch(source: str, settings: Data, tell: Callable[[str], None]) -> list[Path]:
+    """The shards of a hub's data set on this disk, fetched where they are not there yet; by one process of a host at a time.
+
+    Raises:
+        UserError: no such data set, no `datasets` package, or more than data.spool_limit_gb.
+    """
+    folder = folder_of(source, settings)
+    if not _state(folder)["done"]:
+        name, options = parse(source)
+        rows = int(options.pop("rows")) if "rows" in options else None
+        stream = _open(source, name, options)
+        tell(f"fetching {source} to {folder}")
+        keep(stream, source, folder, settings.spool_limit_gb, rows)
+    return [folder / shard["name"] for shard in _state(folder)["shards"]]
+
+
+def parse(source: str) -> tuple[str, dict[str, str]]:
+    """The data set's name or folder, and the options behind the question mark.
+
+    Raises:
+        UserError: an option that is none.
+    """
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
+    if not name or unknown or not options.get("rows", "1").isdecimal():
+        what = f"no option {', '.join(unknown)}" if unknown else "no name" if not name else "rows is no number"
+        raise UserError(f"{source}: {what}; a data set is hf://OWNER/NAME?config=C&split=S&revision=R&rows=N")
+    return name, options
+
+
+def _open(source: str, name: str, options: dict[str, str]) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{source}: Hugging Face data sets need a package: pip install datasets") from None
+    try:
+        return datasets.load_dataset(
+            name,
+            options.get("config"),
+            split=options.get("split", "train"),
+            revision=options.get("revision"),
+            streaming=True,
+        )
+    except Exception as error:  # the library raises a dozen unrelated types: not found, no such split, offline
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{source}: cannot be opened: {reason}") from None
+
+
+def keep(stream: Any, source: str, folder: Path, limit_gb: float, rows: int | None = None) -> None:
+    """Writes a stream's records (those that are not there yet) as shards of JSON lines.
+
+    stream: an iterable of records with `state_dict` and `load_state_dict`, as `datasets` has it.
+
+    Raises:
+        UserError: the limit is reached, or the stream breaks off; what is whole stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = _state(folder)
+    if state["stream"] is not None:
+        stream.load_state_dict(state["stream"])
+    left = None if rows is None else rows - sum(shard["records"] for shard in state["shards"])
+    source_records = iter(stream)
+    while left is None or left > 0:
+        name = f"shard-{len(state['shards']):05d}.jsonl"
+        spent = sum(shard["bytes"] for shard in state["shards"])
+        count, size = _write_shard(
+            folder / name, itertools.islice(source_records, left), source, limit_gb * 1e9 - spent
+        )
+        if not count:
+            break
+        state["shards"].append({"name": name, "records": count, "bytes": size})
+        state["stream"] = stream.state_dict()
+        _write_state(folder, state)
+        left = None if left is None else left - count
+    if not state["shards"]:
+        raise UserError(f"{source} has no records; name another data set or split")
+    _write_state(folder, {**state, "done": True})
+
+
+def _write_shard(path: Path, stream: Iterable[dict[str, Any]], source: str, room: float) -> tuple[int, int]:
+    """One shard, whole or not at all: its records and bytes, 0 where the stream has ended."""
+    unfinished = path.with_name(f".{path.name}")
+    count = size = 0
+    with unfinished.open("wb") as file:
+        try:
+            for record in stream:
+                size += file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
+                count += 1
+                if size > room:
+                    raise UserError(
+                        f"{source}: more than data.spool_limit_gb allows to be kept in {path.parent}; raise it, or take fewer with ?rows=N"
+                    )
+                if size >= SHARD_BYTES:
+                    break
+        except UserError:
+            raise
+        except Exception as error:  # what a network can do
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"{source}: the stream broke off ({reason}); start again, it goes on there") from None
+        file.flush()
+        files.flush(file.fileno())
+    if count:
+        unfinished.replace(path)
+    else:
+        unfinished.unlink()
+    return count, size
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        return state
+    except (OSError, ValueError):
+        return {"shards": [], "stream": None, "done": False}
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    unfinished = folder / f".{STATE}"
+    unfinished.write_text(json.dumps(state) + "\n")
+    unfinished.replace(folder / STATE)

@@ -1,0 +1,224 @@
+"""The index of a file: where each record is, and hashes of its prompt and completions."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from lib.config.schema import Data
+from lib.data import record_files, record_formats
+from lib.data.record_formats import Chat, Kind, Plain, Tokens, Unusable
+from lib.errors import UserError
+
+# Larger sources are read as they are needed, smaller ones whole.
+STREAMED_BYTES = 64 * 2**20
+
+
+# Unusable records that are named in memory; all are in the index's folder.
+NAMED = 20
+
+
+ENTRY = np.dtype(
+    [
+        ("offset", "<i8"),
+        ("size", "<u4"),
+        ("line", "<u4"),
+        ("prompt_key", "<u8"),
+        ("content_key", "<u8"),
+        ("pieces", "<u4", (3,)),
+    ]
+)
+
+
+pack_entry = struct.Struct("<qIIQQ3I").pack
+
+
+# ---- What a record is, whatever its form
+
+
+def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
+    """64-bit hashes: of the prompt, and of the prompt with its completions."""
+    if isinstance(record, Tokens):
+        prompt, rest = repr(record.prompt), repr(record.completions)
+    elif isinstance(record, Plain):
+        prompt, rest = record.prompt or "", "\0".join(record.completions)
+    else:
+        messages = record.prompt
+        only = messages[0]
+        # A prompt is the same one whether it came as a string or as the user's only message.
+        plain = len(messages) == 1 and only.get("role") == "user" and isinstance(only["content"], str)
+        prompt = only["content"] if plain else json.dumps(messages, sort_keys=True, default=str)
+        rest = "\0".join(answer["content"] for answer in record.completions)
+    if not prompt:  # plain text: all of it is what it is about
+        key = _hash(rest.encode())
+        return key, key
+    encoded = prompt.encode()
+    return _hash(encoded), _hash(encoded + b"\0" + rest.encode())
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def sizes_of(record: Tokens | Plain | Chat) -> tuple[int, int, int]:
+    """Characters (or token ids) of the prompt and of each completion; 0 for a completion that is not there."""
+    if isinstance(record, Tokens):
+        pieces = [len(record.prompt), *map(len, record.completions)]
+    elif isinstance(record, Plain):
+        pieces = [len(record.prompt or ""), *map(len, record.completions)]
+    else:
+        pieces = [sum(len(str(message["content"])) for message in record.prompt)]
+        pieces += [len(answer["content"]) for answer in record.completions]
+    prompt, first, second = [*pieces, 0, 0][:3]
+    return prompt, first, second
+
+
+# ---- One file's index
+
+
+@dataclass(frozen=True)
+class Index:
+    """One file, its records' places, and what was found out on the way."""
+
+    file: Path
+    """As the user knows it."""
+    lines: Path
+    """Where the lines are: the file itself, or what it was unpacked to."""
+    entries: np.ndarray
+    """ENTRY [n], memory-mapped."""
+    stamp: tuple[int, int] | None
+    """Size and modification time (ns) of the file that was indexed; None where it was unpacked."""
+    digest: str
+    """sha256 of the usable records' lines."""
+    columns: str
+    unusable: list[str]
+    """`file:line: why`, the first few."""
+    unusable_count: int
+    unusable_names: Path
+    """All of them, a line each."""
+
+
+def index(file: Path, settings: Data, kind: Kind, tell: Callable[[str], None] = lambda text: None) -> Index:
+    """The index of a file, made if there is none, or the file is another than it was.
+
+    Raises:
+        UserError: the file cannot be read, or has no records.
+        OSError: data.cache_dir is full or not writable.
+    """
+    names = [getattr(settings, name) for name in record_formats.OTHER_NAMES]
+    key = hashlib.sha256(repr((str(file.resolve()), kind, names, VERSION)).encode()).hexdigest()[:24]
+    folder = Path(settings.cache_dir) / f"index-{key}"
+    now = file.stat()
+    is_long = now.st_size > STREAMED_BYTES
+
+    def waiting() -> None:
+        if is_long:
+            tell(f"another process indexes {file}: waiting for it")
+
+    with locked(folder.with_suffix(".lock"), waiting):
+        meta = _read_meta(folder)
+        if meta is None or [meta["size"], meta["modified_ns"]] != [now.st_size, now.st_mtime_ns]:
+            again = "" if meta is None else ", which has changed since it was indexed"
+            if meta is not None or is_long:
+                tell(f"indexing {file}{again} ({now.st_size / 1e6:,.0f} MB)")
+            meta = _build(file, now, folder, settings, kind)
+    return Index(
+        file,
+        folder / LINES if meta["unpacked"] else file,
+        np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY),
+        None if meta["unpacked"] else (meta["size"], meta["modified_ns"]),
+        meta["digest"],
+        meta["columns"],
+        meta["unusable"],
+        meta["unusable_count"],
+        folder / UNUSABLE,
+    )
+
+
+VERSION = 1  # of what an index holds
+META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
+
+
+def _read_meta(folder: Path) -> dict[str, Any] | None:
+    """What an index says of itself; None where there is none, or part of it is lost."""
+    try:
+        meta: dict[str, Any] = json.loads((folder / META).read_text())
+        whole = (folder / ENTRIES).stat().st_size == meta["count"] * ENTRY.itemsize
+        return meta if whole and (not meta["unpacked"] or (folder / LINES).stat().st_size == meta["bytes"]) else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _build(file: Path, seen: os.stat_result, folder: Path, settings: Data, kind: Kind) -> dict[str, Any]:
+    """One pass over a file: every record checked, the usable ones entered."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    unpacks = file.suffix in (".gz", ".parquet")
+    digest, columns, named = hashlib.sha256(), dict[str, None](), list[str]()
+    count = unusable_count = written = 0
+    with contextlib.ExitStack() as stack:
+        entries = stack.enter_context((folder / ENTRIES).open("wb"))
+        unusable = stack.enter_context((folder / UNUSABLE).open("w", encoding="utf-8"))
+        lines: IO[bytes] | None = stack.enter_context((folder / LINES).open("wb")) if unpacks else None
+        for line, offset, raw, record in record_files.scan(file, settings):
+            try:
+                if isinstance(record, Unusable):
+                    raise record
+                parsed = record_formats.parse(record, settings, kind)
+            except Unusable as why:
+                unusable_count += 1
+                unusable.write(f"{file}:{line}: {why}\n")
+                if len(named) < NAMED:
+                    named.append(f"{file}:{line}: {why}")
+                continue
+            if lines is not None:
+                raw = raw if raw.endswith(b"\n") else raw + b"\n"
+                offset = written
+                written += lines.write(raw)
+            entries.write(pack_entry(offset, len(raw), line, *keys_of(parsed), *sizes_of(parsed)))
+            digest.update(raw)
+            columns[parsed.columns] = None
+            count += 1
+    meta = {
+        "file": str(file),
+        "size": seen.st_size,
+        "modified_ns": seen.st_mtime_ns,
+        "unpacked": unpacks,
+        "bytes": written,
+        "count": count,
+        "digest": digest.hexdigest(),
+        "columns": "; ".join(columns),
+        "unusable": named,
+        "unusable_count": unusable_count,
+    }
+    after = file.stat()
+    if (after.st_size, after.st_mtime_ns) != (seen.st_size, seen.st_mtime_ns):
+        raise UserError(f"{file} changed while it was indexed; start again once nobody writes to it")
+    unfinished = folder / f".{META}"
+    unfinished.write_text(json.dumps(meta, indent=2) + "\n")
+    unfinished.replace(folder / META)  # last: where it is, the index is whole
+    return meta
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """One process of a host at a time; the lock of one that dies is free again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

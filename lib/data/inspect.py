@@ -1,0 +1,259 @@
+"""What there is in a data set before anything is trained on it: counts, lengths, duplicates, pairs that look wrong, and three rows as the model sees them.
+
+    python -m lib.data --inspect FILES [--model M] [--picture lengths.png] [key=value ...]
+
+FILES are what data.train takes. Without --model nothing is tokenised: lengths are characters then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from lib.config import command_line, help, load
+from lib.config.schema import Config, Data
+from lib.data import sources
+from lib.data.dataset import Pieces, parse, tokenised
+from lib.data.record_formats import Kind, Unusable, Unwanted
+from lib.data.sources import Records
+from lib.data.tokenize import Encoder
+from lib.errors import UserError
+from lib.system import mpi_and_blas, terminal
+from lib.system.terminal import Voice
+
+PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+NAMED = 5
+SHOWN = 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
+    parser = command_line.Parser(
+        prog="python -m lib.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--inspect", metavar="FILES", nargs="+", required=True, help="files, folders, globs, hf://...")
+    parser.add_argument("--model", metavar="PATH", help="model whose tokenizer and template are used")
+    parser.add_argument("--picture", metavar="PNG", help="where the histogram of the lengths goes")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
+    try:
+        options = parser.parse_intermixed_args(arguments)
+        files = [word for word in options.inspect if not _is_setting(word)]
+        words = [*(word for word in options.inspect if _is_setting(word)), *options.overrides]
+        base = {"model": {"path": options.model or "-"}, "data": {"train": files[0] if files else "-"}}
+        inspect(files, load.load(None, words, base=base), options.model is not None, options.picture)
+    except UserError as error:
+        terminal.error(str(error))
+        return 2
+    except OSError as error:
+        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
+        return 2
+    return 0
+
+
+def _is_setting(word: str) -> bool:
+    return word.partition("=")[0] in {key for key, *_ in help.settings()}
+
+
+def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: str | None) -> None:
+    """Prints the report.
+
+    Raises:
+        UserError: there is nothing to read; unusable records are counted and named, and no error here.
+    """
+    say = Voice()
+    data, kind = settings.data.model_copy(update={"skip_invalid": True}), settings.record_kind
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    paths = [path for source in files for path in sources.files_of(source, data, tell)]
+    found = sources.open_records(paths, data, kind, tell)
+    tokenizer, encoder, vocab_size = None, None, None
+    if with_model:
+        mpi_and_blas.prepare()
+        from lib.data import tokenizer as models
+
+        tokenizer, words = models.load_tokenizer_of(settings.model), models.vocabulary(settings.model)
+        vocab_size = words["vocab_size"]
+        encoder = tokenizer and Encoder(tokenizer, data.chat_template, words["eos_token_id"])
+    unit = "token ids or characters"
+    unusable = [name for index in found.indices for name in index.unusable][:NAMED]
+    unusable_count = sum(index.unusable_count for index in found.indices)
+    completions = 2 if kind == "preference" else 1
+    pieces, kept = found.column("pieces")[:, : 1 + completions].astype(np.int64), np.arange(len(found))
+    truncated = filtered = 0
+    if with_model:
+        unit = "tokens"
+        result = _tokenised(found, data, kind, encoder, vocab_size)
+        pieces, kept, truncated, filtered = result[0], result[1], result[2], result[3]
+        unusable, unusable_count = [*unusable, *result[4]][:NAMED], unusable_count + result[5]
+    facts = _facts(found, kept, data, kind, unusable_count, truncated, filtered, with_model)
+    say.facts(" + ".join(files), facts)
+    for name in unusable:
+        say.line(f"  {name}", "magenta")
+    if not len(kept):
+        raise UserError(f"{' + '.join(files)}: no record can be used")
+    names = ["prompt", "chosen", "rejected"] if kind == "preference" else ["prompt", "completion"]
+    lengths = {name: pieces[:, k] for k, name in enumerate(names)}
+    lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
+    _show_percentiles(say, lengths, unit)
+    if kind == "preference":
+        say.facts("", _sanity(found, kept, pieces, data))
+    if picture is not None:
+        _draw(Path(picture), lengths, unit, data.max_length if with_model else None)
+        say.line(f"histogram: {picture}")
+    if tokenizer is not None:
+        _show_rows(say, found, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
+
+
+def _tokenised(
+    found: Records, data: Data, kind: Kind, encoder: Encoder | None, vocab_size: int | None
+) -> tuple[np.ndarray, np.ndarray, int, int, list[str], int]:
+    """Pieces' tokens before truncation, int64 [n, 1 + K]; their records; rows that are cut; filtered; unusable: named, all."""
+    whole = data.model_copy(update={"max_length": 2**31 - 1})  # lengths as they are
+    sizes, kept, named = np.zeros((len(found), 3), np.int64), np.ones(len(found), bool), list[str]()
+    cut = filtered = unusable = 0
+
+    def read() -> Iterator[tuple[str, Any]]:
+        return ((str(number), parse(found[number], data, kind)) for number in range(len(found)))
+
+    results: Iterator[tuple[str, Any, tuple[Pieces, bool] | Unusable]] = tokenised(read(), whole, encoder, vocab_size)
+    for number, (_, _, result) in enumerate(results):
+        if isinstance(result, Unwanted):
+            kept[number] = False
+            filtered += 1
+            continue
+        if not isinstance(result, Unusable):
+            of_row = [*map(len, result[0]), 0][:3]
+            if of_row[0] > data.max_length:
+                result = Unusable(
+                    f"the prompt alone has {of_row[0]} tokens, more than data.max_length={data.max_length}"
+                )
+        if isinstance(result, Unusable):
+            kept[number] = False
+            unusable += 1
+            named += [f"{found.place(number)}: {result}"] if len(named) < NAMED else []
+            continue
+        sizes[number] = of_row
+        cut += of_row[0] + max(of_row[1:]) > data.max_length
+    rows = np.flatnonzero(kept)
+    return sizes[rows][:, : 1 + (2 if kind == "preference" else 1)], rows, cut, filtered, named, unusable
+
+
+def _facts(
+    found: Records,
+    kept: np.ndarray,
+    data: Data,
+    kind: Kind,
+    unusable: int,
+    truncated: int,
+    filtered: int,
+    with_model: bool,
+) -> list[tuple[str, str]]:
+    prompts, contents = found.column("prompt_key")[kept], found.column("content_key")[kept]
+    distinct = len(np.unique(contents))
+    columns = dict.fromkeys(index.columns for index in found.indices if index.columns)
+    facts = [
+        ("files", f"{len(found.indices):,}"),
+        ("usable", f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {'; '.join(columns)}"),
+        ("unusable", f"{unusable:,}"),
+        ("duplicates", f"{len(kept) - distinct:,} (data.deduplicate)"),
+        ("distinct prompts", f"{len(np.unique(prompts)):,}"),
+    ]
+    if with_model:
+        facts.append(("cut", f"{truncated:,} have more than data.max_length={data.max_length} tokens"))
+    if filtered:
+        facts.append(("filtered", f"{filtered:,} (data.shortest={data.shortest}, data.longest={data.longest})"))
+    if data.holdout:
+        below = int((prompts < np.uint64(int(data.holdout * 2**64))).sum())
+        facts.append(("held out", f"{below:,} (data.holdout={data.holdout:g})"))
+    return facts
+
+
+def _show_percentiles(say: Voice, lengths: dict[str, np.ndarray], unit: str) -> None:
+    rows = []
+    for name, values in lengths.items():
+        marks = np.percentile(values, PERCENTILES).astype(int)
+        rows.append([name, *(f"{mark:,}" for mark in marks.tolist()), f"{values.mean():,.1f}"])
+    say.line("")
+    say.table(f"lengths in {unit}, by percentile", ["", *(f"{p} %" for p in PERCENTILES), "mean"], rows)
+    say.line("")
+
+
+def _sanity(found: Records, kept: np.ndarray, pieces: np.ndarray, data: Data) -> Iterator[tuple[str, str]]:
+    """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
+    longer = float((pieces[:, 1] > pieces[:, 2]).mean())
+    note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
+    yield (
+        "chosen is longer",
+        f"{longer:.1%} of pairs, mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f}{note}",
+    )
+    order = np.argsort(found.column("prompt_key")[kept], kind="stable")
+    keys = found.column("prompt_key")[kept][order]
+    contrary, looked = 0, 0
+    for start, end in itertools.pairwise([0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)]):
+        if end - start < 2:
+            continue
+        rows = [found[number] for number in kept[order[start:end]].tolist()[:64]]
+        seen = {(str(row.get(data.chosen)), str(row.get(data.rejected))) for row in rows}
+        looked += len(rows)
+        contrary += sum((rejected, chosen) in seen for chosen, rejected in seen) // 2
+    yield "contradictions", f"{contrary:,} pairs are there the other way round, too (of {looked:,} that share a prompt)"
+
+
+def _draw(picture: Path, lengths: dict[str, np.ndarray], unit: str, limit: int | None) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
+    top = float(np.percentile(np.concatenate(list(lengths.values())), 99.5))
+    for name, values in lengths.items():
+        axis.hist(np.minimum(values, top), bins=60, histtype="step", linewidth=1.5, label=name)
+    if limit is not None and limit <= top:
+        axis.axvline(limit, color="grey", linestyle="--", linewidth=1, label=f"data.max_length={limit}")
+    axis.set_xlabel(unit)
+    axis.set_ylabel("rows")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)
+    pyplot.close(figure)
+
+
+def _show_rows(
+    say: Voice,
+    found: Records,
+    numbers: Sequence[int],
+    data: Data,
+    kind: Kind,
+    encoder: Encoder | None,
+    tokenizer: Any,
+) -> None:
+    """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
+    read = ((str(number), parse(found[number], data, kind)) for number in numbers)
+    for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, None), strict=True):
+        say.line(found.place(number), "bold")
+        if isinstance(result, Unusable):
+            say.line(f"  {result}", "magenta")
+            continue
+        prompt, *completions = result[0]
+        colours = ("green", "red") if len(completions) > 1 else ("green",)
+        names = ("chosen", "rejected") if len(completions) > 1 else ("completion",)
+        for name, colour, completion in zip(names, colours, completions, strict=True):
+            text = Text(f"  {name}: ")
+            text.append(tokenizer.decode(prompt.tolist()), style="dim")
+            text.append("⟦" + tokenizer.decode(completion.tolist()) + "⟧", style=colour)  # brackets: for a pipe, too
+            say.line(text)
+    say.line("the loss is on what stands in ⟦⟧ alone")

@@ -1,0 +1,172 @@
+"""Files of records: JSON lines (plain or gzip) and parquet ➜ prompts and completions, not yet tokenised.
+
+A record becomes one of three forms, whatever its columns were called:
+
+    Tokens   prompt_ids and completion ids, taken as they are
+    Plain    a prompt string and completion strings
+    Chat     the messages before the answer, and one assistant message an answer
+
+A record that fits none of them raises Unusable with the reason, so that the caller can name the line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import shlex
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from lib.config.schema import Data
+from lib.data.record_formats import ANSWER, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
+from lib.errors import UserError
+
+# A longer line is a fault of whoever wrote it; none is longer in memory.
+LINE_BYTES = 8 * 2**20
+
+
+def require(file: Path) -> None:
+    """Raises UserError, with a guess at what was meant, where there is no such file, and where it is of another kind."""
+    if not file.exists():
+        near = difflib.get_close_matches(file.name, _names_beside(file), 1)
+        if file.is_symlink():
+            raise UserError(f"{file} is a link to {file.readlink()}, which does not exist; link it anew")
+        hint = f"; did you mean {file.parent / near[0]}?" if near else f" (looked from {Path.cwd()})"
+        raise UserError(f"{file} does not exist{hint}")
+    if file.suffix == ".csv":
+        code = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]"
+        source, target = (shlex.quote(str(name)) for name in (file, file.with_suffix(".jsonl")))
+        raise UserError(
+            f"{file}: CSV is not read; JSON lines are made of it by: python3 -c '{code}' {source} > {target}"
+        )
+
+
+def read(path: str, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+    """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
+
+    Lines count from 1: the text line of JSON lines (blank lines are no records), the row of parquet. A file that is
+    damaged in the middle yields the reason there, and ends. Raises UserError where the file cannot be opened.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise UserError(f"{path} is a folder; name a file: .jsonl, .jsonl.gz or .parquet")
+    require(file)
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file, settings)
+    else:
+        for line, _, _, record in scan(file, settings):
+            yield line, record
+
+
+def scan(file: Path, settings: Data) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
+    """Like `read`, with each record's place in the (unpacked) file in bytes, and its line; a parquet row as it would be one."""
+    try:
+        if file.suffix == ".parquet":
+            for line, record in _read_parquet(file, settings):
+                values = {} if isinstance(record, Unusable) else {k: v for k, v in record.items() if v is not None}
+                yield line, 0, json.dumps(values, default=str).encode(), record
+        elif file.suffix == ".gz":
+            with gzip.open(file, "rb") as stream:
+                yield from _scan_json_lines(cast(IO[bytes], stream))
+        else:
+            with file.open("rb") as stream:
+                yield from _scan_json_lines(stream)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def refusal(first: str, count: int) -> str:
+    """What is said of records that cannot be used; first: `file:line: why`."""
+    total = f"; {count:,} records in all cannot be used" if count > 1 else ""
+    return f"{first}{total}; mend the file, or leave them out with data.skip_invalid=true"
+
+
+def nothing_in(path: str, first: str, count: int) -> str:
+    """What is said of a source without a usable record."""
+    if count:
+        return f"{path}: none of its {count:,} records can be used, the first: {first}"
+    return f"{path} is empty: it has no records; name another file"
+
+
+def _names_beside(file: Path) -> list[str]:
+    try:
+        return [other.name for other in file.parent.iterdir()]
+    except OSError:
+        return []
+
+
+def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
+    line = offset = 0
+    try:
+        while raw := stream.readline(LINE_BYTES + 1):
+            line += 1
+            size = len(raw)
+            if size > LINE_BYTES and not raw.endswith(b"\n"):  # never in memory as a whole
+                while not raw.endswith(b"\n") and (raw := stream.readline(LINE_BYTES)):
+                    size += len(raw)
+                why = f"a line of {size:,} bytes, more than {LINE_BYTES:,}: is a line break missing?"
+                yield line, offset, b"", Unusable(why)
+                offset += size
+                continue
+            if line == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                yield line, offset, b"", Unusable("UTF-16, where UTF-8 is read: iconv -f UTF-16 -t UTF-8 FILE > NEW")
+                return
+            if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
+                raw, offset, size = raw[3:], offset + 3, size - 3
+            if raw.strip():
+                yield line, offset, raw, parse_json(raw)
+            offset += size
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        why = f"the gzip stream is cut short or damaged ({error}); copy the file again"
+        if line == 0 and isinstance(error, gzip.BadGzipFile):
+            why = "not gzip, whatever its name says; take .gz off the name"
+        yield line + 1, offset, b"", Unusable(why)
+
+
+def parse_json(raw: bytes) -> dict[str, Any] | Unusable:
+    """A line's record, or why there is none."""
+    try:
+        record = json.loads(raw.decode("utf-8").rstrip())
+    except UnicodeDecodeError as error:
+        return Unusable(f"not valid UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
+    except json.JSONDecodeError as error:
+        if raw.strip() == b"[":
+            return Unusable("a list begins here, and every line has to hold one {...}: jq -c '.[]' FILE makes them")
+        return Unusable(f"broken JSON at column {error.colno}: {error.msg}")
+    except (ValueError, RecursionError) as error:
+        return Unusable(f"broken JSON: {error}")
+    if not isinstance(record, dict):
+        made = ": jq -c '.[]' FILE makes them" if isinstance(record, list) else ""
+        return Unusable(f"{name_of_type(record)} instead of a JSON object; every line holds one {{...}}{made}")
+    return record
+
+
+def _read_parquet(file: Path, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
+    line = 0
+    try:
+        # Unbuffered ahead: a row group is as large as its writer liked it.
+        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
+            names = table.schema_arrow.names
+            known = {getattr(settings, name) for name in OTHER_NAMES} | {*TOKEN_COLUMNS, ANSWER}
+            wanted = [name for name in names if name in known]
+            for batch in table.iter_batches(batch_size=1024, columns=wanted):
+                for row in range(batch.num_rows):
+                    line += 1
+                    try:
+                        values = {name: batch.column(i)[row].as_py() for i, name in enumerate(wanted)}
+                    except UnicodeDecodeError as error:
+                        yield line, Unusable(f"not valid UTF-8 at byte {error.start + 1} of a string")
+                    else:
+                        yield line, dict.fromkeys(names) | values
+    except pyarrow.ArrowException as error:
+        yield line + 1, Unusable(f"not a readable parquet file: {str(error).splitlines()[0]}")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error

@@ -1,0 +1,206 @@
+"""Files of records as one numbered list that is never in memory: what is where, and a few hashes of each record.
+
+A source is a file, a folder or a glob of them. JSON lines are read where they lie; what cannot be read from the middle
+(gzip, parquet, a stream from afar) is unpacked once into JSON lines on the disk. One pass over a file checks every record
+and writes its index: a row of `ENTRY` for each usable one, in a file that is memory-mapped afterwards. All of it lies in
+data.cache_dir, is made by one process of a host while the others wait for it, and is made anew when the file has changed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import itertools
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.config.schema import Data
+from lib.data import hub_datasets, record_files
+from lib.data.index import ENTRY, Index, index, locked
+from lib.data.record_formats import Kind
+from lib.errors import UserError
+
+ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".parquet")
+OPEN_FILES = 64
+"""A record: where its line is in the file, in bytes; its line for people, from 1; hashes of its prompt, and of all that is
+learnt from; and characters (token ids, of a record that came tokenised) of its prompt and of each completion."""
+
+
+assert struct.calcsize("<qIIQQ3I") == ENTRY.itemsize
+
+
+def files_of(source: str, settings: Data, tell: Callable[[str], None] = lambda text: None) -> list[Path]:
+    """The files of a source, in the same order everywhere: one file, all of a folder, what a glob matches, a hub's data set.
+
+    Raises:
+        UserError: there is none.
+    """
+    if source.startswith(hub_datasets.PREFIX):
+        lock = hub_datasets.folder_of(source, settings).with_suffix(".lock")
+        with locked(lock, lambda: tell(f"another process fetches {source}: waiting for it")):
+            return hub_datasets.fetch(source, settings, tell)
+    path = Path(source)
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
+        if not found:
+            raise UserError(f"{source} is a folder without records; it should hold files named *{', *'.join(ENDINGS)}")
+        return sorted(found)
+    if not path.exists() and glob.has_magic(source):
+        matched = [Path(name) for name in glob.glob(source, recursive=True)]  # noqa: PTH207  (absolute ones, too)
+        if not (found := [file for file in matched if file.is_file()]):
+            raise UserError(f"{source}: no file matches (looked from {Path.cwd()})")
+        return sorted(found)
+    record_files.require(path)
+    return [path]
+
+
+def _is_data(relative: Path) -> bool:
+    return relative.suffix in ENDINGS and not any(part.startswith(".") for part in relative.parts)
+
+
+def sizes(files: Sequence[Path]) -> int:
+    """Bytes of all files."""
+    return sum(file.stat().st_size for file in files)
+
+
+def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
+    """Sources and how often each of their rows is taken in an epoch."""
+    return {train: 1.0} if isinstance(train, str) else dict(train)
+
+
+def is_held_out(key: int, holdout: float) -> bool:
+    """Whether a prompt belongs to the held-out part: decided by its hash alone, so other rows change nothing."""
+    return key < int(holdout * 2**64)
+
+
+# ---- Many files
+
+
+class Records:
+    """The usable records of some files, numbered in the files' order; a record is read from the disk when it is asked for."""
+
+    def __init__(self, indices: Sequence[Index]):
+        self.indices = list(indices)
+        self.starts = [0, *itertools.accumulate(len(index.entries) for index in self.indices)]
+        self._files: dict[int, tuple[int, tuple[int, int]]] = {}  # descriptors, the last used last; size and mtime
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def column(self, name: str) -> np.ndarray:
+        """A field of every entry, [n, ...]."""
+        parts = [index.entries[name] for index in self.indices]
+        whole: np.ndarray = np.concatenate(parts) if parts else np.zeros(0, ENTRY)[name]
+        return whole
+
+    def place(self, number: int) -> str:
+        """`file:line` of a record."""
+        return f"{self.indices[bisect.bisect_right(self.starts, number) - 1].file}:{self.line(number)}"
+
+    def line(self, number: int) -> int:
+        """A record's line in its file, from 1."""
+        which = bisect.bisect_right(self.starts, number) - 1
+        return int(self.indices[which].entries["line"][number - self.starts[which]])
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """One record.
+
+        Raises:
+            UserError: the file is no longer what was indexed.
+        """
+        which = bisect.bisect_right(self.starts, number) - 1
+        offset, size, *_ = self.indices[which].entries[number - self.starts[which]].item()
+        raw = os.pread(self._descriptor(which), size, offset)
+        record = record_files.parse_json(raw) if len(raw) == size else None
+        if not isinstance(record, dict):
+            raise UserError(f"{self.place(number)} is no longer what was indexed; {_CHANGED}")
+        return record
+
+    def _descriptor(self, which: int) -> int:
+        """The open file, which has to be as it was indexed."""
+        path = self.indices[which].lines
+        descriptor, stamp = self._files.pop(which, (-1, (0, 0)))
+        if descriptor < 0:
+            if len(self._files) >= OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files)))[0])
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                raise UserError(f"{path} is gone; put it back, or start again") from None
+            found = os.fstat(descriptor)
+            stamp = self.indices[which].stamp or (found.st_size, found.st_mtime_ns)
+        now = os.fstat(descriptor)
+        self._files[which] = descriptor, stamp
+        if (now.st_size, now.st_mtime_ns) != stamp:
+            raise UserError(f"{path} has changed since it was indexed; {_CHANGED}")
+        return descriptor
+
+    def close(self) -> None:
+        for descriptor, _ in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+
+_CHANGED = "put the file back as it was, or start a new run on what it is now"
+
+
+def open_records(
+    files: Sequence[Path], settings: Data, kind: Kind, tell: Callable[[str], None] = lambda text: None
+) -> Records:
+    """The records of these files, each indexed.
+
+    Raises:
+        UserError: see `index`; and unless settings.skip_invalid, when a record is unusable: it names the first and counts.
+    """
+    began = time.perf_counter()
+    indices = [index(file, settings, kind, tell) for file in files]
+    unusable = sum(index.unusable_count for index in indices)
+    first = next((index.unusable[0] for index in indices if index.unusable), "")
+    if unusable and not settings.skip_invalid:
+        raise UserError(record_files.refusal(first, unusable))
+    found = Records(indices)
+    if not len(found):
+        where = ", ".join(map(str, files[:3])) + (" ..." if len(files) > 3 else "")
+        raise UserError(record_files.nothing_in(where, first, unusable))
+    if time.perf_counter() - began > 5:
+        tell(f"indexed {len(found):,} records in {time.perf_counter() - began:.0f} s")
+    return found
+
+
+def chosen_rows(
+    found: Records, ends: Sequence[int], weights: Sequence[float], settings: Data, held_out: bool
+) -> np.ndarray:
+    """The records that are a data set's rows, by number: int64 [n].
+
+    Duplicates go first (data.deduplicate), then one side of the holdout is kept, then each source's rows are repeated
+    by its weight: 2.5 takes all of them twice, and half of them, chosen by hash, once more.
+
+    ends: int [sources], the number of records up to the end of each. held_out: the held-out side; it is not repeated.
+    """
+    rows = np.arange(len(found))
+    if settings.deduplicate:
+        _, first = np.unique(found.column("content_key"), return_index=True)
+        rows = np.sort(first)
+    if settings.holdout:
+        below = found.column("prompt_key")[rows] < np.uint64(int(settings.holdout * 2**64))
+        rows = rows[below == held_out]
+    parts = np.split(rows, np.searchsorted(rows, ends[:-1]))
+    if held_out or all(weight == 1 for weight in weights):
+        return rows
+    keys = found.column("content_key")
+    chosen = []
+    for part, weight in zip(parts, weights, strict=True):
+        once_more = keys[part] < np.uint64(int(weight % 1 * 2**64))
+        chosen += [part] * int(weight) + [part[once_more]]
+    return np.concatenate(chosen)

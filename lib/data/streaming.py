@@ -1,0 +1,254 @@
+"""Training data larger than memory: rows are read and tokenised when their turn comes, and kept tokenised on the disk.
+
+The seeded order and the division among ranks need every row's length before any is tokenised. So lengths are estimated:
+from the characters of each piece, which the index has, and the tokens a character of a seeded sample, in whole numbers,
+so that all hosts estimate alike. Only which rows stand beside each other, and how even ranks are, depends on them; that
+each row is trained exactly once an epoch does not, and neither does the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.config.schema import Data
+from lib.data import index as index_module
+from lib.data import record_files, record_formats, sources
+from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
+from lib.data.record_formats import Kind, Unusable, Unwanted
+from lib.data.sources import Records
+from lib.data.token_cache import TokenCache
+from lib.data.tokenize import Encoder
+from lib.errors import UserError
+
+# Rows that are tokenised to know how many tokens a character makes.
+SAMPLE_ROWS = 256
+
+
+# What is unpacked takes about so many times the room.
+UNPACKED = {".gz": 4, ".parquet": 4}
+
+
+def open_training(
+    settings: Data, kind: Kind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+) -> Dataset | StreamedDataset:
+    """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
+
+    words: as `load_dataset` takes them.
+
+    Raises:
+        UserError: as `load_dataset`; of a streamed one, for what a record is without its tokens, and for a sample of these.
+    """
+    weights = sources.weights_of(settings.train)
+    held_out = False if settings.holdout else None
+    if not is_streamed(settings, tell):
+        return load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **words)
+    found, rows = _choose(settings, kind, held_out=False, tell=tell)
+    encoder = None
+    if tokenizer is not None:
+        encoder = Encoder(tokenizer, settings.chat_template, words["eos_token_id"])
+    return StreamedDataset(" + ".join(weights), found, rows, settings, kind, encoder, words.get("vocab_size"))
+
+
+def open_held_out(
+    settings: Data, kind: Kind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+) -> Dataset | None:
+    """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
+
+    Raises:
+        UserError: as `load_dataset`.
+    """
+    if settings.valid is not None:
+        return load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **words)
+    if not settings.holdout:
+        return None
+    weights = sources.weights_of(settings.train)
+    if not is_streamed(settings, tell):
+        return load_dataset(weights, settings, kind, tokenizer, held_out=True, tell=tell, **words)
+    found, rows = _choose(settings, kind, held_out=True, tell=tell)
+    encoder = None
+    if tokenizer is not None:
+        encoder = Encoder(tokenizer, settings.chat_template, words["eos_token_id"])
+    name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
+    skipped: list[str] = []
+    read = ((found.place(row), parse(found[row], settings, kind)) for row in rows.tolist())
+    for place, _, result in tokenised(read, settings, encoder, words.get("vocab_size")):
+        if isinstance(result, Unusable):
+            unwanted += isinstance(result, Unwanted)
+            skipped += [] if isinstance(result, Unwanted) else [f"{place}: {result}"]
+            continue
+        pieces += result[0]
+        cut += result[1]
+    if skipped and not settings.skip_invalid:
+        raise UserError(record_files.refusal(skipped[0], len(skipped)))
+    if not pieces:
+        raise UserError(
+            f"{name}: no row is held out (data.holdout={settings.holdout:g}, {unwanted:,} records filtered)"
+        )
+    return in_memory(name, kind, _columns(found), pieces, cut, skipped, unwanted)
+
+
+def is_streamed(settings: Data, tell: Callable[[str], None] = lambda text: None) -> bool:
+    """Whether data.train is read as it is needed."""
+    if settings.streaming is not None:
+        return settings.streaming
+    files = [file for source in sources.weights_of(settings.train) for file in sources.files_of(source, settings, tell)]
+    return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= index_module.STREAMED_BYTES
+
+
+def _choose(settings: Data, kind: Kind, held_out: bool, tell: Callable[[str], None]) -> tuple[Records, np.ndarray]:
+    """data.train's records, and those of them that are rows, int64 [n]."""
+    weights = sources.weights_of(settings.train)
+    files = [sources.files_of(source, settings, tell) for source in weights]
+    found = sources.open_records(list(itertools.chain(*files)), settings, kind, tell)
+    ends = [found.starts[end] for end in itertools.accumulate(map(len, files))]
+    rows = sources.chosen_rows(found, ends, list(weights.values()), settings, held_out)
+    if not len(rows):
+        side = "held out" if held_out else "left"
+        raise UserError(
+            f"{' + '.join(weights)}: of {len(found):,} records none is {side} (data.holdout={settings.holdout:g})"
+        )
+    return found, rows
+
+
+def _columns(found: Records) -> str:
+    return "; ".join(dict.fromkeys(index.columns for index in found.indices if index.columns))
+
+
+class StreamedDataset(Sized):
+    """Rows of indexed records; each is read, tokenised, truncated and checked when it is asked for.
+
+    In memory are some numbers a row: its record, and the estimated tokens of its pieces.
+
+    Args:
+        rows: int64 [n], the record of each row.
+
+    Raises:
+        UserError: text without a tokenizer; a row of the sample cannot be used, unless settings.skip_invalid.
+    """
+
+    is_estimated = True
+
+    def __init__(
+        self,
+        path: str,
+        found: Records,
+        rows: np.ndarray,
+        settings: Data,
+        kind: Kind,
+        encoder: Encoder | None,
+        vocab_size: int | None,
+    ):
+        self.path, self.kind, self.columns = path, kind, _columns(found)
+        self.records, self.rows, self.settings = found, rows, settings
+        self.encoder, self.vocab_size = encoder, vocab_size
+        self.skipped = [text for index in found.indices for text in index.unusable][: index_module.NAMED]
+        self.skipped_count = sum(index.unusable_count for index in found.indices)
+        self.unwanted_count = 0
+        """Rows that a filter by length has left out so far."""
+        what = [kind, settings.max_length, settings.shortest, settings.longest, settings.chat_template, vocab_size]
+        names = [getattr(settings, name) for name in record_formats.OTHER_NAMES]
+        made_by = hashlib.sha256(repr([what, names, None if encoder is None else encoder.fingerprint()]).encode())
+        for index in found.indices:
+            made_by.update(f"{index.digest} {len(index.entries)}".encode())
+        self._cache: TokenCache | None = TokenCache(
+            Path(settings.cache_dir) / f"tokens-{made_by.hexdigest()[:24]}",
+            len(found),
+            1 + self.completions_per_example,
+        )
+        draws = np.random.Philox(np.random.SeedSequence([len(rows)])).random_raw(SAMPLE_ROWS)
+        sample = np.unique(draws % np.uint64(len(rows))).astype(np.int64)
+        examples = self.examples(sample.tolist())
+        if not examples:
+            raise UserError(
+                f"{path}: none of {len(sample)} rows drawn can be used{': ' * bool(self.skipped)}{''.join(self.skipped[-1:])}"
+            )
+        tokens = np.array([[len(e.prompt_ids), *map(len, e.completions)] for e in examples], np.int64)
+        sampled = self._characters(rows[[e.row for e in examples]])
+        self._pieces = _estimated(self._characters(rows), tokens.sum(axis=0), sampled.sum(axis=0), settings.max_length)
+        whole = tokens[:, 0] + tokens[:, 1:].max(axis=1)
+        self.truncated_count = int((whole == settings.max_length).sum()) * len(rows) // len(examples)
+        made_by.update(rows.astype("<i8", copy=False).data)
+        made_by.update(tokens.astype("<i8").data)
+        self.digest = made_by.hexdigest()
+
+    def _characters(self, numbers: np.ndarray) -> np.ndarray:
+        """int64 [n, 1 + K]: characters of the pieces of some records."""
+        found = self.records.column("pieces")[numbers, : 1 + self.completions_per_example]
+        return found.astype(np.int64)
+
+    @property
+    def pieces(self) -> np.ndarray:
+        return self._pieces
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Example:
+        (example,) = self.examples([row])
+        return example
+
+    def examples(self, rows: Sequence[int]) -> list[Example]:
+        """The examples of some rows, without those that turn out to be unusable or are filtered: counted, and named.
+
+        Raises:
+            UserError: a row cannot be used, unless settings.skip_invalid; a file is no longer what was indexed.
+        """
+        numbers = self.rows[list(rows)].tolist()
+        kept = {number: self._cache.get(number) if self._cache else None for number in numbers}
+        missing = [number for number, pieces in kept.items() if pieces is None]
+        read = ((str(number), parse(self.records[number], self.settings, self.kind)) for number in missing)
+        for number, (_, _, result) in zip(
+            missing, tokenised(read, self.settings, self.encoder, self.vocab_size), strict=True
+        ):
+            if isinstance(result, Unusable):
+                self._leave_out(number, result)
+                continue
+            kept[number] = result[0]
+            self._put(number, result[0])
+        found = zip(rows, numbers, strict=True)
+        return [Example(row, pieces[0], tuple(pieces[1:])) for row, number in found if (pieces := kept[number])]
+
+    def _leave_out(self, number: int, why: Unusable) -> None:
+        if isinstance(why, Unwanted):
+            self.unwanted_count += 1
+            return
+        name = f"{self.records.place(number)}: {why}"
+        if not self.settings.skip_invalid:
+            raise UserError(
+                f"{record_files.refusal(name, 1)} (python -m lib.data --inspect finds all such rows beforehand)"
+            )
+        self.skipped_count += 1
+        self.skipped = [*self.skipped[: index_module.NAMED - 1], name]
+
+    def _put(self, number: int, pieces: Pieces) -> None:
+        if self._cache is not None:
+            try:
+                self._cache.put(number, pieces)
+            except OSError:  # the disk is full: what cannot be kept is made again
+                self._cache = None
+
+    def __str__(self) -> str:
+        unit = "pairs" if self.kind == "preference" else "examples"
+        return f"{self.path}: {len(self):,} {unit} from {self.columns}, read as they are needed"
+
+
+def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.ndarray, max_length: int) -> np.ndarray:
+    """Tokens of every row's pieces after truncation, by proportion: int32 [n, 1 + K].
+
+    characters: int64 [n, 1 + K]. tokens, of_characters: int64 [1 + K], what a sample came to. See data.truncate.
+    """
+    estimated = np.maximum(characters * tokens // np.maximum(of_characters, 1), 1)
+    estimated[:, 0][characters[:, 0] == 0] = 0
+    prompt, longest = estimated[:, 0], estimated[:, 1:].max(axis=1)
+    over = prompt + longest > max_length
+    kept = np.maximum(max_length - longest, np.minimum(prompt, max(1, max_length // 4)))
+    estimated[over, 0] = np.minimum(kept, prompt)[over]
+    estimated[over, 1:] = np.minimum(estimated[over, 1:], max_length - estimated[over, :1])
+    estimated[:, 1:] = np.maximum(estimated[:, 1:], 2)  # a text's first token is not scored
+    return estimated.astype(np.int32)

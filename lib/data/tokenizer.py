@@ -1,0 +1,47 @@
+"""The tokenizer of a model's folder, and the ids that the model knows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mlx_lm.utils import load_tokenizer
+
+from lib.config import schema
+from lib.errors import UserError
+from lib.system.model_folder import resolve
+
+
+def load_tokenizer_of(settings: schema.Model) -> Any:
+    """mlx-lm's tokenizer of the model's folder, or None where there is none.
+
+    Raises:
+        UserError: there are tokenizer files, but they cannot be loaded.
+    """
+    folder = resolve(settings.path, settings.revision)
+    if not any(
+        (folder / name).exists()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
+    ):
+        return None
+    end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
+    try:
+        return load_tokenizer(folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=end)
+    except Exception as error:  # transformers raises whatever its parser met
+        raise UserError(
+            f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def vocabulary(settings: schema.Model) -> dict[str, Any]:
+    """The ids that the model knows: its vocab_size and its eos_token_id (the first, where it has several)."""
+    stored = stored_config(settings)
+    text = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
+    end = text.get("eos_token_id")
+    return {"vocab_size": text.get("vocab_size"), "eos_token_id": end[0] if isinstance(end, list) else end}
+
+
+def stored_config(settings: schema.Model) -> dict[str, Any]:
+    """The model's config.json."""
+    stored: dict[str, Any] = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
+    return stored

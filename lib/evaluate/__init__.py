@@ -1,0 +1,1 @@
+"""Held-out metrics, answers, and whole files scored by all ranks."""

@@ -1,0 +1,354 @@
+"""A whole file scored, answered or made into pairs, by all ranks at their own pace.
+
+Every rank has the whole model, pulls chunks of rows (lib/evaluate/work_queue.py), reads them by the file's index, and hands in a line
+of JSON for each row. What a chunk's rows come to depends on the chunk alone, not on who does it, so that one rank's
+output is that of many; what is drawn follows from train.seed and the chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+from mlx_lm import batch_generate
+from mlx_lm.sample_utils import make_sampler
+
+from lib.config.schema import Config, Data
+from lib.data import sources
+from lib.data import tokenizer as tokenizer_module
+from lib.data.collate import collate
+from lib.data.dataset import Example, parse, tokenised
+from lib.data.record_formats import ANSWER, Kind, Unusable
+from lib.data.row_order import micro_batches
+from lib.data.sources import Records
+from lib.data.tokenize import Encoder, encode_prompt
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
+from lib.model import adapter_files
+from lib.model.logps import completion_logps
+from lib.model.token_stream import arrays_of
+from lib.system import metal, out_of_memory
+from lib.training import losses
+from lib.training import reference as scoring
+from lib.training.console import Report
+from lib.training.step import objective
+
+KINDS = ("logps", "rewards", "greedy", "samples")
+
+
+def pull(
+    kind: str, key: str, found: Records, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
+) -> dict[str, Any]:
+    """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
+
+    key: digest of all that the lines depend on. do: lines for some rows.
+
+    Returns:
+        On rank 0, the figures for people and machines; elsewhere nothing.
+
+    Raises:
+        AgreedError, UserError: on one rank, so on all.
+    """
+    size, total = settings.evaluate.batch_size, len(found)
+    say, began = Report(world), time.perf_counter()
+    chunks = -(-total // size)
+    server = dispatcher = None
+    with world.agreeing(f"opening {out}"):
+        if world.rank == 0:
+            if out.exists():
+                raise UserError(f"{out} is there already; remove it, or give another name")
+            dispatcher = Dispatcher(Journal(out.with_name(f"{out.name}.partial"), key, chunks))
+            server = Server(dispatcher, everywhere=True) if world.size > 1 else None
+    before = 0 if dispatcher is None else int(dispatcher.journal.done.sum())
+    if before:
+        say.line(f"{before:,} of {chunks:,} chunks are there already")
+    address = json.loads(world.broadcast_text(json.dumps(server.address if server else None)))
+
+    def lines_of(chunk: int) -> Lines:
+        return do(range(chunk * size, min((chunk + 1) * size, total)))
+
+    if dispatcher is None:
+        # From here on no rank waits for another in a collective: who is gone is missed by nobody.
+        work(Remote(address, world.rank, world.timeout_seconds), lines_of)
+        return {}
+    with say.counting(kind, total) as progress:
+        dispatcher.told = lambda done, by_rank: progress(min(done * size, total))
+        work(Local(dispatcher), lines_of)
+    try:
+        dispatcher.journal.finish(out)
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror}; free some space and start again, nothing is lost") from None
+    seconds = time.perf_counter() - began
+    if server is not None:
+        server.close(world.timeout_seconds)
+    by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
+    rows = total - min(before * size, total)
+    figures = {
+        "rows": total,
+        "scored": rows,
+        "seconds": seconds,
+        "rows_per_second": rows / seconds,
+        "chunks_by_rank": by_rank,
+    }
+    say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
+    return figures
+
+
+def open_rows(source: str, settings: Data, kind: Kind, say: Report) -> Records:
+    """All usable records of a source, in order."""
+    return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
+
+
+def key_of(*parts: Any) -> str:
+    """A digest of all that the lines depend on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def digest_of(found: Records) -> str:
+    return key_of(*((index.digest, len(index.entries)) for index in found.indices))
+
+
+# ---- Log-probabilities and rewards
+
+
+class Scorer:
+    """Log-probabilities of records' completions, and with a reference DPO's rewards.
+
+    Args:
+        reference: a model; or the policy's trained parameters as they were before training; None for log-probabilities alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: nn.Module | dict[str, mx.array] | None,
+        found: Records,
+        settings: Config,
+        tokenizer: Any,
+        world: World,
+    ):
+        self.model, self.reference, self.found, self.settings = model, reference, found, settings
+        self.world = world
+        words = tokenizer_module.vocabulary(settings.model)
+        self.vocab_size = words["vocab_size"]
+        data = settings.data
+        self.encoder = None if tokenizer is None else Encoder(tokenizer, data.chat_template, words["eos_token_id"])
+        self.multiple, self.shares_prompts, _ = scoring.layout(model, data, world)
+
+    def __call__(self, rows: range) -> Lines:
+        """A line for each of some rows; of one that is unusable, why (data.skip_invalid).
+
+        Raises:
+            UserError: a row is unusable.
+        """
+        settings = self.settings
+        read = ((self.found.place(row), parse(self.found[row], settings.data, settings.record_kind)) for row in rows)
+        examples, failures = [], {}
+        results = tokenised(read, settings.data, self.encoder, self.vocab_size)
+        for row, (place, _, result) in zip(rows, results, strict=True):
+            if not isinstance(result, Unusable):
+                examples.append(Example(row, result[0][0], tuple(result[0][1:])))
+            elif settings.data.skip_invalid:
+                failures[row] = {"row": row, "line": self.found.line(row), "error": f"{place}: {result}"}
+            else:
+                raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
+        values = self._values(examples) if examples else {}
+        scored = {
+            e.row: {"row": e.row, "line": self.found.line(e.row), **{name: float(v[i]) for name, v in values.items()}}
+            for i, e in enumerate(examples)
+        }
+        return [json.dumps((scored | failures)[row]) for row in rows]
+
+    def _values(self, examples: list[Example]) -> dict[str, np.ndarray]:
+        settings = self.settings
+        policy = self._logps(self.model, examples)
+        tokens = np.array([[len(c) - (not len(e.prompt_ids)) for c in e.completions] for e in examples])
+        names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
+        values = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
+        values |= {f"{name}_tokens": tokens[:, k] for k, name in enumerate(names)}
+        if self.reference is None or len(names) == 1:
+            return values
+        reference = self._reference_logps(examples)
+        per_pair, _ = objective(settings.train, mx.array(policy), mx.array(tokens), mx.array(reference))
+        counts = [mx.array(tokens[:, k]) for k in range(2)]
+        of_policy, of_reference = (
+            losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), *counts) for logps in (policy, reference)
+        )
+        assert settings.train.loss != "sft"
+        chosen, rejected = losses.implicit_rewards(settings.train.loss, of_policy, of_reference, settings.train.beta)
+        values |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
+        return values | {
+            "reward_chosen": np.array(chosen),
+            "reward_rejected": np.array(rejected),
+            "loss": np.array(per_pair),
+        }
+
+    def _reference_logps(self, examples: list[Example]) -> np.ndarray:
+        if isinstance(self.reference, nn.Module):
+            return self._logps(self.reference, examples)
+        now, start = adapter_files.trainable(self.model), self.reference or {}
+        self.model.update(tree_unflatten(list(start.items())))
+        logps = self._logps(self.model, examples)
+        self.model.update(tree_unflatten(list(now.items())))
+        return logps
+
+    def _logps(self, model: nn.Module, examples: list[Example]) -> np.ndarray:
+        """float32 [n, K], in nats."""
+        lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
+        logps = np.zeros((len(examples), len(examples[0].completions)), np.float32)
+        tokens = float(lengths.mean()) * logps.shape[1]
+        pace = metal.pace(self.settings, model, tokens, metal.FORWARD, World())
+
+        def of(places: Sequence[int]) -> np.ndarray:
+            batch = collate([examples[i] for i in places], self.multiple, self.shares_prompts)
+            return np.array(completion_logps(model, arrays_of(batch.inputs)))
+
+        mx.eval(model.state)
+        most = pace.most_rows(self.settings.evaluate.batch_size)
+        for part in micro_batches(np.argsort(lengths, kind="stable"), most):
+            logps[part] = np.concatenate([own for _, own in out_of_memory.in_pieces(part.tolist(), of)])
+        return logps
+
+
+# ---- Answers, and pairs made of them
+
+
+class Writer:
+    """Completions of records' prompts: the greedy one, or so many drawn ones."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, found: Records, settings: Config, draws: int | None):
+        self.model, self.tokenizer, self.found, self.settings, self.draws = model, tokenizer, found, settings, draws
+        self.eos_token_id = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
+        self.model.eval()
+
+    def __call__(self, rows: range) -> Lines:
+        """A line for each of some rows."""
+        written = zip(rows, self.completions(rows), strict=True)
+        return [
+            json.dumps({"row": row, "line": self.found.line(row), "completions": texts}, ensure_ascii=False)
+            for row, texts in written
+        ]
+
+    def completions(self, rows: range) -> list[list[str]]:
+        """Some completions of each row's prompt."""
+        settings = self.settings
+        prompts = [ids for ids in map(self._prompt_ids, rows) for _ in range(self.draws or 1)]
+        seed = np.random.SeedSequence([settings.train.seed, rows.start]).generate_state(1)
+        mx.random.seed(int(seed[0]))
+        response = batch_generate(
+            self.model,
+            self.tokenizer,
+            prompts,
+            max_tokens=settings.evaluate.max_tokens,
+            return_token_ids=True,
+            sampler=None if self.draws is None else make_sampler(temp=settings.evaluate.temperature),
+        )
+        ends = self.tokenizer.eos_token_ids
+        ids = [list(itertools.takewhile(lambda token: token not in ends, made)) for made in response.token_ids or []]
+        texts = [self.tokenizer.decode(made) for made in ids]
+        return [texts[start : start + (self.draws or 1)] for start in range(0, len(texts), self.draws or 1)]
+
+    def _prompt_ids(self, row: int) -> list[int]:
+        record = parse(self.found[row], self.settings.data, "prompt")
+        if isinstance(record, Unusable):
+            raise UserError(f"{self.found.place(row)}: {record}")
+        prompt: Any = record.prompt
+        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            return prompt
+        return encode_prompt(prompt or "", self.settings.data, self.tokenizer, self.eos_token_id)
+
+
+class PairMaker:
+    """Preference pairs from drawn completions: the best against the worst, where one is better."""
+
+    def __init__(self, writer: Writer):
+        self.writer, self.settings = writer, writer.settings
+
+    def __call__(self, rows: range) -> Lines:
+        """One line for each of some rows: a pair, or nothing where all completions are alike.
+
+        Raises:
+            UserError: a record without an answer, where there is no judge; or what the judge did wrong.
+        """
+        found = self.writer.found
+        drawn = [list(dict.fromkeys(texts)) for texts in self.writer.completions(rows)]
+        kept = [found[row] for row in rows]
+        scores = self._judged(kept, drawn) if self.settings.evaluate.judge else self._checked(rows, kept, drawn)
+        lines = []
+        for record, texts, of_texts in zip(kept, drawn, scores, strict=True):
+            best, worst = int(np.argmax(of_texts)), int(np.argmin(of_texts))
+            if of_texts[best] > of_texts[worst] and texts[best].strip() and texts[worst].strip():
+                prompt = record.get(self.settings.data.prompt, record.get(self.settings.data.messages))
+                pair = {"prompt": prompt, "chosen": texts[best], "rejected": texts[worst]}
+                lines.append(json.dumps(pair, ensure_ascii=False))
+        return lines
+
+    def _checked(self, rows: range, kept: Sequence[dict[str, Any]], drawn: list[list[str]]) -> list[list[float]]:
+        """1 for a right answer, 0 for a wrong one."""
+        pattern, scores = self.settings.evaluate.answer_pattern, []
+        for row, record, texts in zip(rows, kept, drawn, strict=True):
+            answer = record.get(ANSWER)
+            if not isinstance(answer, str | int | float):
+                raise UserError(
+                    f"{self.writer.found.place(row)}: no {ANSWER!r} to check completions by (columns: {', '.join(record)}); add it, or set evaluate.judge"
+                )
+            scores.append([float(extract(pattern, text) == str(answer).strip()) for text in texts])
+        return scores
+
+    def _judged(self, kept: Sequence[dict[str, Any]], drawn: list[list[str]]) -> list[list[float]]:
+        """What the judge's command says."""
+        command, name = shlex.split(str(self.settings.evaluate.judge)), f"evaluate.judge={self.settings.evaluate.judge}"
+        asked = [
+            {"prompt": record.get(self.settings.data.prompt), "completions": texts, "record": record}
+            for record, texts in zip(kept, drawn, strict=True)
+        ]
+        try:
+            done = subprocess.run(
+                command,
+                input="".join(json.dumps(question) + "\n" for question in asked),
+                capture_output=True,
+                text=True,
+                timeout=self.settings.sync.timeout_seconds,
+            )
+        except OSError as error:
+            raise UserError(f"{name}: cannot be started: {error.strerror}") from None
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"{name}: no answer within {self.settings.sync.timeout_seconds:g} s (sync.timeout_seconds)"
+            ) from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise UserError(f"{name}: ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}")
+        answers = done.stdout.splitlines()
+        try:
+            scores = [[float(score) for score in json.loads(line)] for line in answers]
+        except (ValueError, TypeError):
+            scores = []
+        if [len(of_texts) for of_texts in scores] != [len(texts) for texts in drawn] or not np.isfinite(
+            sum(map(sum, scores))
+        ):
+            raise UserError(
+                f"{name}: wrote {len(answers)} lines for {len(drawn)} questions; each has to be a list of a score for each completion"
+            )
+        return scores
+
+
+def extract(pattern: str, text: str) -> str | None:
+    """The first group (the whole, where there is none) of the pattern's last match, or None."""
+    found = None
+    for found in re.finditer(pattern, text, re.MULTILINE):
+        pass
+    return None if found is None else found.group(min(1, found.re.groups)).strip()

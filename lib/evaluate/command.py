@@ -1,0 +1,212 @@
+"""MISSING evaluate.command"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lib.config import (
+    command_line,  # noqa: E402
+    load,  # noqa: E402
+    train_arguments,  # noqa: E402
+)
+from lib.config.schema import Config  # noqa: E402
+from lib.data import tokenizer as tokenizer_module  # noqa: E402
+from lib.data.dataset import load_dataset  # noqa: E402
+from lib.data.questions import load_questions
+from lib.distributed import sharded_model  # noqa: E402
+from lib.distributed import world as sync  # noqa: E402
+from lib.distributed.world import World  # noqa: E402
+from lib.errors import UserError  # noqa: E402
+from lib.evaluate import batch_inference  # noqa: E402
+from lib.evaluate.answers import exact_match, greedy
+from lib.evaluate.metrics import digest_of, metrics_of, policy_logps, write_per_pair
+from lib.model import (
+    adapter_files,  # noqa: E402
+    adapters,  # noqa: E402
+)
+from lib.model import load as load_module  # noqa: E402
+from lib.plan.first_plan import sharded_plan  # noqa: E402
+from lib.system import (
+    mpi_and_blas,
+    terminal,  # noqa: E402
+)
+from lib.training import losses  # noqa: E402
+from lib.training import reference as scoring  # noqa: E402
+from lib.training.console import Report, describe  # noqa: E402
+
+# ---- The command line --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
+    try:
+        options = _parse(arguments)
+        world = sync.start(mpi_and_blas.launch_environment())
+        with world.agreeing("the configuration"):
+            settings = _read_config(options)
+        world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
+        (evaluate if options.score is None and options.make_pairs is None else in_bulk)(settings, options, world)
+    except UserError as error:
+        if mpi_and_blas.launch_environment().rank == 0 or type(error) is UserError:
+            terminal.error(str(error))
+        return 2
+    except OSError as error:
+        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
+        return 2
+    return 0
+
+
+def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
+    """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
+    say = Report(world)
+    with world.agreeing("reading the data"):
+        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+        dataset = load_dataset(
+            settings.data.valid or settings.data.train,
+            settings.data,
+            settings.record_kind,
+            tokenizer,
+            held_out=True if settings.data.holdout and not settings.data.valid else None,
+            **tokenizer_module.vocabulary(settings.model),
+        )
+        questions = load_questions(settings, tokenizer)
+    world.require_equal("data or questions", digest_of(dataset, questions))
+    wants_reference = settings.train.loss != "sft" and (
+        options.per_pair is not None or losses.needs_reference(settings.train.loss)
+    )
+    division = None
+    if settings.strategy == "sharded" and world.size > 1:
+        division = sharded_plan(settings, world, sync.host_names(world)).division
+    if division is not None:
+        world = sync.sharded(world, division)
+    shares = [1] * world.workers.size
+    reference = None
+    if wants_reference:
+        judge = sharded_model.load_reference(settings, world)
+        with say.counting("reference log-probabilities", len(dataset)) as progress:
+            reference = scoring.dataset_logps(judge, dataset, world, shares, settings, progress)
+        del judge  # two models need not lie in memory at once
+    with world.agreeing("loading the model"):
+        model = load_module.load(settings.model, settings.train.seed, lazy=division is not None)
+        if options.run is not None:
+            adapters.make_trainable(model, settings.model, settings.train.seed)
+            adapter_files.load_trained(model, Path(options.run), "--run")
+        elif settings.model.adapter is not None:
+            adapters.make_trainable(model, settings.model, settings.train.seed)
+    world = sharded_model.divided(model, division, world, settings.metal.wired)
+    policy = policy_logps(model, dataset, settings, world, shares)
+    values = metrics_of(dataset, policy, reference, settings)
+    if questions:
+        texts = greedy(
+            model, tokenizer, [question.prompt_ids for question in questions], settings.evaluate.max_tokens, world
+        )
+        values["exact_match"] = exact_match(questions, texts, settings)
+    with world.agreeing("writing the pairs"):
+        if options.per_pair is not None and world.rank == 0:
+            if reference is None:
+                raise UserError("--per-pair writes preference pairs; train.loss=sft has none")
+            write_per_pair(Path(options.per_pair), dataset, policy, reference, settings)
+    say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows", "bold")
+    say.line(describe(values))
+    say.record({"rows": len(dataset), **values})
+
+
+def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
+    """--score and --make-pairs: a line for every row of a file, by all ranks."""
+    say = Report(world)
+    kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
+    writes = kind in ("greedy", "samples", "pairs")
+    with world.agreeing("reading the data and the model"):
+        if settings.strategy == "sharded" and world.size > 1:
+            raise UserError(
+                f"--{'score' if options.score else 'make-pairs'}: every rank has the whole model; leave strategy=sharded out"
+            )
+        if kind == "rewards" and settings.train.loss == "sft":
+            raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
+        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+        if writes and tokenizer is None:
+            raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")
+        source = options.data or settings.data.valid or settings.data.train
+        found = batch_inference.open_rows(str(source), settings.data, "prompt" if writes else settings.record_kind, say)
+        model = load_module.load(settings.model, settings.train.seed)
+        sharded_model.divided(model, None, world, settings.metal.wired)
+        reference: Any = {} if kind == "rewards" else None
+        if options.run is not None or settings.model.adapter is not None:
+            adapters.make_trainable(model, settings.model, settings.train.seed)
+            reference = adapter_files.trainable(model) if kind == "rewards" else None
+        if options.run is not None:
+            adapter_files.load_trained(model, Path(options.run), "--run")
+        parts = [
+            load_module.fingerprint(settings.model, settings.train.seed),
+            adapter_files.digest(adapter_files.trainable(model)),
+        ]
+        if kind == "rewards" and settings.model.reference != "initial":
+            reference = load_module.load_reference(settings.model, settings.train.seed)
+            parts.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
+        model.eval()
+    key = batch_inference.key_of(kind, *parts, batch_inference.digest_of(found), load.learning_digest(settings))
+    world.require_equal("model, data or settings", key)
+    do: Callable[[range], list[str]]
+    if writes:
+        draws = None if kind == "greedy" else settings.evaluate.completions
+        do = batch_inference.Writer(model, tokenizer, found, settings, draws)
+        do = batch_inference.PairMaker(do) if kind == "pairs" else do
+    else:
+        do = batch_inference.Scorer(model, reference, found, settings, tokenizer, world.alone())
+    figures = batch_inference.pull(kind, key, found, out, settings, world, do)
+    say.record(figures)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = command_line.Parser(
+        prog="python -m lib.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--model", metavar="PATH", help="policy to evaluate")
+    parser.add_argument(
+        "--reference", metavar="PATH", help="reference model (default: the policy itself, as it stands)"
+    )
+    parser.add_argument("--data", metavar="FILE", help="records to evaluate on (default: the run's held-out ones)")
+    parser.add_argument("--per-pair", metavar="OUT", help="write one JSON line a pair")
+    parser.add_argument(
+        "--score",
+        choices=batch_inference.KINDS,
+        nargs="?",
+        const="rewards",
+        help="a line for every row of --data: rewards and log-probabilities, log-probabilities alone, the greedy answer, or drawn ones",
+    )
+    parser.add_argument("--out", metavar="OUT", help="where --score writes")
+    parser.add_argument(
+        "--make-pairs", metavar="OUT", help="preference pairs of answers drawn to the prompts of --data"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
+    options = parser.parse_intermixed_args(arguments)
+    if (options.run is None) == (options.model is None):
+        raise UserError("give either --run RUN or --model PATH")
+    if options.model is not None and options.data is None:
+        raise UserError("--model needs --data FILE")
+    if options.score is not None and (options.out is None or options.make_pairs is not None):
+        raise UserError("--score needs --out OUT, and goes without --make-pairs")
+    return options
+
+
+def _read_config(options: argparse.Namespace) -> Config:
+    if options.run is None:
+        model = {"path": options.model, "reference": options.reference or "initial"}
+        return load.load(None, options.overrides, base={"model": model, "data": {"train": options.data}})
+    path = Path(options.run) / "config.yaml"
+    if not (Path(options.run) / adapter_files.WEIGHTS).is_file():
+        raise UserError(f"--run {options.run}: no finished run there ({adapter_files.WEIGHTS} is missing)")
+    extra = [f"model.reference={options.reference}"] if options.reference else []
+    extra += [f"data.valid={options.data}"] if options.data else []
+    settings = load.load(path, [*extra, *options.overrides])
+    if settings.strategy == "auto":  # a model that was too large for one host still is
+        settings = settings.model_copy(update={"strategy": train_arguments.decided(path.with_name("plan.json"))})
+    return settings

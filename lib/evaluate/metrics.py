@@ -1,0 +1,109 @@
+"""Held-out evaluation: per-pair rewards against the reference, and greedy answers that can be checked.
+
+    python -m lib.evaluate --run runs/NAME [key=value ...]
+    python -m lib.evaluate --model M --reference R --data FILE --per-pair OUT.jsonl [key=value ...]
+    python -m lib.evaluate --run runs/NAME --data FILE --score rewards|logps|greedy|samples --out OUT.jsonl
+    python -m lib.evaluate --model M --data PROMPTS --make-pairs OUT.jsonl evaluate.completions=8
+
+The first evaluates a finished run's adapter on its own held-out data; the second any model against any reference. The
+others go through files of any size, on as many ranks as there are, each at its own pace; after a crash they go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import numpy as np  # noqa: E402
+
+from lib.config.schema import Config  # noqa: E402
+from lib.data.dataset import Dataset  # noqa: E402
+from lib.data.questions import Question
+from lib.distributed.world import World  # noqa: E402
+from lib.evaluate.answers import exact_match, greedy
+from lib.training import losses  # noqa: E402
+from lib.training import reference as scoring  # noqa: E402
+from lib.training.step import SUMS, means_of, objective  # noqa: E402
+
+Metrics = dict[str, float | None]
+
+
+# ---- Pairs -------------------------------------------------------------------------------------------------------------
+
+
+def policy_logps(
+    model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]
+) -> np.ndarray:
+    """log pi of every completion, float32 [N, K], as `scoring.dataset_logps` gives them at the evaluation batch size."""
+    return scoring.dataset_logps(model, dataset, world, shares, settings)
+
+
+def digest_of(valid: Dataset | None, questions: list[Question]) -> str:
+    """Of all that a run is judged by."""
+    return hashlib.sha256(repr([valid and valid.digest, questions]).encode()).hexdigest()
+
+
+def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config) -> Metrics:
+    """The loss and metrics of a dataset, each pair counted once, whatever the batches were."""
+    _, sums = objective(settings.train, *_arrays(dataset, policy, reference))
+    return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, settings.train)
+
+
+def held_out(
+    model: nn.Module,
+    tokenizer: Any,
+    valid: Dataset | None,
+    reference: np.ndarray | None,
+    questions: list[Question],
+    settings: Config,
+    world: World,
+    shares: Sequence[int],
+) -> tuple[Metrics, list[str]]:
+    """What a run looks at as it goes: metrics of the held-out pairs, and greedy answers, by all ranks together."""
+    values: Metrics = {}
+    texts: list[str] = []
+    if valid is not None:
+        values |= metrics_of(valid, policy_logps(model, valid, settings, world, shares), reference, settings)
+    if questions:
+        prompts = [question.prompt_ids for question in questions]
+        texts = greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world)
+        values["exact_match"] = exact_match(questions, texts, settings)
+    return values, texts
+
+
+def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config) -> None:
+    """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss."""
+    arrays = _arrays(dataset, policy, reference)
+    per_pair, _ = objective(settings.train, *arrays)
+    pairs = [
+        losses.LogProbs(logps[:, 0], logps[:, 1], arrays[1][:, 0], arrays[1][:, 1])
+        for logps in (arrays[0], mx.array(reference))
+    ]
+    assert settings.train.loss != "sft"
+    reward_chosen, reward_rejected = losses.implicit_rewards(
+        settings.train.loss, pairs[0], pairs[1], settings.train.beta
+    )
+    columns = {
+        "policy_chosen_logp": policy[:, 0],
+        "policy_rejected_logp": policy[:, 1],
+        "reference_chosen_logp": reference[:, 0],
+        "reference_rejected_logp": reference[:, 1],
+        "reward_chosen": np.array(reward_chosen),
+        "reward_rejected": np.array(reward_rejected),
+        "loss": np.array(per_pair),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in range(len(dataset)):
+            file.write(json.dumps({name: float(column[row]) for name, column in columns.items()}) + "\n")
+
+
+def _arrays(
+    dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    return mx.array(policy), mx.array(dataset.scored_tokens), None if reference is None else mx.array(reference)

@@ -1,0 +1,325 @@
+"""Chunks of a file's rows, pulled by ranks at their own pace: each is done once, whoever does it, and kept on disk.
+
+Rank 0 has the queue and the journal; others reach it over TCP, where a line of JSON goes each way for every chunk. When
+nothing is left to begin, an idle rank begins what another has not finished, and the first result counts: a slow, stopped
+or dead rank costs at most the chunk in its hands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lib.errors import UserError
+from lib.system import files, network
+
+CONNECT_SECONDS = 5.0
+Lines = list[str]
+
+
+class Queue(Protocol):
+    """Where a rank gets its work."""
+
+    def next(self, finished: int | None, lines: Lines) -> int | None:
+        """Hands in a chunk's lines, and takes another chunk; None when all are done.
+
+        Raises:
+            UserError: some rank met a user's error, or the queue is gone.
+        """
+
+    def fail(self, reason: str) -> None:
+        """Tells all ranks of a user's error that this one met."""
+
+
+# ---- On disk
+
+
+class Journal:
+    """Finished chunks in the order in which they came, one JSON line each, behind a line that says what they are of."""
+
+    def __init__(self, path: Path, key: str, chunks: int):
+        """Goes on with what is there, if it is of the same key; a line that was cut off goes.
+
+        Raises:
+            UserError: it is of another key.
+            OSError: the disk is full or not writable.
+        """
+        self.path = path
+        self.places = np.full(chunks, -1, np.int64)  # of each chunk's line, in bytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        end = self._read(json.dumps({"key": key, "chunks": chunks}).encode() + b"\n")
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    def _read(self, header: bytes) -> int:
+        with self.path.open("rb") as file:
+            first = file.readline()
+            if not first.endswith(b"\n"):
+                self._file.truncate(0)
+                self._file.write(header)
+                return len(header)
+            if first != header:
+                raise UserError(
+                    f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
+                )
+            end = file.tell()
+            while (line := file.readline()).endswith(b"\n"):
+                self.places[json.loads(line)["chunk"]] = end
+                end = file.tell()
+            return end
+
+    @property
+    def done(self) -> np.ndarray:
+        """bool [chunks]."""
+        return self.places >= 0
+
+    def put(self, chunk: int, lines: Lines) -> None:
+        """Keeps a chunk's lines.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        place = self._file.seek(0, os.SEEK_END)
+        rest = json.dumps({"chunk": chunk, "lines": lines}).encode() + b"\n"
+        try:
+            while rest:  # a disk that is nearly full takes part of it, without a word
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(place)  # else another chunk's line would go on where this one broke off
+            raise
+        self.places[chunk] = place
+
+    def finish(self, out: Path) -> None:
+        """Writes all lines in the order of the input, whole or not at all; the journal goes."""
+        unfinished = out.with_name(f".{out.name}.unfinished")
+        with self.path.open("rb") as file, unfinished.open("w", encoding="utf-8") as whole:
+            for place in self.places.tolist():
+                file.seek(place)
+                whole.writelines(line + "\n" for line in json.loads(file.readline())["lines"])
+            whole.flush()
+            files.flush(whole.fileno())
+        unfinished.replace(out)
+        self._file.close()
+        self.path.unlink()
+
+
+# ---- The queue
+
+
+class Dispatcher:
+    """Which rank does what: the state behind the queue, for any number of threads.
+
+    Args:
+        told: called with chunks done and, by rank, how many it did, after each that counts.
+    """
+
+    def __init__(self, journal: Journal, told: Callable[[int, dict[int, int]], None] = lambda done, by: None):
+        self.journal, self.told = journal, told
+        self.fresh: deque[int] = deque(np.flatnonzero(~journal.done).tolist())
+        self.held: dict[int, list[int]] = {}  # chunk ➜ ranks that work at it, in the order in which they began
+        self.by_rank: dict[int, int] = {}
+        self.fault = ""
+        self._changed = threading.Condition()
+
+    @property
+    def left(self) -> int:
+        return len(self.fresh) + len(self.held)
+
+    def next(self, rank: int, finished: int | None = None, lines: Lines = []) -> int | None:  # noqa: B006
+        """As Queue.next, for a rank. Waits while others work at all that is left, two at each."""
+        with self._changed:
+            if finished is not None and self.held.pop(finished, None) is not None:
+                try:
+                    self.journal.put(finished, lines)
+                except OSError as error:
+                    self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
+                self.by_rank[rank] = self.by_rank.get(rank, 0) + 1
+                self.told(int(self.journal.done.sum()), dict(self.by_rank))
+                self._changed.notify_all()
+            while True:
+                if self.fault:
+                    raise UserError(self.fault)
+                chunk = self._choose(rank)
+                if chunk is not None:
+                    self.held.setdefault(chunk, []).append(rank)
+                    return chunk
+                if not self.left:
+                    return None
+                self._changed.wait()
+
+    def _choose(self, rank: int) -> int | None:
+        if self.fresh:
+            return self.fresh.popleft()
+        return next((chunk for chunk, ranks in self.held.items() if len(ranks) < 2 and rank not in ranks), None)
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone: what only it worked at is to be done again, first of all."""
+        with self._changed:
+            for chunk, ranks in list(self.held.items()):
+                if rank in ranks:
+                    ranks.remove(rank)
+                if not ranks:
+                    del self.held[chunk]
+                    self.fresh.appendleft(chunk)
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            self.fault = self.fault or reason
+            self._changed.notify_all()
+
+
+class Local:
+    """The queue, in the process that has it."""
+
+    def __init__(self, dispatcher: Dispatcher, rank: int = 0):
+        self.dispatcher, self.rank = dispatcher, rank
+
+    def next(self, finished: int | None, lines: Lines) -> int | None:
+        return self.dispatcher.next(self.rank, finished, lines)
+
+    def fail(self, reason: str) -> None:
+        self.dispatcher.fail(reason)
+
+
+# ---- Over the network
+
+
+class Server:
+    """Lets other processes at the queue. Only those that know the secret are heard."""
+
+    def __init__(self, dispatcher: Dispatcher, everywhere: bool):
+        self.dispatcher, self.secret = dispatcher, secrets.token_hex(16)
+        self._socket = socket.create_server(("" if everywhere else "127.0.0.1", 0))
+        self._connections: list[threading.Thread] = []
+        threading.Thread(target=self._accept, name="queue", daemon=True).start()
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What a Remote needs to know."""
+        return {"port": self._socket.getsockname()[1], "secret": self.secret, "hosts": network.own_addresses()}
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._socket.accept()
+                thread = threading.Thread(target=self._serve, args=(connection,), name="queue", daemon=True)
+                thread.start()
+                self._connections.append(thread)
+
+    def _serve(self, connection: socket.socket) -> None:
+        rank = None
+        # A host that is off says nothing: the system notices within a minute, and its chunk goes to another.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError),
+            connection,
+            connection.makefile("rwb") as file,
+        ):
+            connection.settimeout(CONNECT_SECONDS)  # a stranger who says nothing would be waited for at the end
+            hello = json.loads(file.readline(1000))
+            if not secrets.compare_digest(str(hello["secret"]), self.secret):
+                return
+            rank = int(hello["rank"])
+            _send(file, {"proof": _proof(self.secret)})
+            connection.settimeout(None)
+            while line := file.readline():
+                asked = json.loads(line)
+                try:
+                    if "fault" in asked:
+                        self.dispatcher.fail(asked["fault"])
+                    _send(file, {"chunk": self.dispatcher.next(rank, asked.get("finished"), asked.get("lines", []))})
+                except UserError as error:
+                    _send(file, {"fault": str(error)})
+        if rank is not None:
+            self.dispatcher.lose(rank)
+
+    def close(self, seconds: float) -> None:
+        """Ends when all others have been told that there is nothing left, or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        for thread in self._connections:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+
+
+class Remote:
+    """The queue, from another process.
+
+    Raises:
+        UserError: rank 0 is not reached.
+    """
+
+    def __init__(self, address: dict[str, Any], rank: int, timeout_seconds: float):
+        for host in address["hosts"]:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                connection = socket.create_connection((host, address["port"]), CONNECT_SECONDS)
+                self._file = connection.makefile("rwb")
+                _send(self._file, {"secret": address["secret"], "rank": rank})
+                if json.loads(self._file.readline())["proof"] == _proof(address["secret"]):
+                    connection.settimeout(timeout_seconds)
+                    return
+        raise UserError(
+            f"rank {rank} reaches rank 0 at none of {', '.join(address['hosts'])}, port {address['port']}; open the firewall between them"
+        )
+
+    def next(self, finished: int | None, lines: Lines) -> int | None:
+        answer = self._ask({"finished": finished, "lines": lines})
+        if "fault" in answer:
+            raise UserError(answer["fault"])
+        chunk: int | None = answer["chunk"]
+        return chunk
+
+    def fail(self, reason: str) -> None:
+        self._ask({"fault": reason})
+
+    def _ask(self, words: dict[str, Any]) -> dict[str, Any]:
+        try:
+            _send(self._file, words)
+            answer: dict[str, Any] = json.loads(self._file.readline())
+            return answer
+        except (OSError, ValueError):
+            raise UserError("rank 0, which has the queue, is gone; start again, what is finished is kept") from None
+
+
+def _send(file: Any, words: dict[str, Any]) -> None:
+    file.write(json.dumps(words).encode() + b"\n")
+    file.flush()
+
+
+def _proof(secret: str) -> str:
+    return hashlib.sha256(f"{secret} queue".encode()).hexdigest()
+
+
+def work(queue: Queue, do: Callable[[int], Lines]) -> None:
+    """Takes chunks and does them until there are none.
+
+    Raises:
+        UserError: here, or on another rank.
+    """
+    chunk = queue.next(None, [])
+    while chunk is not None:
+        try:
+            lines = do(chunk)
+        except UserError as error:
+            queue.fail(str(error))
+            raise
+        chunk = queue.next(chunk, lines)

@@ -1,0 +1,1 @@
+"""Ranks on many hosts: checked, started, watched, started again."""

@@ -1,0 +1,157 @@
+"""What is wrong with a running world, from what its hosts and ranks were last heard to say. A pure function."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# What a rank's last words mean that it cannot say itself: Metal ends a process in the middle of a line of C++.
+CAUSES = (
+    (
+        re.compile(r"Impacting ?Interactivity"),
+        "macOS ended its GPU work for the sake of a lit display (mlx#3267); put the display to sleep (pmset displaysleepnow "
+        "there, or metal.display=sleep for all hosts), then try a lower metal.evaluation_seconds",
+    ),
+    (
+        re.compile(r"Caused GPU Timeout|kIOGPUCommandBufferCallbackErrorTimeout"),
+        "macOS ended GPU work that took too long; lower metal.evaluation_seconds, put the display to sleep, and end what "
+        "else uses that GPU",
+    ),
+)
+
+
+@dataclass
+class HostSeen:
+    """What the launcher knows of a host."""
+
+    name: str
+    heard: float  # when its agent last spoke, in seconds of the launcher's clock
+    closed: bool = False  # the connection ended
+
+
+@dataclass
+class RankSeen:
+    """What the launcher knows of a rank."""
+
+    rank: int
+    host: str
+    status: int | None = None  # once it ended; negative: by that signal
+    stopped_since: float | None = None
+    waiting: str | None = None  # what it waits for, in the words of lib/distributed/world.py
+    waiting_since: float = 0.0
+    beats: bool = False  # it is one of ours, and tells what it waits for
+    passing: str | None = None  # the pass through the model that it is in, in the words of its caller
+    passing_since: float = 0.0
+    passes: int = 1  # that this is long
+    cause: str | None = None  # of its death, if it said something that has a known one
+    memory: str | None = None  # what shows that it ran out of memory
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a world cannot go on. kind: refused, died, lost, silent, stopped, hung, late, wedged."""
+
+    kind: str
+    message: str
+    hosts: tuple[str, ...]  # those to blame; all of them if nobody can tell
+
+
+def diagnose(
+    now: float,
+    hosts: Mapping[str, HostSeen],
+    ranks: Sequence[RankSeen],
+    silent_seconds: float,
+    wedged_seconds: float,
+) -> Fault | None:
+    """The first thing that is wrong, the surest kind first; None if nothing is.
+
+    Args:
+        silent_seconds: a host that says nothing, or a rank that is stopped, for longer is given up.
+        wedged_seconds: so are a wait for other ranks and a pass through the model that go on for longer.
+    """
+    died = [rank for rank in ranks if rank.status]
+    if died:
+        starved = [rank for rank in ranks if rank.memory]
+        if starved:  # the others end with them, or mpirun for them
+            causes = [f"rank {rank.rank} on {rank.host} ran out of memory: {rank.memory}" for rank in starved]
+            return Fault("died", "; ".join(causes), tuple({rank.host for rank in starved}))
+        # mpirun's death is told instead of its ranks': what one of them said is told besides.
+        said = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
+        return Fault("died", "; ".join([*map(_death, died), *said]), tuple({rank.host for rank in died}))
+    working = [rank for rank in ranks if rank.status is None]
+    for host in hosts.values():
+        mine = [str(rank.rank) for rank in working if rank.host == host.name]
+        if not mine:
+            continue
+        if host.closed:
+            told = f"the connection to {host.name} ended (rank {', '.join(mine)}): it is off, or its sshd was stopped"
+            return Fault("lost", told, (host.name,))
+        if now - host.heard > silent_seconds:
+            told = f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.heard:.1f} s: it sleeps, is off, or is cut off"
+            return Fault("silent", told, (host.name,))
+    for rank in working:
+        if rank.stopped_since is not None and now - rank.stopped_since > silent_seconds:
+            told = f"rank {rank.rank} on {rank.host} has been stopped for {now - rank.stopped_since:.1f} s (SIGSTOP, Ctrl-Z, a debugger)"
+            return Fault("stopped", told, (rank.host,))
+    for rank in working:
+        seconds = now - rank.passing_since
+        if rank.passing and not rank.waiting and seconds > rank.passes * wedged_seconds:
+            told = f"rank {rank.rank} on {rank.host} has been computing for {seconds:.1f} s ({rank.passing}), and lives: it hangs"
+            return Fault("hung", told, (rank.host,))
+    waiting = [rank for rank in working if rank.waiting]
+    longest = max(waiting, key=lambda rank: now - rank.waiting_since, default=None)
+    if longest is None or now - longest.waiting_since <= wedged_seconds:
+        return None
+    since = f"for {now - longest.waiting_since:.1f} s"
+    late = [rank for rank in working if rank.beats and not rank.waiting]
+    if late:
+        names = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in late)
+        told = f"rank {longest.rank} on {longest.host} has waited {since} for {longest.waiting}: {names} did not come to it"
+        return Fault("late", told, tuple(sorted({rank.host for rank in late})))
+    awaited = sorted({str(rank.waiting) for rank in waiting})
+    if len(awaited) > 1:
+        told = f"the ranks have waited {since} for different things ({'; '.join(awaited)})"
+    else:
+        told = f"all ranks have waited {since} for {awaited[0]}, and it does not end: the network between them is cut or refuses their ports"
+    return Fault("wedged", told, tuple(hosts))
+
+
+def common_wait_seconds(now: float, ranks: Sequence[RankSeen]) -> float:
+    """How long all ranks have waited for each other; 0 where one works."""
+    working = [rank for rank in ranks if rank.status is None]
+    return min((now - rank.waiting_since if rank.waiting else 0.0 for rank in working), default=0.0)
+
+
+def cut_between(hosts: Sequence[str], cut_off: Sequence[str], seconds: float) -> Fault:
+    """That hosts can be asked, but take no connections from each other at the run's ports."""
+    told = f"{', '.join(cut_off)} and {', '.join(name for name in hosts if name not in cut_off)} do not reach each other at the run's ports"
+    return Fault("wedged", f"all ranks have waited for {seconds:.1f} s, and {told}", tuple(cut_off))
+
+
+def stragglers(now: float, ranks: Sequence[RankSeen], after_seconds: float) -> list[RankSeen]:
+    """The ranks for which another has waited longer than that."""
+    waits = [now - rank.waiting_since for rank in ranks if rank.status is None and rank.waiting]
+    if max(waits, default=0.0) <= after_seconds:
+        return []
+    return [rank for rank in ranks if rank.status is None and rank.beats and not rank.waiting]
+
+
+def cause_of(line: str) -> str | None:
+    """What a line of a rank's output means, with the remedy; None for any other line."""
+    return next((cause for pattern, cause in CAUSES if pattern.search(line)), None)
+
+
+def exit_status(status: int) -> int:
+    """A process's status as a shell tells it: 128 + the signal that ended it."""
+    return 128 - status if status < 0 else status
+
+
+def _death(rank: RankSeen) -> str:
+    name = "mpirun" if rank.rank < 0 else f"rank {rank.rank}"
+    status = rank.status or 0
+    number = -status if status < 0 else status - 128
+    if number in set(signal.Signals):
+        return f"{name} on {rank.host} was ended by {signal.Signals(number).name}"
+    return f"{name} on {rank.host} ended with status {status}"

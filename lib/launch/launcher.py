@@ -1,0 +1,248 @@
+"""Hosts and a command ➜ ranks that are started, watched, ended and started again.
+
+    ./launch --hostfile hostfile -- train.py --config configs/X.yaml train.beta=0.2
+    ./launch --hosts mac-a,mac-b --backend mpi --max-restarts 3 -- train.py
+    ./launch --hostfile hostfile --preflight-only --json             is all well? starts nothing
+    ./launch --hostfile hostfile --role secondary -- train.py        without ssh: by hand, on each machine
+    ./launch --emit hostfile > hostfile                              the machines that answer over ssh
+
+Before a start every host is checked (lib/launch/preflight.py); lib/launch/ranks.py starts all ranks once and watches them, here they
+are started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from lib.launch import attempt as ranks
+from lib.launch import reachable_hosts, topology
+from lib.launch.agent_link import Link, connect
+from lib.launch.attempt import Attempt, Outcome
+from lib.launch.hostfile import Host
+from lib.launch.rank_console import Console
+from lib.launch.ranks import Launching, resumed
+
+ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
+PATIENCE_SECONDS = 900.0  # while none of the hosts answers
+QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
+LONGEST_PAUSE_SECONDS = 30.0
+MAC_RESTARTS = (
+    3  # by default where a host is a Mac: a lit display may end a rank there at any time (lib/system/metal.py)
+)
+LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
+
+
+# ---- From the first start to the last
+
+
+def pause_seconds(fruitless: int) -> float:
+    """Before another start, after so many in a row that brought no checkpoint: none at first, then 1, 2, 4 ... 30 s."""
+    late = min(fruitless, 100) - QUICK_STARTS
+    return min(2.0**late, LONGEST_PAUSE_SECONDS) if late >= 0 else 0.0
+
+
+def usual_restarts(systems: Iterable[str]) -> int:
+    """How often a run is started again where nobody said it: some times if one of the hosts' systems is a Mac's."""
+    return MAC_RESTARTS if "Darwin" in systems else 0
+
+
+async def supervise(
+    launching: Launching,
+    console: Console,
+    max_restarts: int | None = 0,
+    restart_with: str = "all",
+    here: Host | None = None,
+) -> int:
+    """Runs the command to its end, starting it again as often as it may be; returns the exit status.
+
+    max_restarts: None for what suits the hosts' systems.
+    """
+    interrupts: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    # Under nohup the training is meant to outlive its terminal.
+    hangups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    for number in (signal.SIGINT, signal.SIGTERM, *hangups):
+        loop.add_signal_handler(number, interrupts.put_nowait, int(number))
+    links: dict[str, Link] = {}  # an agent that is there need not be reached again
+    attempt = Attempt(launching, console, here, links, None if max_restarts is None else max_restarts > 0)
+    _hand_on_input(loop, lambda: attempt)
+    everyone, hosts, run, starts, restarts, fruitless = launching.hosts, launching.hosts, None, 1, 0, 0
+    try:
+        while True:
+            missing = tuple(host for host in everyone if host not in hosts)
+            looking = asyncio.ensure_future(_look_out(attempt, missing, everyone)) if missing else None
+            outcome = await attempt.go(interrupts)
+            if max_restarts is None and attempt.systems:  # all hosts were there once
+                max_restarts = usual_restarts(attempt.systems.values())
+            if looking is not None:
+                looking.cancel()
+                await asyncio.wait([looking])
+            run = outcome.run or run
+            if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
+                return outcome.status
+            broken = time.monotonic()
+            if not outcome.rejoined:
+                if outcome.status == 2 or restarts >= (max_restarts or 0):  # 2: the user's input is wrong, and stays so
+                    return outcome.status
+                restarts += 1
+                fruitless = 0 if attempt.checkpoint is not None else fruitless + 1
+                with contextlib.suppress(TimeoutError):
+                    interrupt = await asyncio.wait_for(interrupts.get(), pause_seconds(fruitless))
+                    return 128 + interrupt
+            # Those that were there first: the checkpoints of the others may be older.
+            in_order = (*hosts, *(host for host in everyone if host not in hosts))
+            if launching.backend in ("ring", "jaccl-ring"):
+                in_order = topology.in_ring_order(hosts[0], everyone)
+            patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
+            hosts = await _answering(launching, links, in_order, restart_with == "all", patience_seconds, interrupts)
+            is_rdma = len(hosts) > 1 and launching.backend in topology.RDMA_BACKENDS
+            if is_rdma and (wanted := topology.rdma_fault(launching.backend, hosts)) is not None:
+                console.note(f"{launching.backend} wants {wanted}: waiting for all hosts")
+                hosts = await _answering(launching, links, in_order, True, patience_seconds, interrupts)
+            placed = await _placed(launching, links, hosts, everyone, outcome)
+            hosts = tuple(host for host in hosts if host.name in {one.name for one in placed})
+            if not interrupts.empty():
+                return 128 + interrupts.get_nowait()
+            if not hosts:
+                console.note("no host answers; " + (f"go on later by --resume {run}" if run else "nothing was saved"))
+                return outcome.status
+            starts += 1
+            without = [host.name for host in everyone if host not in hosts]
+            command = resumed(launching.command, run, hosts == everyone) if run else launching.command
+            console.note(
+                f"start {starts}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
+                + (f" (without {', '.join(without)})" if without else "")
+                + (f", from the last checkpoint of {run}" if run else "")
+            )
+            again = replace(launching, hosts=placed, command=command)
+            attempt = Attempt(again, console, links=links, spares=restarts < (max_restarts or 0))
+    finally:
+        await asyncio.gather(*(link.close() for link in links.values()))
+
+
+async def _reach(launching: Launching, links: dict[str, Link], host: Host) -> bool:
+    """Whether a host answers; its agent then is among the links."""
+    if host.name not in links or links[host.name].closed:
+        if host.name in links:
+            links[host.name].drop()
+        try:
+            links[host.name] = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
+        except (TimeoutError, ConnectionError):
+            links.pop(host.name, None)
+    return host.name in links
+
+
+async def _answering(
+    launching: Launching,
+    links: dict[str, Link],
+    hosts: tuple[Host, ...],
+    all_of_them: bool,
+    patience_seconds: float,
+    interrupts: asyncio.Queue[int],
+) -> tuple[Host, ...]:
+    """The hosts that answer, in their order; where all are wanted, waits until they do (or for an interrupt).
+
+    Where none does, it may be the network of this machine: they are asked again, for as long as patience lasts.
+    """
+    connected = tuple(host for host in hosts if host.name in links and not links[host.name].closed)
+    if connected and not all_of_them:  # a host that does not answer at once is taken in when it is back
+        return connected
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        answered = await asyncio.gather(*(_reach(launching, links, host) for host in hosts))
+        enough = all(answered) if all_of_them else any(answered) or time.monotonic() > deadline
+        if enough or not interrupts.empty():
+            return tuple(host for host, there in zip(hosts, answered, strict=True) if there)
+        await asyncio.sleep(1)
+
+
+async def _placed(
+    launching: Launching, links: dict[str, Link], hosts: tuple[Host, ...], everyone: tuple[Host, ...], outcome: Outcome
+) -> tuple[Host, ...]:
+    """Those of the hosts that reach each other, where that is in doubt; each at an address that suits its neighbours.
+
+    In a ring of cables a host's address is known to the one before it alone: it needs another for another neighbour.
+    """
+    if outcome.reached is not None and {host.name for host in outcome.reached} <= {host.name for host in hosts}:
+        return outcome.reached
+    is_cut = outcome.reached is not None or (outcome.fault is not None and outcome.fault.kind in ("wedged", "late"))
+    is_moved = launching.backend == "ring" and hosts != everyone and any(host.addresses for host in hosts)
+    if len(hosts) < 2 or not (is_cut or is_moved):
+        return hosts
+    return await reachable_hosts.reach_each_other(launching, links, hosts) or hosts
+
+
+async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple[Host, ...]) -> None:
+    """Says when one of the missing hosts could take part again, with processes that are ready for it."""
+    while not attempt.back.is_set():
+        await asyncio.sleep(LOOK_OUT_SECONDS)
+        for host in missing:
+            known = attempt.links.get(host.name)  # its ports were closed, its agent and what that keeps ready are there
+            try:
+                link = known if known and not known.closed else await connect(attempt.launching, host)
+            except ConnectionError:
+                continue
+            try:
+                if await _could_join(attempt, link, host, everyone):
+                    attempt.links[host.name] = link
+                    attempt.back.set()
+            finally:
+                if attempt.links.get(host.name) is not link:
+                    await link.close()
+
+
+async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[Host, ...]) -> bool:
+    """Whether a host takes connections at the run's ports, too, from one that trains; then it gets its processes ready."""
+    launching, training = attempt.launching, {one.name for one in attempt.launching.hosts}
+    before = [one.name for one in reversed(topology.in_ring_order(host, everyone)) if one.name in training]
+    asking = attempt.links.get(before[0] if launching.backend == "ring" else launching.hosts[0].name)
+    port = launching.starting_port + launching.size  # beyond those where ranks listen now
+    try:
+        await link.ask("listen", ANSWER_SECONDS, port=port)
+        if asking is None or asking.closed:
+            return False
+        if (
+            await reachable_hosts.first_address(asking, host, launching.hosts, port, reachable_hosts.PROBE_SECONDS)
+            is None
+        ):
+            return False
+    except ConnectionError:
+        return False
+    if attempt.run is not None:
+        await ranks.prepared(launching, link, host, attempt.run)
+    return not link.closed
+
+
+def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:
+    """Hands our standard input on to rank 0, a piece at a time; in the background of a terminal there is none."""
+
+    def read() -> None:
+        while True:
+            try:
+                piece = os.read(0, 2**16)
+            except OSError:
+                piece = b""
+            while not attempt().takes_input:
+                time.sleep(0.05)
+            now, text = attempt(), base64.b64encode(piece).decode() if piece else None
+            now.typed.clear()
+            loop.call_soon_threadsafe(functools.partial(now.type, text=text))
+            if not piece:
+                return
+            now.typed.wait()
+
+    with contextlib.suppress(OSError):
+        if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+            return
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # after Ctrl-Z and bg there is no input, which stops nobody
+    threading.Thread(target=read, daemon=True).start()

@@ -1,0 +1,122 @@
+"""What each backend asks of the hosts: who reaches whom, over which devices, on which systems. Pure functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lib.launch.hostfile import Host
+
+RDMA_BACKENDS = ("jaccl", "jaccl-ring")  # over Thunderbolt 5; the second without a cable between every two
+END_SECONDS = 2.0  # between asking a rank to end and killing it
+FAULT_END_SECONDS = 0.5  # the same where the world is broken: nothing that a rank could still do will last
+
+
+# A Mac whose RDMA process was killed may refuse RDMA until its next boot (exo#1889, mlx#3910), and taking down a large
+# model was seen to last 4 s, once more than 5 (omlx#2184): these are given time to end by themselves.
+RDMA_END_SECONDS = 30.0
+
+
+Pair = tuple[int, int]  # from which host to which, by their places
+
+
+def end_seconds(backend: str, is_fault: bool) -> float:
+    """How long ranks may take to end before they are killed."""
+    if backend in RDMA_BACKENDS:
+        return RDMA_END_SECONDS
+    return FAULT_END_SECONDS if is_fault else END_SECONDS
+
+
+def pairs_of(backend: str, count: int) -> list[Pair]:
+    """Which hosts connect to which before a run begins.
+
+    In a ring each to the next one, at the address that faces it; over RDMA all to the first, which coordinates them. Of
+    the other backends any may connect to any.
+    """
+    if backend == "ring":
+        return [(place, (place + 1) % count) for place in range(count)] if count > 1 else []
+    if backend in RDMA_BACKENDS:
+        return [(place, 0) for place in range(1, count)]
+    return list(itertools.permutations(range(count), 2))
+
+
+def largest_ring(count: int, reached: Mapping[Pair, str]) -> list[int]:
+    """Places of hosts that form a ring, in order: each reaches the next one, the last one the first.
+
+    All of them if possible; otherwise whoever can be added to a ring that begins with the first host.
+    """
+    everyone = list(range(count))
+    if all(pair in reached for pair in pairs_of("ring", count)):
+        return everyone
+    ring = everyone[:1]
+    for place in everyone[1:]:
+        if (ring[-1], place) in reached and (place, ring[0]) in reached:
+            ring.append(place)
+    return ring
+
+
+def in_ring_order(first: Host, hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The hosts as they follow each other round the ring, from one of them on: their cables stay where they are."""
+    names = [host.name for host in hosts]
+    start = names.index(first.name)
+    return (*hosts[start:], *hosts[:start])
+
+
+def rdma_matrix(hosts: Sequence[Host]) -> list[list[Any]]:
+    """Each host's devices towards each other host: null, a name, or a list of names, one for every cable.
+
+    A host file lists them by its own order; of hosts that go on without the others only their columns remain.
+    """
+    columns = [place if host.index is None else host.index for place, host in enumerate(hosts)]
+    return [[host.rdma[column] if column < len(host.rdma) else None for column in columns] for host in hosts]
+
+
+def rdma_fault(backend: str, hosts: Sequence[Host]) -> str | None:
+    """Why MLX could not connect these hosts over RDMA; None if it can.
+
+    A mesh needs a device between every two hosts; a ring needs as many towards the next host as towards the one before.
+    """
+    for host in hosts:
+        if host.slots != 1:
+            return f"one rank a host, but {host.name} has slots={host.slots}"
+    matrix, count = rdma_matrix(hosts), len(hosts)
+    for place, host in enumerate(hosts):
+        if _cables(matrix[place][place]):
+            return f"no device from a host to itself, but {host.name} has {matrix[place][place]!r}"
+    # MLX takes a mesh where there is one, unless the ring is asked for by name.
+    ring = sorted({*pairs_of("ring", count), *((other, one) for one, other in pairs_of("ring", count))})
+    wanted = ring if backend == "jaccl-ring" else list(itertools.permutations(range(count), 2))
+    if missing := [pair for pair in wanted if not _cables(matrix[pair[0]][pair[1]])]:
+        names = ", ".join(f"{hosts[one].name} to {hosts[other].name}" for one, other in missing[:3])
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        kind = "each neighbour of the ring" if backend == "jaccl-ring" else "every other host"
+        return f"a device towards {kind}, and none is listed for {names}{more}"
+    if backend == "jaccl-ring" and len({_cables(matrix[one][other]) for one, other in ring}) > 1:
+        counts = ", ".join(f"{hosts[i].name} to {hosts[j].name}: {_cables(matrix[i][j])}" for i, j in ring[:4])
+        return f"as many devices between all neighbours of the ring ({counts})"
+    return None
+
+
+def _cables(devices: Any) -> int:
+    """How many devices an entry of the matrix names."""
+    return len(devices) if isinstance(devices, list) else int(devices is not None)
+
+
+def refusal(backend: str, systems: Mapping[str, str]) -> str | None:
+    """Why hosts of these systems cannot be of one world over a backend; None if they can.
+
+    systems: what the kernel of each host calls itself, by host: "Darwin" or "Linux".
+    """
+    macs = [name for name, system in systems.items() if system == "Darwin"]
+    others = [name for name, system in systems.items() if system and system != "Darwin"]
+    if backend in RDMA_BACKENDS and others:
+        why = f"{backend} is RDMA over Thunderbolt between Macs"
+    elif backend == "nccl" and macs:
+        why = "nccl is for NVIDIA GPUs, which no Mac has"
+    elif backend == "mpi" and macs and others:
+        why = "mpirun starts hosts of one system only"
+    else:
+        return None
+    found = "; ".join(f"{', '.join(names)}: {kind}" for names, kind in ((macs, "macOS"), (others, "Linux")) if names)
+    return f"--backend {backend}: {why} ({found}); give --backend ring, which joins any machines"

@@ -1,0 +1,1 @@
+"""A model: loaded, adapted, divided, asked for log-probabilities, saved."""

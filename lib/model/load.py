@@ -1,0 +1,118 @@
+"""The model: loaded by mlx-lm, made trainable, asked for log-probabilities, saved in mlx-lm's layout.
+
+A loaded model goes in and a changed model comes out; no model file ever hears of adapters, positions or ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import load_model
+
+from lib.config import schema
+from lib.errors import UserError
+from lib.model.adapter_files import ADAPTER_CONFIG, WEIGHTS
+from lib.model.adapters import make_trainable
+from lib.system.model_folder import resolve
+
+
+def load(settings: schema.Model, seed: int, lazy: bool = False) -> nn.Module:
+    """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode.
+
+    Raises:
+        UserError: files missing, or not a model that mlx-lm knows.
+    """
+    folder = resolve(settings.path, settings.revision)
+    mx.random.seed(seed)
+    try:
+        if settings.random_init:
+            with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights that lie beside it
+                shutil.copy(folder / "config.json", only_config)
+                model, _ = load_model(
+                    Path(only_config), lazy=True, strict=False, trust_remote_code=settings.trust_remote_code
+                )
+        else:
+            model, _ = load_model(folder, lazy=True, trust_remote_code=settings.trust_remote_code)
+    except FileNotFoundError:
+        raise UserError(
+            f"model.path {settings.path}: no model*.safetensors in the folder (model.random_init=true draws new weights)"
+        ) from None
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {str(error).splitlines()[0]}") from None
+    if settings.attention_window is not None:
+        _narrow(model, settings.attention_window, settings.path)
+    if settings.dtype is not None:
+        model.set_dtype(getattr(mx, settings.dtype))
+    if not lazy:
+        mx.eval(model.parameters())
+    return model
+
+
+def _narrow(model: nn.Module, window: int, path: str) -> None:
+    """Lets the model attend to `window` tokens only: lib/model/token_stream.py asks for it, and generation for such caches.
+
+    Raises:
+        UserError: it has layers that are no attention, or attend to a window of their own that is wider.
+    """
+    caches = make_prompt_cache(model)
+    for cache in caches:
+        if type(cache) not in (KVCache, RotatingKVCache):
+            raise UserError(
+                f"model.attention_window={window}: {path} has layers that keep a {type(cache).__name__}, not keys and values; leave it out"
+            )
+        if isinstance(cache, RotatingKVCache) and cache.max_size > window:
+            raise UserError(
+                f"model.attention_window={window}: {path} has layers with a window of {cache.max_size} tokens of their own; give no less than that"
+            )
+    sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
+    model.attention_window = window
+    model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
+
+
+def load_reference(settings: schema.Model, seed: int, lazy: bool = False) -> nn.Module:
+    """The frozen model that the policy is compared with: another one, or the policy as training starts.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    if settings.reference != "initial":
+        return load(reference_settings(settings), seed, lazy)
+    model = load(settings, seed, lazy)
+    if settings.adapter is not None or settings.method == "full":  # whose weights training keeps in another type
+        make_trainable(model, settings, seed)
+    return model
+
+
+def reference_fingerprint(settings: schema.Model, seed: int) -> str:
+    """`fingerprint` of what `load_reference` loads."""
+    return fingerprint(reference_settings(settings), seed)
+
+
+def reference_settings(settings: schema.Model) -> schema.Model:
+    """The settings of the reference model, as those of a policy."""
+    if settings.reference == "initial":
+        return settings
+    return settings.model_copy(update={"path": settings.reference, "adapter": None, "random_init": False})
+
+
+@functools.cache  # hashing many gigabytes takes a while
+def fingerprint(settings: schema.Model, seed: int) -> str:
+    """A digest of everything that the model's outputs depend on before training: files, seed, dtype and adapter."""
+    folder = resolve(settings.path, settings.revision)
+    window = "" if settings.attention_window is None else f" window {settings.attention_window}"
+    widened = " full" * (settings.method == "full")
+    digest = hashlib.sha256(f"{settings.dtype}{widened} {seed if settings.random_init else ''}{window}".encode())
+    files = [folder / "config.json"] + ([] if settings.random_init else sorted(folder.glob("model*.safetensors")))
+    if settings.adapter:
+        files += [Path(settings.adapter) / ADAPTER_CONFIG, Path(settings.adapter) / WEIGHTS]
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,242 @@
+"""Log-probabilities of completions, without ever holding all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from lib.model.token_stream import Replaced, backbone_of, hidden_states, is_frozen, parameters_outside_blocks
+
+Head = Callable[[mx.array], mx.array]
+
+
+# Most bytes of float32 logits at a time.
+LOGITS_BYTES = 2**29
+
+
+def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
+    """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats.
+
+    Args:
+        inputs: `arrays_of` lib/data/dataset.py's Batch.inputs. In evaluation mode the result has no gradients.
+    """
+    hidden = mx.take(hidden_states(model, inputs, getattr(model, "attention_window", None)), inputs["scored"], axis=0)
+    logps = token_logps(model, hidden, inputs["targets"])
+    return mx.where(inputs["mask"], mx.take(logps, inputs["places"]), 0.0).sum(axis=-1)
+
+
+# ---- The head and the loss ---------------------------------------------------------------------------------
+
+
+def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:
+    """log softmax(head(hidden))[target] in float32, without ever holding all logits: float32 [M].
+
+    Args:
+        hidden: [M, D].
+        targets: int32 [M].
+
+    A frozen head's gradient is made in the forward pass, where the logits are, as in Liger Kernel
+    (arXiv:2410.10989, section 3.2): d logp / d hidden does not depend on what comes after. A head that is
+    trained makes its logits a second time.
+    """
+    head, part = _head(model), getattr(model, "vocabulary_part", None)
+    if part is not None:
+        return _logps_of_parts(model, part, head, part.ranks.sum_backward(hidden), targets)
+    chunks = _chunks(hidden, targets, head(hidden[:1]).shape[-1])
+    if model.training and len(chunks) > 1 and not is_frozen(model):
+        return _checkpointed(model, head, chunks, _logps)
+    outputs: list[mx.array] = []
+    for h, t in chunks:
+        if model.training and not is_frozen(model):
+            outputs.append(_logps(head(h), t))
+        elif model.training:
+            outputs.append(_logps_and_slope(head, h, t, outputs[-1:]))
+        else:
+            outputs.append(_logps(head(_after(h, outputs[-1:])), t))
+    return mx.concatenate(outputs)
+
+
+def _after(x: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+    """The same array, made when others are done: MLX would make the logits of many chunks at once, and hold them all."""
+    return mx.depends([x], [mx.stop_gradient(each) for each in earlier])[0] if earlier else x
+
+
+def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[mx.array, mx.array]]:
+    """Pieces whose logits are small enough."""
+    pieces = -(-len(targets) * vocabulary * 4 // LOGITS_BYTES)
+    size = -(-len(targets) // pieces)
+    return [(hidden[i : i + size], targets[i : i + size]) for i in range(0, len(targets), size)]
+
+
+def _logps(logits: mx.array, targets: mx.array) -> mx.array:
+    """Log-probabilities of the targets, float32 [M]."""
+    if mx.default_device() == mx.cpu:  # elsewhere one kernel, which accumulates in float32 without such a copy
+        logits = logits.astype(mx.float32)
+    return -mx.fast.cross_entropy(logits, targets)
+
+
+@mx.compile
+def _slope(probabilities: mx.array, targets: mx.array) -> mx.array:
+    """d logp / d logits: one at the target, minus the probabilities."""
+    return (mx.arange(probabilities.shape[-1])[None] == targets[:, None]) - probabilities
+
+
+@mx.compile
+def _slope_of_logits(logits: mx.array, targets: mx.array, logps: mx.array) -> mx.array:
+    partition = mx.take_along_axis(logits, targets[:, None], axis=-1).astype(mx.float32) - logps[:, None]
+    return _slope(mx.exp(logits.astype(mx.float32) - partition), targets).astype(logits.dtype)
+
+
+def _logps_and_slope_of_logits(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """Log-probabilities of the targets, float32 [M], and their derivative by the logits, [M, V]."""
+    if mx.default_device() != mx.cpu:
+        logps = _logps(logits, targets)
+        return logps, _slope_of_logits(logits, targets, logps)
+    # Exponentials are what a CPU is slow at: each is made once. The partition function from the likeliest token,
+    # whose probability is at least 1 / V.
+    wide = logits.astype(mx.float32)
+    probabilities = mx.softmax(wide, axis=-1)
+    partition = wide.max(axis=-1) - mx.log(probabilities.max(axis=-1))
+    logps = mx.take_along_axis(wide, targets[:, None], axis=-1).squeeze(-1) - partition
+    return logps, _slope(probabilities, targets).astype(logits.dtype)
+
+
+def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+    still = _after(mx.stop_gradient(hidden), earlier)
+    logps, by_logits = _logps_and_slope_of_logits(head(still), targets)
+    _, (slope,) = mx.vjp(head, [still], [by_logits])
+    return _known(hidden, logps, slope)
+
+
+def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
+    """Log-probabilities whose gradient is known already: float32 [M], of hidden and slope [M, D]."""
+    # The logits are needed by both; in this order they can be let go before the next chunk's are made.
+    (logps,) = mx.depends([logps], [slope])
+
+    @mx.custom_function
+    def known(hidden: mx.array) -> mx.array:
+        return mx.stop_gradient(logps)
+
+    @known.vjp
+    def known_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
+        return (cotangent[:, None] * slope).astype(slope.dtype)
+
+    return known(hidden)
+
+
+def _checkpointed(
+    model: nn.Module,
+    head: Head,
+    chunks: Sequence[tuple[mx.array, mx.array]],
+    of: Callable[[mx.array, mx.array], mx.array],
+) -> mx.array:
+    """`of(logits, targets)` of all chunks, side by side, with logits that the backward pass makes again, chunk by chunk."""
+    before = parameters_outside_blocks(model)
+    names, targets = list(before), [t for _, t in chunks]
+
+    def made_again(parameters: Sequence[mx.array], hidden: mx.array, targets: mx.array) -> mx.array:
+        model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
+        try:
+            return of(head(hidden), targets)
+        finally:
+            model.update(tree_unflatten(list(before.items())))
+
+    @mx.custom_function
+    def of_all(*arrays: mx.array) -> list[mx.array]:
+        parameters, hidden = arrays[: len(names)], arrays[len(names) :]
+        outputs: list[mx.array] = []
+        for h, t in zip(hidden, targets, strict=True):
+            outputs.append(made_again(parameters, _after(h, outputs[-1:]), t))
+        return outputs
+
+    @of_all.vjp
+    def of_all_vjp(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+        parameters, hidden = list(primals[: len(names)]), primals[len(names) :]
+        totals: list[mx.array] = []
+        by_hidden: list[mx.array] = []
+        for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
+            inputs = [*parameters, _after(h, [*by_hidden[-1:], *totals])]
+            _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
+            totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
+            by_hidden.append(slopes[-1])
+        return [*totals, *by_hidden]
+
+    return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)
+
+
+class VocabularyPart(Protocol):
+    """Of a model whose embedding and head are divided: this rank's tokens begin at `first`, of `size` in all."""
+
+    ranks: Any  # a sync.World
+    first: int
+    size: int
+
+    def own_logits(self) -> AbstractContextManager[None]:
+        """Within it the head gives this rank's logits only."""
+
+
+def _logps_of_parts(
+    model: nn.Module, part: VocabularyPart, head: Head, hidden: mx.array, targets: mx.array
+) -> mx.array:
+    """`token_logps` where every rank makes the logits of its own tokens, which never leave it.
+
+    What the ranks exchange of a position is one number each, the logarithm of its part of the partition function, and the
+    target's logit. Chunks follow one another, so that their sums are made in the same order everywhere.
+    """
+
+    def own_head(hidden: mx.array) -> mx.array:
+        with part.own_logits():
+            return head(hidden)
+
+    def known_here(logits: mx.array, targets: mx.array) -> mx.array:  # float32 [2, M]
+        wide, local = logits.astype(mx.float32), targets - part.first
+        at = mx.take_along_axis(wide, mx.clip(local, 0, wide.shape[-1] - 1)[:, None], axis=-1).squeeze(-1)
+        return mx.stack([mx.logsumexp(wide, axis=-1), mx.where((local >= 0) & (local < wide.shape[-1]), at, 0.0)])
+
+    def together(own: mx.array) -> tuple[mx.array, mx.array]:  # log-probabilities, log partition function: [M] each
+        slot = (mx.arange(part.ranks.size) == part.ranks.rank)[:, None]
+        told = part.ranks.sum_forward(mx.concatenate([mx.where(slot, own[:1], 0.0), own[1:]]))
+        partition = mx.logsumexp(told[:-1], axis=0)
+        return told[-1] - partition, partition
+
+    chunks = _chunks(hidden, targets, part.size)
+    if not (model.training and is_frozen(model)):
+        if model.training and len(chunks) > 1:
+            return together(_checkpointed(model, own_head, chunks, known_here))[0]
+        own: list[mx.array] = []
+        for h, t in chunks:
+            own.append(known_here(own_head(_after(h, own[-1:])), t))
+        return together(mx.concatenate(own, axis=1))[0]
+    outputs: list[mx.array] = []
+    for h, t in chunks:
+        still, t = _after(mx.stop_gradient(h), outputs[-1:]), _after(t, outputs[-1:])
+        logits = own_head(still)
+        logps, partition = together(known_here(logits, t))
+        _, (slope,) = mx.vjp(own_head, [still], [_slope_of_part(logits, t - part.first, partition)])
+        outputs.append(_known(h, logps, slope))
+    return mx.concatenate(outputs)
+
+
+@mx.compile
+def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
+    """d logp / d logits; of targets that are another rank's, none is met."""
+    is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
+    return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
+
+
+def _head(model: nn.Module) -> Head:
+    """The model from its backbone's output on: [M, D] ➜ [M, V]."""
+    place = backbone_of(model)
+    if place is None:
+        return lambda hidden: hidden
+
+    def head(hidden: mx.array) -> mx.array:
+        with Replaced(*place, lambda *args, **kwargs: hidden[None]):
+            return model(mx.zeros((1, len(hidden)), mx.int32)).squeeze(0)
+
+    return head

@@ -1,0 +1,102 @@
+"""LoRA layers at nearly the price of the linear layers that they adapt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.tuner.lora import LoRALinear
+
+
+class LowRankLinear(LoRALinear):
+    """LoRA at nearly the price of the linear layer, in mlx-lm's parameters: `lora_a` [in, r] and `lora_b` [r, out].
+
+    y = W x + scale B A x (LoRA, arXiv:2106.09685, equation 3), computed in the type of x from float32 A and B.
+    """
+
+    siblings: Siblings
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.siblings.output_of(self, x)
+
+
+class Siblings:
+    """Low-rank layers that a block hands the same input, one after another: the first that is called computes all."""
+
+    def __init__(self, layers: Sequence[LowRankLinear]):
+        self.layers = list(layers)
+        self.input: mx.array | None = None
+        self.outputs: dict[int, mx.array] = {}  # by the layer's identity, until it asks
+
+    def output_of(self, layer: LowRankLinear, x: mx.array) -> mx.array:
+        """[..., in] ➜ [..., out]."""
+        if x is not self.input or id(layer) not in self.outputs:
+            self.input, self.outputs = x, dict(zip(map(id, self.layers), adapted(self.layers, x), strict=True))
+        y = self.outputs.pop(id(layer))
+        if not self.outputs:
+            self.input = None
+        return y
+
+
+def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
+    """What low-rank layers give for one input.
+
+    The gradient is written out: the low-rank terms are added where the large products are made, the layers' A are one
+    matrix, x A is kept rather than made again, and no gradient of the frozen W is ever asked for.
+    """
+    linears = [layer.linear for layer in layers]
+    ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]
+
+    @mx.custom_function
+    def products(x: mx.array, a: mx.array, *bs: mx.array) -> tuple[mx.array, ...]:
+        low = x @ a
+        lows = mx.split(low, ends, axis=1)
+        return *(mx.addmm(linear(x), own, b) for linear, own, b in zip(linears, lows, bs, strict=True)), low
+
+    @products.vjp
+    def products_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
+        (x, a, *bs), dys, low = primals, cotangents[:-1], outputs[-1]
+        d_low = mx.concatenate([dy @ b.T for dy, b in zip(dys, bs, strict=True)], axis=1)
+        dx = _input_gradient(linears, x, dys)
+        d_bs = [own.T @ dy for own, dy in zip(mx.split(low, ends, axis=1), dys, strict=True)]
+        return mx.addmm(dx, d_low, a.T), x.T @ d_low, *d_bs
+
+    a = mx.concatenate([layer.lora_a for layer in layers], axis=1).astype(x.dtype)
+    outputs = products(
+        x.reshape(-1, x.shape[-1]), a, *((layer.scale * layer.lora_b).astype(x.dtype) for layer in layers)
+    )
+    return [y.reshape(*x.shape[:-1], -1) for y in outputs[:-1]]
+
+
+def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.array]) -> mx.array:
+    """The sum of the gradients that frozen linear layers pass on to their common input."""
+    total = None
+    for linear, dy in zip(linears, dys, strict=True):
+        if total is not None and type(linear) is nn.Linear:
+            total = mx.addmm(total, dy, linear.weight)
+        else:
+            _, (dx,) = mx.vjp(linear, [x], [dy])
+            total = dx if total is None else total + dx
+    return total
+
+
+# What mlx-lm's blocks call their layers that read the same input.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def take_low_rank_linear(model: nn.Module) -> None:
+    """Puts LowRankLinear in the place of mlx-lm's LoRALinear, except where dropout stands between x and A."""
+    for module in model.modules():
+        if type(module) is LoRALinear and module.dropout._p_1 == 1:
+            module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them
+            module.siblings = Siblings([module])
+    for parent in model.modules():
+        for names in SIBLINGS:
+            layers = [parent[name] for name in names if isinstance(parent.get(name), LowRankLinear)]
+            for layer in layers:
+                layer.siblings = layers[0].siblings
+            if layers:
+                layers[0].siblings.layers = layers

@@ -1,0 +1,242 @@
+"""How a model is divided among ranks: KV heads with their query heads, MLP columns, and what each part weighs.
+
+Pure numbers, from a model's config.json: the plan is made before any weight is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lib.errors import UserError
+
+FAMILIES = (
+    "llama",
+    "ministral3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)  # those that lib/model/tensor_parallel.py can divide
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call their number
+TIDY_COLUMNS = 64  # GPUs are slow on other widths; taken where it leaves a rank this many parts to choose from
+CHOICES = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a model, as its config.json has them."""
+
+    blocks: int
+    expert_blocks: int  # those of them whose MLP is a mixture of experts
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_columns: int
+    expert_columns: int  # of each expert; 0 without experts
+    experts: int
+    vocabulary: int
+    is_tied: bool
+    group_size: int  # of the quantisation; 1 without
+    weight_bytes: float  # of one weight of a linear layer, scales included
+    other_bytes: int  # of one number that is not quantised
+    experts_per_token: int = 0
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of one KV head and its query heads, in all blocks."""
+        queries = self.heads // self.kv_heads
+        return self.blocks * self.hidden_size * self.head_dim * (2 * queries + 2)
+
+    @property
+    def mlp_column_parameters(self) -> int:
+        """Weights of one MLP column (gate, up and down), in all blocks."""
+        return 3 * self.hidden_size * (self.blocks - self.expert_blocks)
+
+    @property
+    def expert_column_parameters(self) -> int:
+        """Weights of one column of every expert, in all blocks."""
+        return 3 * self.hidden_size * self.experts * self.expert_blocks
+
+    @property
+    def vocabulary_row_parameters(self) -> int:
+        """Weights of one token in the embedding and the head."""
+        return self.hidden_size * (1 if self.is_tied else 2)
+
+    @property
+    def divided_parameters(self) -> int:
+        """Weights that are divided in any case."""
+        return (
+            self.kv_heads * self.head_parameters
+            + self.mlp_columns * self.mlp_column_parameters
+            + self.expert_columns * self.expert_column_parameters
+        )
+
+
+@dataclass(frozen=True)
+class Division:
+    """What every rank keeps: one number a rank, or nothing where the model has no such part."""
+
+    kv_heads: tuple[int, ...]
+    mlp_columns: tuple[int, ...]
+    expert_columns: tuple[int, ...] = ()
+    vocabulary: tuple[int, ...] = ()  # rows of the embedding and the head; empty: every rank keeps all
+    weights: tuple[float, ...] = ()  # that it was made from
+
+
+@dataclass(frozen=True)
+class Part:
+    """How an array is divided: rank r keeps [bounds[r], bounds[r + 1]) of an axis, which is counted from the end."""
+
+    axis: int
+    bounds: tuple[int, ...]
+
+    def size(self, rank: int) -> int:
+        """How much of the axis a rank keeps."""
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    def of(self, whole: Any, rank: int) -> Any:
+        """A rank's part of an array."""
+        return whole[(..., slice(*self.bounds[rank : rank + 2]), *[slice(None)] * (-1 - self.axis))]
+
+    def shape(self, of_any: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """The shape of the whole, or of a rank's part, from that of the whole or any part."""
+        shape = list(of_any)
+        shape[self.axis] = self.bounds[-1] if rank is None else self.size(rank)
+        return tuple(shape)
+
+
+def shape_of(stored: dict[str, Any], dtype: str | None = None, to_divide: bool = True) -> Shape:
+    """The dimensions in a config.json.
+
+    Args:
+        dtype: of the weights, where it is not the stored one.
+        to_divide: whether the family has to be one that lib/model/tensor_parallel.py can divide.
+
+    Raises:
+        UserError: a family that cannot be divided, or a dimension that is missing.
+    """
+    stored = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
+    family = stored.get("model_type")
+    if to_divide and family not in FAMILIES:
+        raise UserError(f"strategy=sharded cannot divide a model of type {family}; it knows {', '.join(FAMILIES)}")
+    try:
+        heads, hidden = int(stored["num_attention_heads"]), int(stored["hidden_size"])
+        blocks, experts = int(stored["num_hidden_layers"]), next((int(stored[n]) for n in EXPERTS if stored.get(n)), 0)
+        sparse = 0
+        if experts:
+            only_dense, step = stored.get("mlp_only_layers") or (), int(stored.get("decoder_sparse_step") or 1)
+            sparse = sum(i not in only_dense and (i + 1) % step == 0 for i in range(blocks))
+        quantisation = stored.get("quantization") or stored.get("quantization_config") or {}
+        # Layers may be quantised each in its own way; what matters is where o_proj and down_proj may be cut.
+        cut = [q for name, q in quantisation.items() if name.endswith(("o_proj", "down_proj"))]
+        settings = [quantisation, *(q for q in cut if isinstance(q, dict))]
+        groups = [int(q["group_size"]) for q in settings if "group_size" in q]
+        bits = quantisation.get("bits")
+        name = dtype or stored.get("torch_dtype") or stored.get("dtype") or "float32"
+        number_bytes = 4 if name == "float32" else 2
+        # An affine group has a scale and a bias, the newer kinds one byte of scale.
+        extra = 4 if quantisation.get("mode", "affine") == "affine" else 1
+        return Shape(
+            blocks=blocks,
+            expert_blocks=sparse,
+            hidden_size=hidden,
+            heads=heads,
+            kv_heads=int(stored.get("num_key_value_heads") or heads),
+            head_dim=int(stored.get("head_dim") or hidden // heads),
+            mlp_columns=int(stored["intermediate_size"]) if sparse < blocks else 0,
+            expert_columns=int(stored.get("moe_intermediate_size") or stored["intermediate_size"]) if sparse else 0,
+            experts=experts,
+            vocabulary=int(stored["vocab_size"]),
+            is_tied=bool(stored.get("tie_word_embeddings", family in ("llama", "mistral", "ministral3", "qwen2"))),
+            group_size=max(groups, default=1),
+            weight_bytes=bits / 8 + extra / groups[0] if bits else number_bytes,
+            other_bytes=number_bytes,
+            experts_per_token=int(stored.get("num_experts_per_tok") or 0),
+        )
+    except KeyError as error:
+        raise UserError(f"strategy=sharded needs {error.args[0]} in the model's config.json") from None
+
+
+def divide(shape: Shape, weights: Sequence[float], vocabulary: bool = False) -> Division:
+    """Divides a model in proportion to the ranks' weights, as nearly as whole heads and columns allow.
+
+    Heads are few: what rounding them costs a rank, its MLP columns make up for. Cuts through o_proj and down_proj fall
+    between quantisation groups.
+
+    Args:
+        weights: positive, one a rank; only their ratios count.
+        vocabulary: divide the embedding and the head as well.
+
+    Raises:
+        UserError: more ranks than heads, or than groups of columns.
+    """
+    share = np.asarray(weights, dtype=np.float64) / math.fsum(weights)
+    queries = shape.heads // shape.kv_heads
+    unit = shape.group_size // math.gcd(shape.group_size, queries * shape.head_dim)
+    kv_heads = apportion(shape.kv_heads, share, unit, "KV heads")
+    left = share * shape.divided_parameters - np.array(kv_heads) * float(shape.head_parameters)
+    widths = {"MLP columns": shape.mlp_columns, "columns of an expert": shape.expert_columns}
+    mlp, expert = (
+        apportion(width, np.maximum(left, 0), _tidy_unit(width, shape.group_size, len(share)), what) if width else ()
+        for what, width in widths.items()
+    )
+    rows: tuple[int, ...] = ()
+    if vocabulary:
+        unit = _tidy_unit(shape.vocabulary, 1, len(share))
+        rows = apportion(shape.vocabulary, share, unit, "tokens of the vocabulary")
+    return Division(kv_heads, mlp, expert, rows, tuple(map(float, weights)))
+
+
+def _tidy_unit(width: int, group_size: int, ranks: int) -> int:
+    tidy = math.lcm(group_size, TIDY_COLUMNS)
+    return tidy if width % tidy == 0 and width // tidy >= CHOICES * ranks else group_size
+
+
+def apportion(total: int, weights: Sequence[float] | np.ndarray, unit: int = 1, what: str = "parts") -> tuple[int, ...]:
+    """Splits `total` in multiples of `unit` in proportion to weights, by largest remainder; everyone gets one at least.
+
+    Raises:
+        UserError: there are more ranks than units.
+    """
+    units, ranks = total // unit, len(weights)
+    if units < ranks or total % unit:
+        groups = f" in groups of {unit}" if unit > 1 else ""
+        raise UserError(
+            f"strategy=sharded: {ranks} ranks, but the model has only {total} {what}{groups}; use fewer ranks"
+        )
+    ratio = np.asarray(weights, dtype=np.float64)
+    ratio = ratio / ratio.sum() if ratio.sum() > 0 else np.full(ranks, 1 / ranks)
+    exact = np.round(ratio * units, 9)
+    counts = np.maximum(np.floor(exact).astype(int), 1)
+    while counts.sum() != units:  # one at a time, where it brings a rank closest to its due
+        step = 1 if counts.sum() < units else -1
+        distance = np.where(counts + step >= 1, step * (counts - exact), np.inf)
+        counts[np.argmin(distance)] += step
+    return tuple(int(count) * unit for count in counts)
+
+
+def bounds(counts: Sequence[int], each: int = 1) -> tuple[int, ...]:
+    """Where the ranks' parts begin and end: (2, 6) with 4 each are 0, 8, 32."""
+    return tuple(each * end for end in itertools.accumulate(counts, initial=0))
+
+
+def rank_bytes(shape: Shape, division: Division, rank: int) -> tuple[int, int]:
+    """Bytes of the weights that a rank holds: those divided, and those that every rank keeps whole."""
+    weights = (
+        division.kv_heads[rank] * shape.head_parameters
+        + (division.mlp_columns[rank] * shape.mlp_column_parameters if division.mlp_columns else 0)
+        + (division.expert_columns[rank] * shape.expert_column_parameters if division.expert_columns else 0)
+    )
+    table = shape.vocabulary_row_parameters * shape.weight_bytes
+    norms = shape.hidden_size * (2 * shape.blocks + 1) * shape.other_bytes
+    routers = shape.hidden_size * shape.experts * shape.expert_blocks * shape.weight_bytes
+    rows = division.vocabulary[rank] if division.vocabulary else 0
+    kept = 0 if division.vocabulary else shape.vocabulary
+    return round(weights * shape.weight_bytes + rows * table), round(kept * table + norms + routers)

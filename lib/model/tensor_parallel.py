@@ -1,0 +1,286 @@
+"""A loaded model goes in, this rank's part of it comes out: tensor parallelism for unequal ranks.
+
+A block's attention and its MLP each begin with layers that are divided by their outputs (q, k, v; gate, up) and end with
+one that is divided by its inputs (o; down), as in Megatron-LM (arXiv:1909.08053, section 3). So one sum at the end, and
+one of the gradients at the beginning, make of the parts what the whole would have computed; both carry a number for
+every token and hidden unit, however unevenly heads and columns are dealt. Within, what a rank holds whole (LoRA's A in
+front of a divided B, B behind a divided A, norms of heads, routers) gets a part of its gradient on each rank, and these
+are summed; outside, every rank computes the same.
+
+The model files know nothing of it: the classes of these two modules are derived from, and their weights cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.dora import DoRALinear
+
+from lib.errors import UserError
+from lib.model.partition import Division, Part, bounds
+
+FAMILIES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # modules of mlx_lm.models
+
+
+class Ranks(Protocol):
+    """What is needed of a `sync.World`."""
+
+    @property
+    def rank(self) -> int: ...
+    def sum_forward(self, x: mx.array) -> mx.array: ...
+    def sum_backward(self, x: mx.array) -> mx.array: ...
+    def agree_forward(self, x: mx.array) -> mx.array: ...
+
+
+def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
+    """Takes all but this rank's part out of a model that may have adapters, and lets ranks compute together.
+
+    A lazily loaded model is read array by array, and of each no more is kept than this rank's part.
+
+    Returns:
+        How the parameters are divided, by name (the others are whole on every rank); and the names of those that are
+        whole, but of whose gradient every rank makes a part.
+
+    Raises:
+        UserError: a family that is not known, or a cut through a quantisation group.
+    """
+    family = type(model).__module__.rpartition(".")[2]
+    if family not in FAMILIES:
+        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(FAMILIES)}")
+    names = {id(module): name for name, module in model.named_modules()}
+    parts: dict[str, Part] = {}
+    partial: set[str] = set()
+    if division.vocabulary:  # first, because these are read whole: there is still room
+        parts |= _divide_vocabulary(model, names, division, ranks)
+    for layer in model.layers:
+        for module, found in (
+            (layer.self_attn, _attention_parts(layer.self_attn, division)),
+            (layer.mlp, _mlp_parts(layer.mlp, division)),
+        ):
+            prefix = names[id(module)]
+            parts |= {f"{prefix}.{name}": part for name, part in found.items()}
+            partial |= {f"{prefix}.{name}" for name, _ in tree_flatten(module.parameters()) if name not in found}
+            for name, part in found.items():
+                _keep(module, name, part, ranks.rank)
+        _join_attention(layer.self_attn, division, ranks)
+        _join_mlp(layer.mlp, division, ranks)
+    for name, array in tree_flatten(model.parameters()):
+        mx.eval(array)
+    mx.clear_cache()
+    return parts, partial
+
+
+# ---- Which part of what ------------------------------------------------------------------------------------------------
+
+
+def _attention_parts(attention: nn.Module, division: Division) -> dict[str, Part]:
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads
+    head_dim = _output_size(attention.k_proj) // kv_heads
+    queries = bounds(division.kv_heads, heads // kv_heads * head_dim)
+    keys = bounds(division.kv_heads, head_dim)
+    return {
+        **_by_outputs(attention.q_proj, "q_proj", queries),
+        **_by_outputs(attention.k_proj, "k_proj", keys),
+        **_by_outputs(attention.v_proj, "v_proj", keys),
+        **_by_inputs(attention.o_proj, "o_proj", queries),
+    }
+
+
+def _mlp_parts(mlp: nn.Module, division: Division) -> dict[str, Part]:
+    prefix, inner, counts = "", mlp, division.mlp_columns
+    if "switch_mlp" in mlp:
+        prefix, inner, counts = "switch_mlp.", mlp.switch_mlp, division.expert_columns
+    columns = bounds(counts)
+    return {
+        **_by_outputs(inner.gate_proj, f"{prefix}gate_proj", columns),
+        **_by_outputs(inner.up_proj, f"{prefix}up_proj", columns),
+        **_by_inputs(inner.down_proj, f"{prefix}down_proj", columns),
+    }
+
+
+def _output_size(linear: nn.Module) -> int:
+    return (linear.linear if "linear" in linear else linear).weight.shape[-2]
+
+
+def _by_outputs(linear: nn.Module, prefix: str, ends: tuple[int, ...]) -> dict[str, Part]:
+    """A linear layer, plain or with adapters, of whose outputs every rank makes some; A stays whole."""
+    parts = {}
+    for name, array in tree_flatten(linear.parameters()):
+        leaf = name.rpartition(".")[2]
+        of_experts = array.ndim == 3  # whose B is [expert, out, rank]
+        if leaf in ("weight", "scales", "biases") or (leaf == "lora_b" and of_experts):
+            parts[f"{prefix}.{name}"] = Part(-2, ends)
+        elif leaf in ("bias", "lora_b", "m"):
+            parts[f"{prefix}.{name}"] = Part(-1, ends)
+    return parts
+
+
+def _by_inputs(linear: nn.Module, prefix: str, ends: tuple[int, ...]) -> dict[str, Part]:
+    """A linear layer that takes some of its inputs on every rank; B stays whole, and the bias is added by rank 0."""
+    parts = {}
+    for name, array in tree_flatten(linear.parameters()):
+        leaf = name.rpartition(".")[2]
+        if leaf in ("weight", "scales", "biases"):
+            width = array.shape[-1]  # in quantised layers less than the inputs
+            if any(end * width % ends[-1] for end in ends):
+                raise UserError(f"strategy=sharded: {list(ends)} would cut through a quantisation group of {prefix}")
+            parts[f"{prefix}.{name}"] = Part(-1, tuple(end * width // ends[-1] for end in ends))
+        elif leaf == "bias":
+            parts[f"{prefix}.{name}"] = Part(-1, (0, *[array.shape[-1]] * (len(ends) - 1)))
+        elif leaf == "lora_a":  # of experts: [expert, rank, in]
+            parts[f"{prefix}.{name}"] = Part(-1 if array.ndim == 3 else -2, ends)
+    return parts
+
+
+def _keep(module: nn.Module, name: str, part: Part, rank: int) -> None:
+    """Puts the rank's part of a parameter in its place, or takes the parameter away where the part is empty."""
+    *path, leaf = name.split(".")
+    for step in path:
+        module = module[step]
+    if part.size(rank) == 0:
+        del module[leaf]
+    else:
+        module[leaf] = _copied(part.of(module[leaf], rank))
+
+
+def _copied(array: mx.array) -> mx.array:
+    """An array's own memory, so that the whole it was cut from can be let go."""
+    array = mx.contiguous(array)
+    mx.eval(array)
+    return array
+
+
+def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Division, ranks: Ranks) -> dict[str, Part]:
+    """Leaves this rank its tokens' rows of the embedding and the head."""
+    rows, parts = bounds(division.vocabulary), {}
+    embedding, head = model.model.embed_tokens, model.get("lm_head")
+    for table in (embedding,) if head is None else (embedding, head):
+        name = names[id(table)]
+        if not isinstance(table, nn.Embedding | nn.QuantizedEmbedding | nn.Linear | nn.QuantizedLinear):
+            raise UserError(
+                f"model.shard_vocabulary cannot divide {name}, which has an adapter; leave it out of model.keys"
+            )
+        for leaf, _ in tree_flatten(table.parameters()):
+            parts[f"{name}.{leaf}"] = Part(-2, rows)
+            _keep(table, leaf, parts[f"{name}.{leaf}"], ranks.rank)
+    part = _VocabularyPart(ranks, rows)
+    model.vocabulary_part = part
+    _derive(embedding, lambda plain: lambda self, tokens: part.embed(lambda own: plain(self, own), tokens))
+    if head is not None:
+        _derive(head, lambda plain: lambda self, x: part.logits(plain(self, x)))
+    else:
+        as_linear = type(embedding).as_linear
+        type(embedding).as_linear = lambda self, x: part.logits(as_linear(self, x))
+    return parts
+
+
+class _VocabularyPart:
+    """This rank's tokens, [first, last) of `size`."""
+
+    def __init__(self, ranks: Ranks, rows: tuple[int, ...]):
+        self.ranks, self.first, self.last, self.size = ranks, rows[ranks.rank], rows[ranks.rank + 1], rows[-1]
+        self.keeps_logits = False
+
+    @contextlib.contextmanager
+    def own_logits(self) -> Iterator[None]:
+        """Within it the head gives this rank's logits, outside of it those of all."""
+        self.keeps_logits = True
+        try:
+            yield
+        finally:
+            self.keeps_logits = False
+
+    def embed(self, rows_of: Callable[[mx.array], mx.array], tokens: mx.array) -> mx.array:
+        mine = (tokens >= self.first) & (tokens < self.last)
+        rows = rows_of(mx.where(mine, tokens - self.first, 0))
+        return self.ranks.sum_forward(mx.where(mine[..., None], rows, 0))
+
+    def logits(self, own: mx.array) -> mx.array:
+        if self.keeps_logits:
+            return own
+        around = [(0, 0)] * (own.ndim - 1) + [(self.first, self.size - self.last)]
+        return self.ranks.sum_forward(mx.pad(own, around))
+
+
+# ---- What the parts do together ----------------------------------------------------------------------------------------
+
+
+def _join_attention(attention: nn.Module, division: Division, ranks: Ranks) -> None:
+    own, all_heads = division.kv_heads[ranks.rank], attention.n_kv_heads
+    inputs = bounds(division.kv_heads, _output_size(attention.q_proj) // own)
+    attention.n_heads, attention.n_kv_heads = attention.n_heads // all_heads * own, own
+    _join_inputs(attention.o_proj, inputs, ranks)
+    _sum_around(attention, ranks)
+
+
+def _join_mlp(mlp: nn.Module, division: Division, ranks: Ranks) -> None:
+    if "switch_mlp" in mlp:
+        _join_inputs(mlp.switch_mlp.down_proj, bounds(division.expert_columns), ranks)
+        # Ranks on unlike machines see a token's scores differ by roundings: all send it to the same experts.
+        _derive(mlp.gate, lambda plain: lambda self, x: ranks.agree_forward(plain(self, x)))
+    else:
+        _join_inputs(mlp.down_proj, bounds(division.mlp_columns), ranks)
+    _sum_around(mlp, ranks)
+
+
+def _sum_around(module: nn.Module, ranks: Ranks) -> None:
+    def summed(plain: Any) -> Any:
+        def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
+            return ranks.sum_forward(plain(self, ranks.sum_backward(x), *args, **options))
+
+        return call
+
+    _derive(module, summed)
+
+
+def _join_inputs(linear: nn.Module, ends: tuple[int, ...], ranks: Ranks) -> None:
+    """What an adapter needs where a rank sees some of the inputs only."""
+    dropout = getattr(linear, "dropout", None)
+    if isinstance(dropout, nn.Dropout) and dropout._p_1 < 1:
+        linear.dropout = _DropoutOfPart(1 - dropout._p_1, ends, ranks.rank)
+    if isinstance(linear, DoRALinear):
+        _derive(linear, lambda _: lambda self, x: _dora(self, x, ranks))
+
+
+class _DropoutOfPart(nn.Dropout):
+    """The mask of all inputs, of which the rank's part is taken: ranks together drop what one machine would."""
+
+    def __init__(self, p: float, ends: tuple[int, ...], rank: int):
+        super().__init__(p)
+        self._ends, self._rank = ends, rank
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._p_1 == 1 or not self.training:
+            return x
+        mask = mx.random.bernoulli(self._p_1, (*x.shape[:-1], self._ends[-1]))
+        return (1 / self._p_1) * mask[..., self._ends[self._rank] : self._ends[self._rank + 1]] * x
+
+
+def _dora(layer: DoRALinear, x: mx.array, ranks: Ranks) -> mx.array:
+    """DoRA (arXiv:2402.09353, equations 5 and 11) on some of the inputs: m / |W + scale (A B)^T| wants whole rows.
+
+    Their squares are summed over the ranks. The norm is a constant in the gradient (section 4.3), and the sum waits for x,
+    so that no collective can overtake another.
+    """
+    weight = layer._dequantized_weight()
+    y = x @ weight.T
+    low = (layer.dropout(x) @ layer.lora_a) @ layer.lora_b
+    y = y + (layer.scale * low).astype(x.dtype)
+    adapted = weight + (layer.scale * layer.lora_b.T) @ layer.lora_a.T
+    squares = mx.stop_gradient(mx.square(adapted.astype(mx.float32)).sum(axis=1))
+    (squares,) = mx.depends([squares], [mx.stop_gradient(x)])
+    y = (layer.m / mx.sqrt(mx.stop_gradient(ranks.sum_forward(squares)))).astype(x.dtype) * y
+    return y + layer.linear.bias if "bias" in layer.linear else y
+
+
+def _derive(module: nn.Module, make: Any) -> None:
+    """Gives a module a class of its own whose call is `make(the call that it had)`."""
+    plain = type(module)
+    module.__class__ = type(
+        plain.__name__, (plain,), {"__call__": make(plain.__call__), "__module__": plain.__module__}
+    )

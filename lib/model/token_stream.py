@@ -1,0 +1,315 @@
+"""A batch through the model, each token once: shared prompts, the head where it is needed, no large logits.
+
+The blocks see the stream of lib/data/dataset.py as N sequences of one token: every layer but attention treats tokens
+alone, and the rotary embedding takes an offset for each. Attention is told by the object that it is given as
+its cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. No model
+file knows of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models import base
+
+from lib.config.schema import Data
+
+
+def length_multiple(settings: Data) -> int:
+    """What lengths are padded to: as set, else 64 on a GPU, where 1,023 positions took twice as long as 1,024."""
+    return settings.length_multiple or (64 if mx.default_device() == mx.gpu else 16)
+
+
+def arrays_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A batch's `inputs` on the device."""
+    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
+
+
+# ---- The blocks --------------------------------------------------------------------------------------------
+
+
+def hidden_states(model: nn.Module, inputs: dict[str, Any], window: int | None = None) -> mx.array:
+    """What the head would see of every token of the stream: [N, D] (logits, of a model without a backbone).
+
+    window: tokens that each attends to, itself included; for models that take a stream.
+    """
+    tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
+    if inputs["prefix_length"] == 0 and "slots" not in inputs and window is None:
+        hidden = _run_backbone(model, tokens.reshape(rows * completions, -1))
+    else:
+        stream = Stream(
+            inputs["offsets"],
+            rows,
+            completions,
+            inputs["prefix_length"],
+            inputs.get("slots"),
+            inputs.get("sources"),
+            window,
+        )
+        hidden = _run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
+    return hidden.reshape(len(tokens), -1)
+
+
+class Stream:
+    """Stands where a block expects its cache, and lays the stream out for attention.
+
+    Args:
+        offset: int32 [N], the name by which blocks ask for the positions.
+        prefix: P; slots, sources: of a ragged stream (see Batch).
+        window: tokens that each attends to, itself included.
+    """
+
+    def __init__(
+        self,
+        offset: mx.array,
+        rows: int,
+        completions: int,
+        prefix: int,
+        slots: mx.array | None,
+        sources: mx.array | None,
+        window: int | None = None,
+    ):
+        self.offset, self.rows, self.completions, self.prefix = offset, rows, completions, prefix
+        self.slots, self.sources, self.window = slots, sources, window
+        self.behind = offset.size - rows * prefix
+        self.length = self.behind // (rows * completions) if slots is None else slots.shape[-1]
+        if slots is not None and sources is not None:
+            # A token that several sequences share takes its output from the first of them.
+            flat = slots.reshape(-1)
+            first = mx.take(sources[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
+            self.slots, self.owned = flat, mx.where(first, flat, -1)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:  # noqa: N803
+        return None if window_size is None else Window(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Window | None,
+        **options: Any,
+    ) -> mx.array:
+        """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
+        if not (mask is None or isinstance(mask, Window)):
+            raise TypeError("this model makes its own attention mask")
+
+        windows = [window for window in (self.window, mask.size if mask else None) if window is not None]
+
+        def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
+            out = local_attention(q, k, v, min(windows, default=None), scale=scale, **options)
+            return out.swapaxes(1, 2).flatten(0, 1)
+
+        cut, outputs, prefixes = self.rows * self.prefix, [], []
+        whole = [x.squeeze(2) for x in (queries, keys, values)]
+        if self.prefix:
+            prefixes = [x[:cut].reshape(self.rows, self.prefix, *x.shape[1:]).swapaxes(1, 2) for x in whole]
+            outputs.append(attention(*prefixes))
+        tails = [self._spread(x[cut:]).reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for x in whole]
+        if self.prefix:
+            for i in (1, 2):
+                tails[i] = mx.concatenate([mx.repeat(prefixes[i], self.completions, axis=0), tails[i]], axis=2)
+        outputs.append(self._gather(attention(*tails)))
+        return mx.concatenate(outputs)[:, :, None]
+
+    def _spread(self, x: mx.array) -> mx.array:
+        """[N - b * P, ...] ➜ [b * K * T, ...]; what stands at a sequence's padding is looked at by nobody."""
+        return x if self.slots is None or self.sources is None else _move(x, self.slots, self.sources)
+
+    def _gather(self, x: mx.array) -> mx.array:
+        """The way back."""
+        return x if self.sources is None else _move(x, self.sources[:, 0], self.owned[:, None])
+
+
+class Window:
+    """Stands where a block expects its mask: attention to the last `size` positions only."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+
+def local_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, window: int | None, **options: Any
+) -> mx.array:
+    """Attention of the last positions of a sequence to the `window` positions up to their own, or to all of those.
+
+    queries: [sequences, heads, T, head_dim]; keys, values: [sequences, heads, S, head_dim], T <= S. Queries in blocks as
+    long as the window meet the keys of their own block and of the one before: time and memory grow with T * window
+    (sliding windows as in Longformer, arXiv:2004.05150, section 3.1).
+    """
+    sdpa = mx.fast.scaled_dot_product_attention
+    sequences, length = queries.shape[0], keys.shape[2]
+    if window is None or length <= window:
+        return sdpa(queries, keys, values, mask="causal", **options)
+    behind = length - queries.shape[2]
+    start = max(behind, window)  # from here on every window is full
+    early = start - behind
+    rest = length - start
+    padding = [(0, 0), (0, 0), (0, -rest % window), (0, 0)]
+
+    def blocks(x: mx.array) -> mx.array:  # [sequences, heads, length, ...] ➜ [sequences, blocks, heads, window, ...]
+        return mx.unflatten(mx.pad(x, padding), 2, (-1, window)).swapaxes(1, 2)
+
+    def with_one_before(x: mx.array) -> mx.array:
+        x = blocks(x[:, :, start - window :])
+        return mx.concatenate([x[:, :-1], x[:, 1:]], axis=3).flatten(0, 1)
+
+    mask = base.create_causal_mask(window, offset=window, window_size=window)
+    out = sdpa(
+        blocks(queries[:, :, early:]).flatten(0, 1),
+        with_one_before(keys),
+        with_one_before(values),
+        mask=mask,
+        **options,
+    )
+    out = mx.unflatten(out, 0, (sequences, -1)).swapaxes(1, 2).flatten(2, 3)[:, :, :rest]
+    if early == 0:
+        return out
+    first = sdpa(queries[:, :, :early], keys[:, :, :start], values[:, :, :start], mask="causal", **options)
+    return mx.concatenate([first, out], axis=2)
+
+
+def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
+    """x[index] along the first axis (x[0] where the index is -1), whose gradient gathers as well, in a fixed order.
+
+    MLX would scatter the gradient with atomic additions: slower, and another sum every time.
+    inverse: [len(x), uses], where x's rows went; -1 for nowhere.
+    """
+
+    @mx.custom_function
+    def move(x: mx.array) -> mx.array:
+        return mx.take(x, mx.maximum(index, 0), axis=0)
+
+    @move.vjp
+    def move_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
+        shape = (-1,) + (1,) * (cotangent.ndim - 1)
+        total = None
+        for i in range(inverse.shape[1]):
+            source = inverse[:, i]
+            part = mx.where((source >= 0).reshape(shape), mx.take(cotangent, mx.maximum(source, 0), axis=0), 0)
+            total = part if total is None else total + part
+        return total
+
+    return move(x)
+
+
+def _attention_of(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def scaled_dot_product_attention(
+        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any
+    ) -> mx.array:
+        if isinstance(cache, Stream):
+            return cache.attend(queries, keys, values, **options)
+        return original(queries, keys, values, cache=cache, **options)
+
+    return scaled_dot_product_attention
+
+
+def _hear_streams(model: nn.Module) -> None:
+    """Lets the attention of the model's family know a stream by its type; for every other cache nothing changes."""
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        if getattr(module, "scaled_dot_product_attention", None) is base.scaled_dot_product_attention:
+            module.scaled_dot_product_attention = _attention_of(base.scaled_dot_product_attention)  # type: ignore[attr-defined]
+
+
+def cannot_share_prompts(model: nn.Module) -> str | None:
+    """None for a model to which a stream is the same as whole rows; else why not, in words.
+
+    It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there.
+    """
+    _hear_streams(model)
+    prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
+    mask = mx.ones((1, 2, 1))
+    rows = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
+    stream = {
+        "prefix_length": 2,
+        "tokens": mx.array([*prompt, *long, *short]),
+        "offsets": mx.array([0, 1, 2, 3, 4, 5, 6, 7, 5]),
+        "slots": mx.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]]),
+        "sources": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
+        "mask": mask,
+    }
+    was_training = model.training
+    model.eval()
+    try:
+        wanted = hidden_states(model, rows)[mx.array([*range(8), 13])].astype(mx.float32)
+        error = (
+            mx.linalg.norm(hidden_states(model, stream).astype(mx.float32) - wanted) / mx.linalg.norm(wanted)
+        ).item()
+    except Exception as reason:  # a family's own code, handed what it does not expect, may raise anything
+        return (
+            f"its blocks do not take a stream of tokens ({type(reason).__name__}: {str(reason).splitlines()[0][:80]})"
+        )
+    finally:
+        model.train(was_training)
+    is_exact = all(a.dtype in (mx.float32, mx.uint32) for _, a in tree_flatten(model.parameters()))
+    return (
+        None
+        if error <= (1e-4 if is_exact else 0.03)
+        else f"a stream of tokens would change its outputs by {error:.2g} of their norm"
+    )
+
+
+def parameters_outside_blocks(model: nn.Module) -> dict[str, mx.array]:
+    """Trained parameters that belong to no block, by name."""
+    blocks = {id(a) for layer in model.layers for _, a in tree_flatten(layer.trainable_parameters())}
+    return {name: a for name, a in tree_flatten(model.trainable_parameters()) if id(a) not in blocks}
+
+
+def is_frozen(model: nn.Module) -> bool:
+    return not parameters_outside_blocks(model)
+
+
+def _run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array:
+    """The backbone's output, called as the model calls it; of a model without one, the model's."""
+    place = backbone_of(model)
+    if place is None:
+        return model(tokens, **options)
+    outputs = []
+
+    def listen(*args: Any, **kwargs: Any) -> mx.array:
+        outputs.append(backbone(*args, **kwargs))
+        return outputs[0][:1, :1]  # something for the head, whose result nobody evaluates
+
+    backbone = place[0][place[1]]
+    with Replaced(*place, listen):
+        model(tokens, **options)
+    return outputs[0]
+
+
+class Replaced:
+    """Within a `with`, a function in the place of a module's part, which still answers for its attributes."""
+
+    def __init__(self, holder: nn.Module, name: str, function: Callable[..., mx.array]):
+        self.holder, self.name, self.part, self.function = holder, name, holder[name], function
+
+    def __enter__(self) -> None:
+        dict.__setitem__(self.holder, self.name, self)  # not by attribute: parameters keep their names
+
+    def __exit__(self, *_: object) -> None:
+        dict.__setitem__(self.holder, self.name, self.part)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self.function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+
+def backbone_of(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that holds the backbone (the part that owns the blocks), and its name there; None without one."""
+    for holder in model.modules():
+        for name, part in holder.children().items():
+            owns = isinstance(part, nn.Module) and part is not model and part.get("layers")
+            if owns and [*map(id, owns)] == [*map(id, model.layers)]:  # which may be a new list at every look
+                return holder, name
+    return None

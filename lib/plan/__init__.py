@@ -1,0 +1,1 @@
+"""Who does how much, and how: calibration, memory, shares, strategy."""

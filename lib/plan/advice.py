@@ -1,0 +1,148 @@
+"""What is likely to be a mistake in a plan or its settings, and what to do instead: pure functions, one a practice.
+
+docs/best_practices.md tells the reasons. None of this changes a run: it is said, and kept in plan.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from lib.config.schema import Config, Train
+from lib.plan.balance import solo_pairs_per_second
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.divide_work import plan_cluster
+
+NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
+HIGHEST_RATE = 1e-2  # of Adam, whose steps are about as long as its rate
+STRAYED_NATS = 100.0  # of KL to the reference, a completion
+ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
+
+
+def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
+    """The plan, with a warning for each practice that it goes against."""
+    found = (
+        slow_shares(config, plan),
+        *beyond_the_knee(plan),
+        needless_sharding(config, plan),
+        not_calibrated(config, plan),
+        one_outer_round(config, plan),
+        unscaled_learning_rate(config.train),
+        high_learning_rate(config.train),
+    )
+    return replace(plan, warnings=(*plan.warnings, *(warning for warning in found if warning)))
+
+
+def slow_shares(config: Config, plan: ClusterPlan) -> str | None:
+    """Told shares, equal ones above all, that the hosts' curves say make a step longer than it has to be."""
+    curves = [curve for curve in plan.curves if curve is not None]
+    if config.plan.shares is None or plan.division or len(curves) < len(plan.ranks):
+        return None
+    hosts = [rank.host for rank in plan.ranks]
+    best = plan_cluster(
+        hosts,
+        plan.global_batch_size,
+        micro_batch_sizes=config.plan.micro_batch_sizes,
+        curves=curves,
+        sync_seconds=plan.sync_seconds,
+    )
+    now, then = plan.predicted_step_seconds, best.predicted_step_seconds
+    if now is None or then is None or now <= then * (1 + NOTEWORTHY):
+        return None
+    equal = "equal shares of unequal hosts, " if max(plan.shares) - min(plan.shares) <= 1 else ""
+    return (
+        f"plan.shares {plan.shares}: {equal}{now:.3g} s a step by the hosts' curves, where {best.shares} would take "
+        f"{then:.3g} s; leave plan.shares out"
+    )
+
+
+def beyond_the_knee(plan: ClusterPlan) -> list[str]:
+    """Micro-batches so large that the host is slower with them than with smaller ones."""
+    found = []
+    for rank, curve in zip(plan.ranks, plan.curves, strict=True):
+        largest = max(rank.micro_batch_sizes, default=0)
+        if curve is None or largest <= curve.best_point.batch_size:
+            continue
+        speed, best = largest / float(curve.seconds(np.array([largest]))[0]), solo_pairs_per_second(curve)
+        if speed < (1 - NOTEWORTHY) * best:
+            found.append(
+                f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs are beyond its knee, {speed:.3g} pairs/s "
+                f"where {curve.best_point.batch_size} give {best:.3g}; leave plan.micro_batch_sizes out"
+            )
+    return found
+
+
+def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:
+    """A model that is divided although the smallest host could hold all of it, and train it without a word to others."""
+    memory = [part.memory_bytes for part in plan.parts if part.memory_bytes is not None]
+    if config.strategy != "sharded" or len(plan.parts) < 2 or len(memory) < len(plan.parts):
+        return None  # "auto" has its reasons, which are measured
+    first = plan.parts[0]
+    weights = sum(part.divided_bytes for part in plan.parts) + first.whole_bytes
+    needed = weights * (1 + first.training_bytes / (first.divided_bytes + first.whole_bytes))
+    if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
+        return None
+    return (
+        f"strategy=sharded: the whole model takes {needed / 1e9:.3g} GB and the smallest host has {min(memory) / 1e9:.3g} GB; "
+        "every block waits for the network, replicas do not: strategy=auto"
+    )
+
+
+def not_calibrated(config: Config, plan: ClusterPlan) -> str | None:
+    """Several hosts, and no curve says what each can do."""
+    unknown = [rank.host for rank, curve in zip(plan.ranks, plan.curves, strict=True) if curve is None]
+    if plan.division or not unknown or len({rank.host for rank in plan.ranks}) == 1:
+        return None
+    names = ", ".join(dict.fromkeys(unknown))
+    if config.plan.shares is not None:
+        until = "nobody can say whether plan.shares suits the hosts"
+    elif config.plan.replan and max(plan.shares) - min(plan.shares) > 1:
+        until = "the shares follow the hosts' matrix products until the first steps have been timed"
+    elif config.plan.replan:
+        until = "the shares are equal until the first steps have been timed"
+    else:
+        until = "with plan.replan=false the shares stay equal, and the slowest host holds back the others"
+    return f"no calibration of {names}: {until}; make calibrate HOSTS=hostfile"
+
+
+def one_outer_round(config: Config, plan: ClusterPlan) -> str | None:
+    """`outer` takes a part of each round's change, as if more rounds came: one round alone learns too little."""
+    if plan.strategy != "independent" or config.independent.merge != "outer" or plan.merges != 1:
+        return None
+    return (
+        f"independent.merge=outer in one round takes {config.independent.outer_learning_rate:g} of what was learnt; "
+        "leave independent.pairs_per_round out, or take another merge"
+    )
+
+
+def unscaled_learning_rate(train: Train) -> str | None:
+    """A learning rate that was chosen for another global batch and is used as it is."""
+    chosen_for, batch = train.learning_rate_batch_size, train.global_batch_size
+    if train.learning_rate_scaling != "none" or chosen_for is None or chosen_for == batch:
+        return None
+    rule = "linear" if train.optimizer == "sgd" else "sqrt"  # arXiv:1706.02677 and arXiv:2205.10287
+    return (
+        f"train.global_batch_size is {batch}, but train.learning_rate={train.learning_rate:g} was chosen for {chosen_for}; "
+        f"train.learning_rate_scaling={rule} scales it, train.learning_rate=... chooses another"
+    )
+
+
+def high_learning_rate(train: Train) -> str | None:
+    """A learning rate that no model survives under Adam, a slip of the exponent mostly."""
+    if train.optimizer == "sgd" or train.learning_rate <= HIGHEST_RATE:
+        return None
+    return (
+        f"train.learning_rate={train.learning_rate:g} is beyond what {train.optimizer} can train with: "
+        "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"
+    )
+
+
+def strayed(kl: float | None) -> str | None:
+    """A policy that ends so far from its reference that its answers are hardly the model's any more."""
+    if kl is None or abs(kl) < STRAYED_NATS:
+        return None
+    return (
+        f"KL to the reference is {kl:.3g} nats a completion: the model has left what it was, whatever its margins say; "
+        "a lower train.learning_rate, a larger train.beta, or fewer steps"
+    )

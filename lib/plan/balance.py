@@ -1,0 +1,361 @@
+"""Who does how much of a step: pure functions from measured curves to shares and micro-batches.
+
+Host i takes tau_i(b) seconds for a micro-batch of b pairs, and t_i(n) = min over b of t_i(n - b) + tau_i(b)
+for n pairs in micro-batches of any sizes, and o_i for what it does besides (the update, ...), whatever n. A
+global batch of B pairs is divided to minimise max t_i(n_i) + o_i: the slowest rank ends the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lib.errors import UserError
+from lib.plan.curves import MEMORY_HEADROOM, Curve
+
+DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
+TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
+
+
+class TooLarge(UserError):
+    """A host's memory does not hold the model and one pair, which need so many bytes."""
+
+    def __init__(self, message: str, needed_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+def check_memory(host: str, curve: Curve) -> None:
+    """Whether the host can run the smallest measured micro-batch.
+
+    Raises:
+        TooLarge: it cannot; with what it needs and has.
+    """
+    if curve.max_batch_size == 0:
+        smallest = curve.points[0]
+        assert smallest.peak_memory_bytes is not None and curve.memory_limit_bytes is not None
+        pairs = "one pair needs" if smallest.batch_size == 1 else f"{smallest.batch_size} pairs need"
+        raise TooLarge(
+            f"host {host}: {pairs} {smallest.peak_memory_bytes / 1e9:.2f} GB, but it has "
+            f"{curve.memory_limit_bytes / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; try "
+            "model.gradient_checkpointing=true or a smaller data.max_length, or leave the host out",
+            smallest.peak_memory_bytes,
+        )
+
+
+def equal_shares(global_batch_size: int, world_size: int) -> list[int]:
+    """Shares that differ by one pair at most; the first ranks take the remainder."""
+    each, more = divmod(global_batch_size, world_size)
+    return [each + (rank < more) for rank in range(world_size)]
+
+
+def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
+    """Shares in proportion to `ratios`, rounded by largest remainder; they sum to total_examples."""
+    exact = np.round(total_examples * np.asarray(ratios, dtype=np.float64) / sum(ratios), 9)
+    shares = np.floor(exact).astype(int)
+    most_cut_first = np.argsort(shares - exact, kind="stable")
+    shares[most_cut_first[: total_examples - shares.sum()]] += 1
+    return [int(share) for share in shares]
+
+
+def check_shares(shares: Sequence[int], global_batch_size: int, world_size: int) -> None:
+    """Whether given shares fit the world and the batch.
+
+    Raises:
+        UserError: they do not.
+    """
+    listed = list(shares)
+    if len(listed) != world_size:
+        raise UserError(
+            f"plan.shares {listed} has {len(listed)} numbers, but there are {world_size} ranks; give one a rank"
+        )
+    if min(listed) < 0:
+        raise UserError(f"plan.shares {listed}: a share of {min(listed)} pairs; the least is 0")
+    if sum(listed) != global_batch_size:
+        raise UserError(
+            f"plan.shares {listed} sum to {sum(listed)}, but train.global_batch_size is {global_batch_size}; "
+            "make them equal"
+        )
+
+
+def check_micro_batch_sizes(micro_batch_sizes: Sequence[int], world_size: int) -> None:
+    """Whether given micro-batch sizes fit the world.
+
+    Raises:
+        UserError: they do not.
+    """
+    listed = list(micro_batch_sizes)
+    if len(listed) != world_size:
+        raise UserError(
+            f"plan.micro_batch_sizes {listed} has {len(listed)} numbers, but there are {world_size} ranks; "
+            "give one a rank"
+        )
+    if min(listed) < 1:
+        raise UserError(f"plan.micro_batch_sizes {listed}: a micro-batch of {min(listed)} pairs; the least is 1")
+
+
+def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
+    """Micro-batches of one size, and what is left: 20 pairs by 8 are 8, 8, 4."""
+    whole, rest = divmod(share, micro_batch_size)
+    return (micro_batch_size,) * whole + ((rest,) if rest else ())
+
+
+def solo_pairs_per_second(curve: Curve) -> float:
+    """R = max over b of b / tau(b), within memory."""
+    sizes = np.arange(1, curve.max_batch_size + 1)
+    return float(np.max(sizes / curve.seconds(sizes)))
+
+
+def fastest_micro_batches(curve: Curve, share: int) -> tuple[int, ...]:
+    """The micro-batches that attain t(share), the largest first; of equally fast ones, the largest sizes."""
+    tau = curve.seconds(np.arange(1, curve.max_batch_size + 1))
+    times = step_times(tau[None], share)[0]
+    batches = []
+    rest = share
+    while rest:
+        most = min(rest, len(tau))
+        candidates = times[rest - most : rest][::-1] + tau[:most]
+        near_best = np.flatnonzero(candidates <= times[rest] * (1 + 1e-12))
+        batches.append(int(near_best[-1]) + 1)
+        rest -= batches[-1]
+    return tuple(sorted(batches, reverse=True))
+
+
+def best_shares(
+    hosts: Sequence[str],
+    curves: Sequence[Curve],
+    global_batch_size: int,
+    sync_seconds: float = 0.0,
+    micro_batch_sizes: Sequence[int] | None = None,
+) -> tuple[list[int], str]:
+    """The shares of the shortest step, and why: all hosts together, or the best one alone, without a sync."""
+    kinds = _Kinds(curves, micro_batch_sizes)
+    shares, seconds, shortest = kinds.divide(global_batch_size)
+    together = seconds + sync_seconds
+    best_host, alone = kinds.best_alone(global_batch_size, together)
+    if alone <= together:
+        others = listed([f"{host} (rank {rank})" for rank, host in enumerate(hosts) if rank != best_host])
+        reason = (
+            f"leave out {others}: {hosts[best_host]} alone takes {alone:.4g} s a step, together they take "
+            f"{together:.4g} s, {sync_seconds:.4g} s of it sync; a larger train.global_batch_size may help"
+        )
+        return [global_batch_size * (rank == best_host) for rank in range(len(hosts))], reason
+    equal = kinds.seconds(equal_shares(global_batch_size, len(hosts))) + sync_seconds
+    reason = (
+        f"shares from the hosts' curves: {together:.4g} s a step; equal shares {equal:.4g} s, "
+        f"the best host alone ({hosts[best_host]}) {alone:.4g} s"
+    )
+    if seconds > shortest * (1 + 1e-9):
+        reason += f"; in whole micro-batches of one size a host, {seconds / shortest - 1:.1%} above the least"
+    return shares, reason
+
+
+def step_times(tau: np.ndarray, pairs: int) -> np.ndarray:
+    """t(n) for n = 0..pairs, float64 [K, pairs + 1], from tau(1..M), [K, M]; inf marks what does not fit."""
+    times = np.zeros((tau.shape[0], pairs + 1))
+    for n in range(1, pairs + 1):
+        most = min(n, tau.shape[1])
+        times[:, n] = (times[:, n - most : n][:, ::-1] + tau[:, :most]).min(axis=1)
+    return times
+
+
+def within_memory(weights: Sequence[float], room: Sequence[float]) -> list[float] | None:
+    """Weights under which no rank gets more than its room, a fraction of all; None if all rooms together are too small.
+
+    Those that are full stay full; what is left goes to the others in proportion to their weights.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    if all(share <= space for share, space in zip(shares, room, strict=True)):
+        return list(weights)
+    if sum(room) < 1:
+        return None
+    full: set[int] = set()
+    while True:
+        left = 1 - sum(room[rank] for rank in full)
+        open_weight = sum(weight for rank, weight in enumerate(weights) if rank not in full)
+        shares = [room[r] if r in full else left * weight / open_weight for r, weight in enumerate(weights)]
+        over = {rank for rank, share in enumerate(shares) if share > room[rank] * (1 + 1e-12)}
+        if not over:
+            return shares
+        full |= over
+
+
+class _Kinds:
+    """Hosts grouped by equal curves, and the table t(n) of each kind, as long as is needed."""
+
+    def __init__(self, curves: Sequence[Curve], micro_batch_sizes: Sequence[int] | None) -> None:
+        sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
+        numbers: dict[tuple[Any, ...], int] = {}
+        members: list[tuple[Curve, int | None]] = []
+        self.of_rank = np.empty(len(curves), dtype=np.int64)
+        for rank, (curve, size) in enumerate(zip(curves, sizes, strict=True)):
+            identity = (*curve_identity(curve), size)
+            if identity not in numbers:
+                numbers[identity] = len(numbers)
+                members.append((curve, size))
+            self.of_rank[rank] = numbers[identity]
+        self.counts = np.bincount(self.of_rank)
+        self.fixed = np.array([size or 0 for _, size in members])
+        self.measured = [[p.batch_size for p in c.points if p.batch_size <= c.max_batch_size] for c, _ in members]
+        widest = max(size or curve.max_batch_size for curve, size in members)
+        self.tau = np.full((len(members), widest), np.inf)
+        for kind, (curve, size) in enumerate(members):
+            most = size or curve.max_batch_size
+            self.tau[kind, :most] = curve.seconds(np.arange(1, most + 1))
+        self.rates = (np.arange(1, widest + 1) / self.tau).max(axis=1)
+        self.overheads = np.array([curve.step_overhead_seconds for curve, _ in members])
+
+    def times(self, kinds: np.ndarray, pairs: int) -> np.ndarray:
+        """t(0..pairs) + o of some kinds, float64 [len(kinds), pairs + 1]."""
+        times = step_times(self.tau[kinds], pairs)
+        for row, kind in enumerate(kinds):
+            told = self.fixed[kind]  # whole micro-batches of that size, and what is left
+            if told:
+                tau = np.concatenate([[0.0], self.tau[kind]])
+                whole, rest = np.divmod(np.arange(pairs + 1), told)
+                times[row] = whole * tau[told] + tau[rest]
+        return times + self.overheads[kinds][:, None]
+
+    def seconds(self, shares: Sequence[int] | np.ndarray) -> float:
+        """max t_i(n_i) + o_i."""
+        times = self.times(np.arange(len(self.counts)), max(shares))
+        return float(times[self.of_rank, np.asarray(shares)].max())
+
+    def best_alone(self, pairs: int, bound: float) -> tuple[int, float]:
+        """The rank that does all pairs soonest, and its time.
+
+        No kind can be faster than pairs / rate, so that most need no table of their own.
+        """
+        best, best_seconds = 0, np.inf
+        for kind in np.argsort(pairs / self.rates, kind="stable"):
+            if np.isfinite(best_seconds) and pairs / self.rates[kind] >= min(best_seconds, bound):
+                break
+            seconds = float(self.times(np.array([kind]), pairs)[0, -1])
+            if seconds < best_seconds:
+                best, best_seconds = int(np.flatnonzero(self.of_rank == kind)[0]), seconds
+        return best, best_seconds
+
+    def divide(self, pairs: int) -> tuple[list[int], float, float]:
+        """argmin of max t_i(n_i) over sum n_i = pairs, up to TIDY_TOLERANCE; its time, and the least."""
+        every = np.arange(len(self.counts))
+        length = min(pairs, int(2 * pairs * self.rates.max() / (self.rates @ self.counts)) + self.tau.shape[1])
+        while True:
+            times = self.times(every, length)
+            # Beyond the table no host is done before this: t(n) >= n / rate.
+            horizon = np.inf if length == pairs else ((length + 1) / self.rates).min()
+            # The most pairs that a kind can do within T; a noisy curve may fall, so look from the end.
+            rising = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
+            longest = min(float(rising[:, -1].max()), horizon * (1 - 1e-9))
+            if _capacity(rising, longest) @ self.counts >= pairs:
+                break
+            length = min(pairs, 2 * length)
+
+        too_short, enough = 0.0, longest
+        while enough - too_short > 1e-12 * enough:
+            middle = (too_short + enough) / 2
+            if _capacity(rising, middle) @ self.counts >= pairs:
+                enough = middle
+            else:
+                too_short = middle
+
+        shares = self._fill(_capacity(rising, too_short), _capacity(rising, enough), pairs)
+        seconds = float(times[self.of_rank, shares].max())
+        # Filling up to a time is exact, unless fewer pairs somewhere take longer than more (a noisy curve).
+        if seconds > enough * (1 + 1e-9):
+            shares = _divide_exactly(times[self.of_rank], shares)
+            seconds = float(times[self.of_rank, shares].max())
+        tidy = self._tidy_shares(seconds, pairs)
+        if tidy is not None:
+            shares = tidy
+        return [int(share) for share in shares], self.seconds(shares), seconds
+
+    def _fill(self, base: np.ndarray, most: np.ndarray, pairs: int) -> np.ndarray:
+        """Each host's capacity just before the last moment, then one more pair each in turn.
+
+        In turn, and by rank: equal hosts differ by one pair at most, and the same input gives the same plan.
+        """
+        shares, room = base[self.of_rank], (most - base)[self.of_rank]
+        left = pairs - int(shares.sum())
+        while left:
+            takers = np.flatnonzero(room)[:left]
+            shares[takers] += 1
+            room[takers] -= 1
+            left -= len(takers)
+        return shares
+
+    def _tidy_shares(self, seconds: float, pairs: int) -> np.ndarray | None:
+        """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance.
+
+        They rest on measured times and not on interpolated ones, and each host compiles one shape.
+        """
+        limit = seconds * (1 + TIDY_TOLERANCE)
+        options: list[list[tuple[float, int]]] = []  # of each kind: (time, share)
+        for kind, sizes in enumerate(self.measured):
+            overhead = float(self.overheads[kind])
+            best: dict[int, float] = {0: overhead}
+            for size in [int(self.fixed[kind])] if self.fixed[kind] else sizes:
+                tau = self.tau[kind, size - 1]
+                most = min(int((limit - overhead) / tau), pairs // size)
+                for count in range(max(1, most - 2), most + 1):
+                    best[count * size] = min(best.get(count * size, np.inf), count * tau + overhead)
+            options.append(sorted((time, share) for share, time in best.items()))
+        for moment in sorted({time for some in options for time, _ in some if time >= seconds * (1 - 1e-9)}):
+            shares = np.array([max(share for time, share in some if time <= moment) for some in options])
+            if shares @ self.counts == pairs:
+                return shares[self.of_rank]
+        return None
+
+
+def _capacity(rising: np.ndarray, seconds: float) -> np.ndarray:
+    """The most pairs of each kind that are done within `seconds`: int [K]."""
+    within: np.ndarray = np.maximum(np.sum(rising <= seconds, axis=1) - 1, 0)
+    return within
+
+
+def _divide_exactly(times: np.ndarray, near: np.ndarray) -> np.ndarray:
+    """argmin of max t_i(n_i), by dynamic programming over hosts; of equally good ones, the closest to `near`.
+
+    times: float64 [N, L + 1]; near: int [N], shares that add up to the pairs. A state is how many pairs the
+    hosts so far are ahead of `near`, within a window: it holds every state for a few hosts, and for very many
+    still more than the noise of one host needs.
+    """
+    bound = times[np.arange(len(near)), near].max()
+    window = min(int(near.sum()), max(32, 16_384 // len(near)))
+    states = 2 * window + 1
+    best = np.full(states, np.inf)
+    best[window] = 0.0
+    choices = np.zeros((len(near), states), dtype=np.int64)
+    for host, (row, centre) in enumerate(zip(times, near, strict=True)):
+        new = np.full(states, np.inf)
+        ahead = np.flatnonzero(row <= bound) - centre
+        for more in sorted(ahead[np.abs(ahead) < states].tolist(), key=abs):
+            reached = slice(max(0, more), states + min(0, more))
+            candidate = np.maximum(best[max(0, -more) : states - max(0, more)], row[centre + more])
+            better = candidate < new[reached]
+            new[reached][better] = candidate[better]
+            choices[host, reached][better] = more
+        best = new
+    shares = near.copy()
+    state = window
+    for host in reversed(range(len(near))):
+        shares[host] += choices[host, state]
+        state -= choices[host, state]
+    return shares
+
+
+def curve_identity(curve: Curve) -> tuple[Any, ...]:
+    """What the planner sees of a curve."""
+    return (
+        curve.max_batch_size,
+        curve.step_overhead_seconds,
+        tuple((point.batch_size, point.seconds_median) for point in curve.points),
+    )
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The names, or the first of very many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,210 @@
+"""The plan of a step: every rank's share and micro-batches, or its part of a model. Pure functions.
+
+Efficiency is eta = (B / T) / sum of R_i: of a global batch of B pairs in T seconds, achieved speed over the sum of what the
+machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/balance.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lib.config.schema import Config
+from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.plan.curves import Curve, CurveKey
+
+SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of every step."""
+
+    rank: int
+    host: str
+    share: int  # pairs
+    micro_batch_sizes: tuple[int, ...]  # pairs, in the order they are run; they add up to the share
+    predicted_compute_seconds: float | None = None  # without the sync; None where nothing is measured
+    solo_pairs_per_second: float | None = None  # R: at its best micro-batch, alone
+    max_micro_batch_size: int | None = None  # larger ones ran out of memory there
+    planned_bytes: int | None = None  # of its largest micro-batch, as measured, else by the memory model
+    memory_bytes: int | None = None  # that the rank may use
+
+
+@dataclass(frozen=True)
+class PartOfModel:
+    """What one rank keeps of a model."""
+
+    kv_heads: int
+    columns: int  # of the MLPs, or of every expert where there are no others
+    share: float  # of all that is divided
+    divided_bytes: int
+    whole_bytes: int  # what every rank keeps
+    training_bytes: int  # gradients and optimizer, of full training
+    memory_bytes: int | None  # that the rank may use
+    activation_bytes: int | None = None  # and adapters: what a micro-batch takes besides, by the memory model
+
+    @property
+    def needed_bytes(self) -> int:
+        """All but activations."""
+        return self.divided_bytes + self.whole_bytes + self.training_bytes
+
+    def row(self, rank: int, host: str) -> dict[str, str]:
+        """For the plan's table."""
+        return {
+            "rank": str(rank),
+            "host": host,
+            "part": f"{100 * self.share:.1f} %",
+            "KV heads": str(self.kv_heads),
+            "MLP columns": str(self.columns),
+            "its part GB": f"{self.divided_bytes / 1e9:.3g}",
+            "kept by all GB": f"{self.whole_bytes / 1e9:.3g}",
+            "training GB": f"{self.training_bytes / 1e9:.3g}",
+            "activations GB": "unknown" if self.activation_bytes is None else f"{self.activation_bytes / 1e9:.3g}",
+            "memory GB": "unknown" if self.memory_bytes is None else f"{self.memory_bytes / 1e9:.3g}",
+        }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one way to run would give."""
+
+    strategy: str
+    hosts: tuple[str, ...]
+    step_seconds: float | None  # None: it does not fit, or too little is measured
+    efficiency: float | None  # over the sum of what all hosts of the run do alone
+    chosen: bool = False
+    memory_bytes: int | None = None  # the largest host's peak, as measured, or as weights and optimizer need at least
+    bytes_per_step: float | None = None  # that each rank sends, on average
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Every rank's part, what it is predicted to give, and why it was chosen."""
+
+    strategy: str
+    global_batch_size: int
+    ranks: tuple[Plan, ...]
+    sync_seconds: float  # of one step; a single host needs none
+    reason: str
+    warnings: tuple[str, ...] = ()
+    curves: tuple[Curve | None, ...] = field(default=(), repr=False)  # what the predictions rest on
+    calibrated: bool = False  # curves of this very model on every host: their seconds are this run's
+    gradient_checkpointing: bool = False  # chosen because one pair does not fit without
+    predictions: tuple[Prediction, ...] = ()
+    division: Division | None = None  # of the model, where it is sharded
+    parts: tuple[PartOfModel, ...] = ()  # then, what each rank keeps
+    steps_per_round: int | None = None  # of independent ranks: global batches from one merge to the next, to begin with
+    merges: int | None = None  # in the whole run, if that stays so
+    merging: str = ""  # how often ranks merge, and why so often
+    synchronous_instead: str = ""  # what strategy=synchronous would give and cost
+    key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
+
+    @property
+    def workers(self) -> tuple[Plan, ...]:
+        """Those among whom data are divided: all ranks, or, where they hold parts of one model, all as one."""
+        return self.ranks[:1] if self.division else self.ranks
+
+    @property
+    def shares(self) -> list[int]:
+        """Pairs a step, by worker."""
+        return [plan.share for plan in self.workers]
+
+    @property
+    def micro_batch_sizes(self) -> list[tuple[int, ...]]:
+        """The micro-batches of a step, by worker."""
+        return [plan.micro_batch_sizes for plan in self.workers]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Hosts without work."""
+        return [plan.host for plan in self.ranks if plan.share == 0]
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """The slowest rank's compute and update, from one sync to the next, and the sync."""
+        computes = [plan.predicted_compute_seconds for plan in self.ranks]
+        known = [seconds for seconds in computes if seconds is not None]
+        if len(known) < len(computes):
+            return None
+        updates = [curve.step_overhead_seconds if curve else 0.0 for curve in self.curves]
+        together = [compute + update for compute, update in zip(known, updates, strict=True)]
+        working = [seconds for seconds, share in zip(together, self.shares, strict=True) if share]
+        return max(working if len(working) == 1 else together) + self.sync_seconds
+
+    @property
+    def predicted_pairs_per_second(self) -> float | None:
+        """The cluster's speed."""
+        seconds = self.predicted_step_seconds
+        return self.global_batch_size / seconds if seconds else None
+
+    @property
+    def solo_sum_pairs_per_second(self) -> float | None:
+        """What the machines do alone, added up."""
+        known = [plan.solo_pairs_per_second for plan in self.ranks if plan.solo_pairs_per_second is not None]
+        return sum(known) if len(known) == len(self.ranks) else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """eta, between 0 and 1."""
+        speed, solo = self.predicted_pairs_per_second, self.solo_sum_pairs_per_second
+        return speed / solo if speed and solo else None
+
+    def rows(self) -> list[dict[str, str]]:
+        """One row a rank, for a table; the columns are the keys."""
+        if self.division:
+            return [part.row(rank.rank, rank.host) for rank, part in zip(self.ranks, self.parts, strict=True)]
+        return [
+            {
+                "rank": str(plan.rank),
+                "host": plan.host,
+                "share": f"{plan.share} ({100 * plan.share / self.global_batch_size:.0f} %)",
+                "micro-batches": _run_lengths(plan.micro_batch_sizes),
+                "alone pairs/s": _number(plan.solo_pairs_per_second),
+                "compute s": _number(plan.predicted_compute_seconds),
+                "planned GB": "unknown" if plan.planned_bytes is None else f"{plan.planned_bytes / 1e9:.3g}",
+                "of GB": "unknown" if plan.memory_bytes is None else f"{plan.memory_bytes / 1e9:.3g}",
+            }
+            for plan in self.ranks
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For plan.json and the records; of the curves what can be drawn."""
+        drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
+        return {
+            **asdict(replace(self, curves=(), key=None)),
+            "key": self.key and self.key.model_dump(mode="json"),
+            "curves": [curve and curve.model_dump(mode="json", include=drawn) for curve in self.curves],
+            "shares": self.shares,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "predicted_pairs_per_second": self.predicted_pairs_per_second,
+            "solo_sum_pairs_per_second": self.solo_sum_pairs_per_second,
+            "efficiency": self.efficiency,
+        }
+
+
+def training_bytes_per_byte(config: Config, shape: Shape) -> float:
+    """What training adds to the weights: full training keeps for each that it trains, whatever its type, four float32 numbers.
+
+    They are the gradient's sum, the two moments of an Adam, and what an update makes of them before the old is let go.
+    """
+    if config.model.method != "full":
+        return 0.0
+    return 4 * 4 / shape.weight_bytes * min(config.model.blocks or shape.blocks, shape.blocks) / shape.blocks
+
+
+def whole_bytes(config: Config, shape: Shape) -> int:
+    """What a host that keeps the whole model needs at least: all but activations."""
+    weights, others = rank_bytes(shape, divide(shape, [1.0]), 0)
+    return round((1 + training_bytes_per_byte(config, shape)) * (weights + others))
+
+
+def _run_lengths(sizes: Sequence[int]) -> str:
+    """(8, 8, 4) as "2 x 8, 4"."""
+    counts = {size: list(sizes).count(size) for size in dict.fromkeys(sizes)}
+    return ", ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in counts.items()) or "none"
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4g}"

@@ -1,0 +1,197 @@
+"""The plan that a run starts with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from lib.config.schema import Config
+from lib.data import tokenizer
+from lib.data.batch_shapes import padded_lengths
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.model.partition import FAMILIES, shape_of
+from lib.model.token_stream import length_multiple
+from lib.plan import curves, memory_ceilings
+from lib.plan.advice import advised
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.curves import CurveKey, HostCalibration
+from lib.plan.divide_work import plan_sharded
+from lib.plan.memory import Backend, Model, Rows
+from lib.plan.run_plan import plan_run
+from lib.plan.step_arrays import MOMENTS, Training
+from lib.plan.uncalibrated_hosts import needs_rates
+from lib.system import hardware, matmul_rate, model_folder, network
+from lib.system.out_of_memory import Limit
+
+
+def first_plan(
+    config: Config,
+    world: World,
+    hosts: list[str],
+    lengths: np.ndarray,
+    rows: Rows | None = None,
+    resumed: Path | None = None,
+) -> ClusterPlan:
+    """The plan that a run starts with, and what is likely to be a mistake in it (lib/plan/advice.py).
+
+    Each rank reads its own host's calibration, and all exchange them.
+
+    Args:
+        lengths: int [n], of the training data's rows, as Dataset.lengths.
+        rows: the largest of them, for the memory model.
+        resumed: the folder of a run that goes on: where it ended for want of memory, its host remembers that first.
+
+    Raises:
+        AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
+    """
+    return advised(config, _first_plan(config, world, hosts, lengths, rows, resumed))
+
+
+def _first_plan(
+    config: Config,
+    world: World,
+    hosts: list[str],
+    lengths: np.ndarray,
+    rows: Rows | None,
+    resumed: Path | None,
+) -> ClusterPlan:
+    if config.strategy == "sharded" and world.size == 1:
+        sizes = config.plan.micro_batch_sizes
+        alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
+        config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
+    with world.agreeing("reading the calibration"):
+        own = curves.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
+        folder = model_folder.resolve(config.model.path, config.model.revision)
+        shape = None
+        if config.strategy in ("auto", "sharded") and world.size > 1:
+            with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):  # whoever asks is told why
+                shape = shape_of(tokenizer.stored_config(config.model), model_dtype(config))
+        padded = padded_lengths(lengths, length_multiple(config.data))
+        key = curves.curve_key(config, folder, round(float(padded.mean())))
+    # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
+    agreed = json.loads(
+        world.broadcast_text(
+            json.dumps({"key": key.model_dump(), "longest": int(padded.max()), "rows": rows and asdict(rows)})
+        )
+    )
+    key = curves.CurveKey(**agreed["key"])
+    warning, limit = "", memory_limit(config, hosts, world)
+    with world.agreeing("reading the calibration"):
+        if (
+            resumed is not None
+            and (killed := memory_ceilings.killed_before(resumed, hosts[world.rank], network.host_name())) is not None
+        ):
+            memory = memory_ceilings.Memory(Path(config.plan.calibration_dir), hosts, world.rank, key)
+            warning = memory.take_over(killed, resumed)
+            own = curves.own_calibration(memory.folder, hosts, world.rank)
+    own = memory_ceilings.bounded(own, key, limit.size_bytes if limit.is_configured else None)
+    warnings = world.gather_text(warning, "what ended for want of memory")
+    texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
+    memory_bytes = world.gather_text(json.dumps(limit.size_bytes), "every host's memory")
+    identity = hardware.identify(hosts[world.rank])
+    chips = world.gather_text(identity.device_name, "every host's chip")
+    devices = cast("list[Backend]", world.gather_text(identity.device, "every host's device"))
+    calibrations = [HostCalibration.model_validate_json(text) if text else None for text in texts]
+    with world.agreeing("planning"):
+        plan = plan_run(
+            config,
+            hosts,
+            calibrations,
+            key,
+            longest=agreed["longest"],
+            backend=world.backend,
+            versions=hardware.versions(),
+            device_names=chips,
+            published=list(curves.read_published().values()),
+            dataset_size=len(lengths),
+            shape=shape,
+            memory_bytes=[json.loads(text) for text in memory_bytes],
+            gflops=_matmul_rates(hosts, calibrations, key, world),
+            model=_memory_model(config, agreed["rows"]),
+            devices=devices,
+        )
+        told = tuple(dict.fromkeys(filter(None, warnings)))
+        plan = replace(plan, key=key, warnings=(*told, *plan.warnings))
+        return memory_ceilings.applied(plan, calibrations, may_checkpoint(config))
+
+
+def may_checkpoint(config: Config) -> bool:
+    """Whether gradient checkpointing may be turned on: dropout is the one thing that MLX's gets wrong."""
+    return config.model.gradient_checkpointing is None and not config.model.dropout
+
+
+def _matmul_rates(
+    hosts: list[str], calibrations: Sequence[HostCalibration | None], key: CurveKey, world: World
+) -> list[float] | None:
+    """Every rank's, measured now, where a host of several was not calibrated for this; of one host's ranks all are equal."""
+    if not needs_rates(hosts, calibrations, key):
+        return None
+    return [
+        float(text) for text in world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
+    ]
+
+
+def _memory_model(config: Config, rows: dict[str, int] | None) -> Model | None:
+    """What the memory model knows of a run; None of families whose config.json has other names for its dimensions."""
+    if rows is None:
+        return None
+    stored = tokenizer.stored_config(config.model)
+    try:
+        shape = shape_of(stored, model_dtype(config), to_divide=False)
+    except (UserError, ValueError, TypeError):
+        return None
+    settings = config.model
+    return Model(
+        shape,
+        Training(
+            method=settings.method,
+            rank=settings.rank,
+            blocks=settings.blocks,
+            checkpointing=bool(settings.gradient_checkpointing),
+            window=settings.attention_window,
+            moments=MOMENTS.get(config.train.optimizer, 2),
+            shared_prompts=config.data.shared_prompts and stored.get("model_type") in FAMILIES,
+        ),
+        Rows(**rows),
+    )
+
+
+def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
+    """The division of a model, from what every host has: memory, and the calibrated rate of its matrix products.
+
+    Raises:
+        AgreedError: the model cannot be divided, or not among these hosts.
+    """
+    with world.agreeing("reading the calibration"):
+        own = curves.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
+        shape = shape_of(tokenizer.stored_config(config.model), model_dtype(config))
+        memory = memory_limit(config, hosts, world).size_bytes
+    facts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")
+    memory_bytes, gflops = zip(*map(json.loads, facts), strict=True)
+    with world.agreeing("planning"):
+        return plan_sharded(config, hosts, shape, memory_bytes, gflops)
+
+
+def model_dtype(config: Config) -> str | None:
+    """Of the weights, where it is not the stored one."""
+    return config.model.dtype or ("float32" if config.model.random_init else None)
+
+
+def memory_limit(config: Config, hosts: list[str], world: World) -> Limit:
+    """What this rank may use."""
+    configured = config.plan.memory_limit_gb
+    if isinstance(configured, dict):
+        configured = configured.get(hosts[world.rank])
+    if configured is not None:
+        return Limit(round(configured * 1e9), is_configured=True)
+    memory = hardware.memory_limit_bytes()
+    if memory and hardware.mlx_device()[0] != "cuda":  # there, each rank has a GPU of its own
+        memory //= hosts.count(hosts[world.rank])
+    return Limit(memory)

@@ -1,0 +1,167 @@
+"""What a training step needs in memory, by arithmetic: the arrays that it makes, in order, and when each can be let go.
+
+No MLX here. `step_bytes` writes down a step of lib/training/step.py as operations (what each reads, how many bytes it makes), runs them
+on paper in that order, and takes the largest sum of what is held. What is kept for the backward pass, in numbers a token
+(D hidden size; Q, K, F widths of queries, keys and MLP; r ranks of the adapters), in every block:
+
+    norms                 2 D, their inputs; in another type than float32 a CPU keeps a float32 copy besides
+    linear layers         2 D + Q + F, an input once for layers that share it; LoRA r a layer, DoRA the output as well
+    attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the rotation's sines
+    its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel)
+    SwiGLU                2 F; on a CPU 3 F
+    or, checkpointed      D, and all of the above of one block at a time
+
+What is let go is not free at once: MLX hands out work ahead of the device, and holds what it reads until that is done: up to
+eleven tasks, each ten dispatches on a CPU, or a GPU's command buffer of so many operations or elements read (MLX 0.32:
+MAX_ACTIVE_TASKS, DISPATCHES_PER_TASK, `CommandEncoder::needs_commit`). Peaks are of arrays in use: what MLX's cache keeps
+besides is given back before an allocation fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lib.data.batch_shapes import NEED, real_tokens
+from lib.data.batch_shapes import Shape as BatchShape
+from lib.data.batch_shapes import shape_of as batch_shape_of
+from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.plan.step_arrays import Backend, Step, Training
+
+MARGIN = 1.05  # for what is small and not written down: views, sums, indices, the rounding of allocations
+UPDATE = 1.7  # times the gradients: they, their means, and what an update makes of them
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """A step's largest moment, in parts; all in bytes."""
+
+    weights: int
+    trained: int  # adapters, or what full training adds to the weights, and the optimizer's numbers
+    gradients: int  # and what an update makes of them
+    activations: int  # kept for the backward pass, and at work
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.trained + self.gradients + self.activations
+
+
+def step_bytes(shape: Shape, training: Training, batch: BatchShape, backend: Backend, weight_bytes: int) -> StepBytes:
+    """What a step of micro-batches of this shape needs at its largest moment.
+
+    Args:
+        shape: of the model, or of a rank's part of it.
+        batch: the largest micro-batch, as lib/data/batch_shapes.py pads it.
+        weight_bytes: of all that is loaded, before anything is trained.
+    """
+    tape = Step(shape, training, batch, backend).write()
+    gradients = sum(array.size_bytes for array in tape.kept_to_the_end)
+    backward = tape.peak_bytes(backend)
+    adapters = 0.0 if training.method == "full" else gradients
+    if training.method == "full":  # float32, whatever was loaded
+        adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
+    # The update: gradients, their means and the new weights, when no activation is left.
+    largest = max(backward, UPDATE * gradients)
+    return StepBytes(
+        weights=weight_bytes,
+        trained=round(adapters + training.moments * gradients),
+        gradients=round(gradients),
+        activations=round(MARGIN * largest - gradients),
+    )
+
+
+# ---- Micro-batches that fit
+
+
+# Tokens of a micro-batch beyond which a device gains nothing: one H200 multiplied matrices of an 8B model at its full rate
+# from 12,288 on (bfloat16); a GPU with a tenth of its rate, and a CPU, are busy with far fewer.
+MOST_TOKENS: dict[Backend, int] = {"cpu": 4096, "metal": 4096, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The largest rows of a data set, each figure of the row that has most: tokens."""
+
+    prompt: int  # of the row with most tokens in all
+    seen: int  # positions of the longest sequence
+    tokens: int  # of a row in all, its prompt once
+    scored: int  # of a row, over its completions
+    completions: int = 2
+    length_multiple: int = 64
+
+    @classmethod
+    def of(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
+        """prompts: int [n]; seen, scored: int [n, K]."""
+        tokens = real_tokens(prompts, seen)
+        return cls(
+            int(prompts[tokens.argmax()]),
+            int(seen.max()),
+            int(tokens.max()),
+            int(scored.sum(axis=1).max()),
+            seen.shape[1],
+            length_multiple,
+        )
+
+    def batch(self, pairs: int, shared_prompts: bool) -> BatchShape:
+        """A micro-batch of such rows, as lib/data/batch_shapes.py pads it."""
+        prompt = min(self.prompt, self.seen)
+        widest = min(self.scored, self.seen)
+        need = (pairs, prompt, prompt, self.seen, pairs * self.tokens, pairs * self.scored, widest)
+        return batch_shape_of(np.array([need], NEED), self.completions, self.length_multiple, shared_prompts)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and on what: enough to say what any micro-batch of it needs on any host."""
+
+    shape: Shape
+    training: Training
+    rows: Rows
+
+    def bytes(self, pairs: int, backend: Backend, checkpointing: bool | None = None) -> StepBytes:
+        """A step of micro-batches of so many pairs, of a host that keeps the whole model."""
+        return self.of_part(
+            self.shape, sum(rank_bytes(self.shape, divide(self.shape, [1.0]), 0)), pairs, backend, checkpointing
+        )
+
+    def of_part(
+        self, part: Shape, weight_bytes: int, pairs: int, backend: Backend, checkpointing: bool | None = None
+    ) -> StepBytes:
+        """The same for a rank's part of the model."""
+        training = self.training if checkpointing is None else replace(self.training, checkpointing=checkpointing)
+        return step_bytes(part, training, self.rows.batch(pairs, training.shared_prompts), backend, weight_bytes)
+
+    def most_pairs(self, backend: Backend) -> int:
+        """Pairs of a micro-batch beyond which nothing is gained."""
+        return max(1, MOST_TOKENS[backend] // self.rows.tokens)
+
+
+def largest_micro_batch(needed: Callable[[int], float], limit_bytes: float | None, most: int) -> int:
+    """The most pairs, up to `most`, that need no more than the limit: 0 where one does not fit."""
+    if limit_bytes is None or needed(most) <= limit_bytes:
+        return most
+    fits, too_many = 0, most
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if needed(middle) <= limit_bytes else (fits, middle)
+    return fits
+
+
+def metal_limit_bytes(memory_bytes: int) -> int:
+    """What macOS lets the GPU keep, where Metal is not there to be asked: about three quarters of a large machine's memory."""
+    return memory_bytes * 3 // 4 if memory_bytes > 36 * 2**30 else memory_bytes * 2 // 3
+
+
+def rank_shape(shape: Shape, division: Division, rank: int) -> Shape:
+    """A rank's part of a divided model, as a model of its own."""
+    heads = division.kv_heads[rank]
+    return replace(
+        shape,
+        kv_heads=heads,
+        heads=heads * (shape.heads // shape.kv_heads),
+        mlp_columns=division.mlp_columns[rank] if division.mlp_columns else 0,
+        expert_columns=division.expert_columns[rank] if division.expert_columns else 0,
+        vocabulary=division.vocabulary[rank] if division.vocabulary else shape.vocabulary,
+    )

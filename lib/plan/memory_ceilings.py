@@ -1,0 +1,234 @@
+"""The largest micro-batches that memory leaves: what a host's calibration remembers of runs that ran out of it, and plans below.
+
+A ceiling holds for one host, model, method, type and length. It is written where a step ran out of memory, or at the resume of
+a run whose process was ended for that. A calibration of the same key that was made later overrules it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.config.schema import Config
+from lib.data.micro_batches import pieces
+from lib.errors import UserError
+from lib.plan import calibrator, curves
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.curves import Ceiling, CurveKey, HostCalibration
+from lib.system import hardware, network, out_of_memory
+
+# ---- Pure: plans below their ceilings
+
+
+def halved(plan: ClusterPlan, ranks: Sequence[int]) -> ClusterPlan:
+    """The plan with half the largest micro-batch on these ranks, and with every smaller one as it was."""
+    most = [rank.max_micro_batch_size for rank in plan.ranks]
+    for rank in ranks:
+        most[rank] = max(1, max(plan.ranks[rank].micro_batch_sizes, default=1) // 2)
+    return within(plan, most)
+
+
+def within(plan: ClusterPlan, most: Sequence[int | None]) -> ClusterPlan:
+    """The plan with micro-batches of at most so many pairs, one number a rank; each rank keeps its share."""
+    ranks = []
+    for rank, curve, limit in zip(plan.ranks, plan.curves, most, strict=True):
+        limit = min((size for size in (limit, rank.max_micro_batch_size) if size), default=None)
+        sizes = tuple(piece for size in rank.micro_batch_sizes for piece in pieces(size, limit))
+        seconds = rank.predicted_compute_seconds
+        if sizes != rank.micro_batch_sizes:
+            seconds = float(curve.seconds(np.array(sizes)).sum()) if curve else None
+        ranks.append(
+            replace(rank, micro_batch_sizes=sizes, predicted_compute_seconds=seconds, max_micro_batch_size=limit)
+        )
+    return replace(plan, ranks=tuple(ranks))
+
+
+def ceiling_of(known: HostCalibration | None, key: CurveKey) -> Ceiling | None:
+    """What a host's calibration leaves to rows of this length: a ceiling in proportion to tokens, of the nearest length."""
+    if known is None:
+        return None
+    measured = {curve.key: curve.measured_at for curve in known.curves if curve.measured_at}
+    alike = [
+        ceiling
+        for ceiling in known.ceilings
+        if ceiling.key.at_length(key.sequence_length) == key and not _is_older(ceiling, measured.get(ceiling.key))
+    ]
+    nearest = min(alike, key=lambda one: abs(np.log(one.key.sequence_length / key.sequence_length)), default=None)
+    if nearest is None or not nearest.max_pairs:
+        return nearest
+    scaled = nearest.max_pairs * nearest.key.sequence_length // key.sequence_length
+    return nearest.model_copy(update={"key": key, "max_pairs": max(1, scaled)})
+
+
+def _is_older(ceiling: Ceiling, measured_at: str | None) -> bool:
+    return measured_at is not None and (ceiling.measured_at or "") < measured_at  # both ISO 8601, in UTC
+
+
+def bounded(
+    known: HostCalibration | None, key: CurveKey, memory_limit_bytes: int | None = None
+) -> HostCalibration | None:
+    """A calibration whose curves end at the ceiling, and at a limit that is lower than the one measured under."""
+    ceiling = ceiling_of(known, key)
+    if known is None or (not (ceiling and ceiling.max_pairs) and memory_limit_bytes is None):
+        return known
+
+    def bounded_curve(curve: curves.Curve) -> curves.Curve:
+        changes: dict[str, Any] = {}
+        limits = [size for size in (curve.memory_limit_bytes, memory_limit_bytes) if size]
+        if limits:
+            changes["memory_limit_bytes"] = min(limits)
+        if ceiling and ceiling.max_pairs and curve.key and curve.key.at_length(key.sequence_length) == key:
+            changes["max_pairs"] = ceiling.max_pairs
+        return curve.model_copy(update=changes)
+
+    return known.model_copy(update={"curves": tuple(map(bounded_curve, known.curves))})
+
+
+def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_checkpoint: bool) -> ClusterPlan:
+    """The plan of a run within what every rank's host remembers, with a warning where it had to be changed.
+
+    may_checkpoint: whether gradient checkpointing may be turned on where not even a single pair did without.
+    """
+    assert plan.key is not None
+    key, warnings = plan.key, list(plan.warnings)
+    recomputed = key.model_copy(update={"gradient_checkpointing": True})
+    plain = key if not plan.gradient_checkpointing else recomputed
+    found = [ceiling_of(one, plain) for one in known]
+    checkpointing = plan.gradient_checkpointing
+    if may_checkpoint and not checkpointing and any(one is not None and one.max_pairs == 0 for one in found):
+        hosts = [rank.host for rank, one in zip(plan.ranks, found, strict=True) if one and one.max_pairs == 0]
+        warnings.append(
+            f"gradient checkpointing is turned on: a single pair ran out of memory on {', '.join(dict.fromkeys(hosts))} without"
+        )
+        checkpointing, found = True, [ceiling_of(one, recomputed) for one in known]
+    most = [max(1, one.max_pairs) if one else None for one in found]
+    if plan.division:  # every rank takes part in every micro-batch
+        most = [min((size for size in most if size), default=None)] * len(most)
+    for rank, limit in zip(plan.ranks, most, strict=True):
+        largest = max(rank.micro_batch_sizes, default=0)
+        if limit and largest > limit:
+            warnings.append(
+                f"rank {rank.rank} ({rank.host}): micro-batches of {limit} instead of {largest}, which ran out of memory there "
+                "before (calibration/HOST.json, ceilings; make calibrate measures anew)"
+            )
+    return within(replace(plan, warnings=tuple(warnings), gradient_checkpointing=checkpointing), most)
+
+
+# ---- Files
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What this rank's host remembers. folder: plan.calibration_dir."""
+
+    folder: Path
+    hosts: Sequence[str]
+    rank: int
+    key: CurveKey
+
+    @classmethod
+    def of(cls, config: Config, hosts: Sequence[str], rank: int, plan: ClusterPlan) -> Memory:
+        """That of a run with this plan."""
+        assert plan.key is not None
+        return cls(Path(config.plan.calibration_dir), hosts, rank, plan.key)
+
+    def remember(self, max_pairs: int, gradient_checkpointing: bool, note: str) -> str | None:
+        """Keeps a ceiling in the host's calibration, which is made if there is none; returns why that could not be."""
+        key = self.key.model_copy(update={"gradient_checkpointing": gradient_checkpointing})
+        path = curves.own_file(self.folder, list(self.hosts), self.rank)
+        try:
+            with _alone(self.folder):  # ranks of one host may run out of memory at once
+                known = curves.read_calibration(path) if path.exists() else None
+                known = known or HostCalibration(machine=hardware.identify(self.hosts[self.rank]), curves=())
+                others = tuple(one for one in known.ceilings if one.key != key)
+                same = known.model_copy(update={"ceilings": tuple(one for one in known.ceilings if one.key == key)})
+                former = ceiling_of(same, key)
+                most = min(max_pairs, former.max_pairs) if former else max_pairs
+                newest = Ceiling(key=key, max_pairs=most, measured_at=calibrator.time_now(), note=note)
+                curves.write_calibration(path, known.model_copy(update={"ceilings": (*others, newest)}))
+        except (OSError, UserError) as error:
+            return f"{path} does not remember it: {error}"
+        return None
+
+    def take_over(self, killed: Killed, folder: Path) -> str:
+        """Remembers what an earlier start of a run met and could not; returns a warning."""
+        half, host = killed.micro_batch_size // 2, self.hosts[self.rank]
+        fault = self.remember(half, killed.gradient_checkpointing, killed.evidence)
+        if fault is None:
+            forget(folder)
+        told = f"{host} ran out of memory with micro-batches of {killed.micro_batch_size} ({killed.evidence}): goes on with half"
+        return f"{told}; {fault}" if fault else told
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A process of an earlier start of a run, which was ended for its memory."""
+
+    micro_batch_size: int
+    gradient_checkpointing: bool
+    evidence: str
+
+
+def killed_before(
+    folder: Path, host: str, machine_name: str, kills: Callable[[], dict[str, int]] = out_of_memory.kernel_kills
+) -> Killed | None:
+    """What is known of a run's processes on this host that were ended for their memory: by the agent's note, or by the logs.
+
+    A log is evidence where its last start has no end, and the kernel has killed since (kills).
+
+    Args:
+        host: as the run's ranks call it; machine_name: as this machine calls itself, and its agent the note.
+    """
+    found = []
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        note = json.loads((folder / out_of_memory.NOTE.format(host=machine_name)).read_text())
+        found.append(Killed(int(note["micro_batch_size"]), bool(note["gradient_checkpointing"]), str(note["evidence"])))
+    for log in sorted((folder / "logs").glob("rank-*.jsonl")):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+            killed = _killed_by_log(log, host, kills())
+            found += [killed] if killed else []
+    return min(found, key=lambda one: (not one.gradient_checkpointing, one.micro_batch_size), default=None)
+
+
+def _killed_by_log(log: Path, host: str, now: dict[str, int]) -> Killed | None:
+    start: dict[str, Any] | None = None
+    plan: dict[str, Any] = {}
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if not any(f'"kind": "{kind}"' in line for kind in ("start", "plan", "end")):
+            continue
+        record = json.loads(line)
+        if record["kind"] == "end":
+            start = None
+        elif record["kind"] == "start":
+            start, plan = record, record["plan"]
+        elif record["kind"] == "plan":
+            plan = record
+    if start is None or start["host"] != host or not out_of_memory.has_killed(start.get("kernel_kills") or {}, now):
+        return None
+    size = max(plan["ranks"][start["rank"]]["micro_batch_sizes"])
+    return Killed(size, plan["gradient_checkpointing"], "the kernel's out-of-memory killer ended it")
+
+
+def forget(folder: Path) -> None:
+    """Takes away the agent's note, once it is remembered."""
+    with contextlib.suppress(OSError):
+        (folder / out_of_memory.NOTE.format(host=network.host_name())).unlink()

@@ -1,0 +1,115 @@
+"""Which micro-batches fit where nothing was measured: curves with the memory model's peaks in the place of others'. Pure functions.
+
+A curve of this very model on this very host knows its peaks. Every other one compares hosts and no more: it was taken with
+another model, on another host, or published without saying with which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE, TooLarge
+from lib.plan.curves import MEMORY_HEADROOM, BatchPoint, Curve, CurveChoice, CurveKey, HostCalibration, nearest_curve
+from lib.plan.memory import Model, largest_micro_batch
+from lib.plan.step_arrays import Backend
+
+CORRECTION = (0.8, 1.5)  # measured over planned: beyond it something else was measured
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The model's arithmetic for the ranks of a run."""
+
+    model: Model
+    hosts: Sequence[str]
+    backends: Sequence[Backend]
+    memory_bytes: Sequence[int | None]
+    calibrations: Sequence[HostCalibration | None]
+
+    def needed_bytes(self, rank: int, pairs: int, key: CurveKey) -> int:
+        """A micro-batch of so many pairs, as planned, corrected by what a rank's own curve measured."""
+        planned = self.model.bytes(pairs, self.backends[rank], key.gradient_checkpointing).total
+        return round(self._correction(rank, key) * planned)
+
+    def largest(self, rank: int, key: CurveKey) -> int:
+        """Pairs of a rank's micro-batches where nothing was measured; 0 where one does not fit."""
+        most = min(DEFAULT_MICRO_BATCH_SIZE, self.model.most_pairs(self.backends[rank]))
+        return largest_micro_batch(lambda pairs: self.needed_bytes(rank, pairs, key), self.room(rank), most)
+
+    def room(self, rank: int) -> float | None:
+        """What may be planned for: the limit less its headroom."""
+        size = self.memory_bytes[rank]
+        return None if size is None else (1 - MEMORY_HEADROOM) * size
+
+    def default_sizes(self, key: CurveKey) -> list[int]:
+        """Micro-batches of ranks of which no curve is known.
+
+        Raises:
+            TooLarge: one pair does not fit.
+        """
+        return [self._checked(rank, key) for rank in range(len(self.hosts))]
+
+    def choice(self, choice: CurveChoice, key: CurveKey) -> CurveChoice:
+        """The curves, each with this model's peaks; what was measured with this model stays as it is."""
+        if choice.curves is None:
+            return choice
+        return replace(choice, curves=tuple(self._curve(rank, one, key) for rank, one in enumerate(choice.curves)))
+
+    def _curve(self, rank: int, curve: Curve, key: CurveKey) -> Curve:
+        of_this_model = curve.key is not None and curve.key.at_length(key.sequence_length) == key
+        if of_this_model and curve.source == "measured":
+            return curve
+        size = self._checked(rank, key)
+        if of_this_model:  # another host's, scaled: its sizes that fit
+            points = [point for point in curve.points if point.batch_size <= size] or [curve.points[0]]
+            sizes, rates = zip(*((point.batch_size, point.pairs_per_second) for point in points), strict=True)
+        else:  # how fast beside others, whatever the size of a micro-batch
+            sizes, rates = (1,), (curve.best_point.pairs_per_second,)
+        above = [(max(size, sizes[-1] + 1), rates[-1])]
+        return curve.model_copy(
+            update={
+                "points": tuple(self._point(rank, b, r, key) for b, r in (*zip(sizes, rates, strict=True), *above)),
+                "memory_limit_bytes": self._limit(rank, size, key),
+            }
+        )
+
+    def _limit(self, rank: int, size: int, key: CurveKey) -> int:
+        """A limit under which just so many pairs are planned at a time."""
+        enough = self.needed_bytes(rank, size, key) / (1 - MEMORY_HEADROOM) * (1 + 1e-6)
+        return round(min(enough, self.memory_bytes[rank] or enough))
+
+    def _point(self, rank: int, pairs: int, rate: float, key: CurveKey) -> BatchPoint:
+        return BatchPoint(
+            batch_size=pairs,
+            seconds_median=pairs / rate,
+            pairs_per_second=rate,
+            peak_memory_bytes=self.needed_bytes(rank, pairs, key),
+        )
+
+    def _checked(self, rank: int, key: CurveKey) -> int:
+        size = self.largest(rank, key)
+        if size:
+            return size
+        needed, limit = self.needed_bytes(rank, 1, key), self.memory_bytes[rank] or 0
+        tried = "" if key.gradient_checkpointing else "model.gradient_checkpointing=true or "
+        raise TooLarge(
+            f"host {self.hosts[rank]}: one pair needs {needed / 1e9:.2f} GB by arithmetic, but it has {limit / 1e9:.2f} GB "
+            f"less {MEMORY_HEADROOM:.0%} headroom; try {tried}a smaller data.max_length, a quantised model with "
+            "model.method=lora, or leave the host out",
+            needed,
+        )
+
+    def _correction(self, rank: int, key: CurveKey) -> float:
+        """Measured over planned, of this model on this host, with or without checkpointing."""
+        calibration = self.calibrations[rank]
+        for recomputes in (key.gradient_checkpointing, not key.gradient_checkpointing):
+            of = key.model_copy(update={"gradient_checkpointing": recomputes})
+            curve = nearest_curve(calibration.curves, of) if calibration else None
+            if curve is None or curve.key is None or curve.source != "measured":
+                continue
+            point = curve.points[-1]
+            if point.peak_memory_bytes and curve.key.sequence_length >= self.model.rows.seen:
+                planned = self.model.bytes(point.batch_size, self.backends[rank], recomputes).total
+                return min(max(point.peak_memory_bytes / planned, CORRECTION[0]), CORRECTION[1])
+        return 1.0

@@ -1,0 +1,486 @@
+"""A training step written down: which arrays it makes and reads, in what order, and the most bytes that they hold at a time.
+
+Forward layers leave word of what their backward pass does, as automatic differentiation would. What is kept, and how MLX lets go of the
+rest, is in lib/plan/memory.py's docstring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lib.data.batch_shapes import Shape as BatchShape
+from lib.model.partition import Shape
+
+Backend = Literal["cpu", "metal", "cuda"]
+LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/token_stream.py has it
+TASKS = 11  # that MLX has under way: ten, and the one that is being filled
+LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
+LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
+
+
+# Of one task: operations, and elements read.
+TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}
+
+
+# Numbers that an optimizer keeps for each that is trained.
+MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "rmsprop": 1, "adagrad": 1, "adafactor": 1}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of the settings decides how much memory a step needs."""
+
+    method: Literal["lora", "dora", "full"] = "lora"
+    rank: int = 8
+    blocks: int | None = None  # that are trained, the last ones; None: all
+    checkpointing: bool = False
+    window: int | None = None  # of attention
+    moments: int = 2  # numbers that the optimizer keeps for each that is trained
+    shared_prompts: bool = True
+
+
+class _Array:
+    __slots__ = ("elements", "size_bytes")
+
+    def __init__(self, elements: float, item_bytes: float):
+        self.elements, self.size_bytes = elements, elements * item_bytes
+
+
+_Operation = tuple[list[_Array], tuple[_Array, ...], float, float]  # makes, reads, scratch bytes, elements read besides
+
+
+class Tape:
+    """Operations in order, and those of the backward pass in the order of the forward."""
+
+    def __init__(self) -> None:
+        self.operations: list[_Operation] = []
+        self.backward: list[Callable[[], None]] = []
+        self.cotangents: dict[_Array, _Array] = {}
+        self.kept_to_the_end: list[_Array] = []
+
+    def make(
+        self, elements: float, item_bytes: float, *reads: _Array, scratch: float = 0, weights: float = 0
+    ) -> _Array:
+        """A new array; an operation that overwrites its input makes none."""
+        array = _Array(elements, item_bytes)
+        self.operations.append(([array], reads, scratch, weights))
+        return array
+
+    def touch(self, *reads: _Array, scratch: float = 0, weights: float = 0) -> None:
+        """An operation that makes nothing of weight."""
+        self.operations.append(([], reads, scratch, weights))
+
+    def give(self, array: _Array, cotangent: _Array, item_bytes: float) -> None:
+        """Adds to an array's cotangent."""
+        earlier = self.cotangents.get(array)
+        self.cotangents[array] = (
+            cotangent if earlier is None else self.make(array.elements, item_bytes, earlier, cotangent)
+        )
+
+    def go_back(self, operations: list[Callable[[], None]]) -> None:
+        while operations:
+            operations.pop()()
+
+    def peak_bytes(self, backend: Backend) -> float:
+        """The most bytes held at a time."""
+        last = {array: i for i, operation in enumerate(self.operations) for array in (*operation[0], *operation[1])}
+        forever = set(self.kept_to_the_end)
+        most_operations, most_elements = TASK_SIZES[backend]
+        tasks: deque[float] = deque()  # what each lets go, once it is done
+        held = peak = freed = elements = 0.0
+        count = 0
+        for index, (made, reads, scratch, weights) in enumerate(self.operations):
+            held += sum(array.size_bytes for array in made) + scratch
+            peak = max(peak, held)
+            done = {array for array in (*made, *reads) if last[array] == index and array not in forever}
+            freed += sum(array.size_bytes for array in done) + scratch
+            elements += sum(array.elements for array in reads) + weights
+            count += 1
+            if count >= most_operations or elements > most_elements:
+                tasks.append(freed)
+                freed, elements, count = 0.0, 0.0, 0
+                if len(tasks) >= TASKS:
+                    held -= tasks.popleft()
+        return peak
+
+
+class Step:
+    """Writes down one micro-batch of a step."""
+
+    def __init__(self, shape: Shape, training: Training, batch: BatchShape, backend: Backend):
+        self.shape, self.training, self.batch, self.backend = shape, training, batch, backend
+        self.tape = Tape()
+        self.tokens: float = batch.tokens
+        self.on_cpu = backend == "cpu"
+        self.is_full = training.method == "full"
+        self.item = 4 if self.is_full else shape.other_bytes
+        self.trained_blocks = min(training.blocks or shape.blocks, shape.blocks)
+        self.is_trained = False  # the block that is being written down
+        # MLX orders a graph breadth first, twenty arrays wide: the first parameters' gradients are made last of all, and
+        # what they read waits for them.
+        self.is_late = False
+        self.late: list[tuple[float, tuple[_Array, ...]]] = []
+
+    # ---- Layers: each makes its output, and leaves word what the backward pass does
+
+    def array(self, width: float, *reads: _Array, item: float | None = None, **more: float) -> _Array:
+        return self.tape.make(self.tokens * width, self.item if item is None else item, *reads, **more)
+
+    def later(self, back: Callable[[], None]) -> None:
+        if self.is_trained:
+            self.tape.backward.append(back)
+
+    def norm(self, x: _Array) -> _Array:
+        tape, width = self.tape, x.elements / self.tokens
+        if not self.on_cpu:
+            y = self.array(width, x)
+
+            def fast() -> None:
+                dy = tape.cotangents.pop(y)
+                tape.give(x, self.array(width, x, dy, scratch=x.size_bytes), self.item)
+
+            self.later(fast)
+            return y
+        wide = x if self.item == 4 else self.array(width, x, item=4)
+        self.array(width, wide, item=4)  # squares
+        normal = self.array(width, wide, item=4)
+        y = self.array(width, normal)
+
+        def slow() -> None:
+            dy = tape.cotangents.pop(y)
+            reads = (dy, normal) if self.is_full else (dy,)
+            d_normal = self.array(width, *reads, item=4)
+            product = self.array(width, d_normal, wide, item=4)
+            back = self.array(width, wide, product, item=4)
+            dx = self.array(width, d_normal, back, item=4)
+            tape.give(x, dx if self.item == 4 else self.array(width, dx), self.item)
+
+        self.later(slow)
+        return y
+
+    def linears(self, x: _Array, *widths: int) -> list[_Array]:
+        """Layers that read the same input."""
+        method = self.training.method if self.is_trained else "frozen"
+        if method == "dora":
+            return [self.dora(x, width) for width in widths]
+        tape, inner = self.tape, x.elements / self.tokens
+        adapted = method == "lora"
+        low = self.array(self.training.rank * len(widths), x) if adapted else None
+        ys = []
+        for width in widths:
+            y = self.array(width, x, weights=inner * width)
+            ys.append(self.array(width, y, low) if low else y)
+
+        def back() -> None:
+            dys = [tape.cotangents.pop(y) for y in ys]
+            if low:
+                d_low = self.array(self.training.rank * len(widths), *dys)
+            dx = None
+            for dy, width in zip(dys, widths, strict=True):
+                dx = self.array(inner, *([dx] if dx else []), dy, weights=inner * width)
+            assert dx is not None
+            if low:
+                dx = self.array(inner, dx, d_low)
+                self.gradient(self.training.rank * (inner * len(widths) + sum(widths)), x, low, d_low, *dys)
+            if method == "full":
+                for dy, width in zip(dys, widths, strict=True):
+                    self.gradient(inner * width, x, dy)
+            tape.give(x, dx, self.item)
+
+        self.later(back)
+        return ys
+
+    def dora(self, x: _Array, width: int) -> _Array:
+        """As mlx-lm has it: the adapted weights are made for their norm, the low-rank term in float32."""
+        tape, inner = self.tape, x.elements / self.tokens
+        y = self.array(width, x, weights=inner * width)
+        wide = x if self.item == 4 else self.array(inner, x, item=4)
+        low = self.array(self.training.rank, wide, item=4)
+        z = self.array(width, low, item=4)
+        out = self.array(width, y, z)
+        adapted = tape.make(inner * width, 4)
+        tape.make(inner * width, 4, tape.make(inner * width, 4, adapted))
+        scaled = self.array(width, out)
+
+        def back() -> None:
+            dy = tape.cotangents.pop(scaled)
+            self.array(width, dy, out)
+            d_out = self.array(width, dy)
+            dz = self.array(width, d_out, item=4)
+            d_low = self.array(self.training.rank, dz, item=4)
+            self.gradient(self.training.rank * (inner + width) + width, low, dz, wide, d_low)
+            d_wide = self.array(inner, d_low, item=4)
+            tape.give(x, d_wide if self.item == 4 else self.array(inner, d_wide), self.item)
+            tape.give(x, self.array(inner, d_out, weights=inner * width), self.item)
+
+        self.later(back)
+        return scaled
+
+    def gradient(self, elements: float, *reads: _Array) -> None:
+        if self.is_late:
+            self.late.append((elements, reads))
+            return
+        array = self.tape.make(elements, 4, *reads)
+        self.tape.kept_to_the_end.append(array)
+
+    def rotate(self, x: _Array) -> _Array:
+        tape, width = self.tape, x.elements / self.tokens
+        turns = self.array(self.shape.head_dim, item=4) if self.on_cpu else None
+        if turns:
+            self.array(width, x, turns, item=4)
+        y = self.array(width, x, *([turns] if turns else []))
+
+        def back() -> None:
+            dy = tape.cotangents.pop(y)
+            if turns:
+                self.array(width, dy, turns, item=4)
+            tape.give(x, self.array(width, dy, *([turns] if turns else [])), self.item)
+
+        self.later(back)
+        return y
+
+    def rectangles(self) -> list[tuple[int, int, int]]:
+        """Attention's: sequences, queries of each, and keys that each meets."""
+        batch = self.batch
+        found = [(batch.rows * batch.completions, batch.length, batch.prefix + batch.length)]
+        if batch.prefix:
+            found.insert(0, (batch.rows, batch.prefix, batch.prefix))
+        window = self.training.window
+        if window is None:
+            return found
+        return [(n, queries, min(keys, 2 * window) if keys > window else keys) for n, queries, keys in found]
+
+    def attention(self, q: _Array, k: _Array, v: _Array) -> _Array:
+        shape, tape, item = self.shape, self.tape, self.item
+        width, kv_width = q.elements / self.tokens, k.elements / self.tokens
+        outputs, parts = [], []
+        for sequences, queries, keys in self.rectangles():
+            own = sequences * queries * width
+            both = sequences * (self.batch.prefix + queries) * kv_width
+            is_whole = not self.batch.prefix or queries == keys == self.batch.prefix
+            ks = [each if is_whole else tape.make(both, item, each) for each in (k, v)]
+            scores = sequences * queries * keys * shape.heads
+            qs, probabilities, out = self.products(q, ks, own, scores, queries)
+            outputs.append(tape.make(own, item, out))  # in the order of tokens
+            parts.append((qs, ks, probabilities, out, own, both, scores, queries))
+        y = tape.make(q.elements, item, *outputs) if len(outputs) > 1 else outputs[0]
+
+        def back() -> None:
+            dy = tape.cotangents.pop(y)
+            pieces: list[list[_Array]] = [[], [], []]
+            for part in reversed(parts):
+                for piece, array in zip(pieces, self.products_back(dy, *part), strict=True):
+                    piece.append(array)
+            for x, piece in zip((q, k, v), pieces, strict=True):
+                tape.give(x, tape.make(x.elements, item, *piece), item)
+
+        self.later(back)
+        return y
+
+    def is_fused(self) -> bool:
+        return self.backend == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
+
+    def products(
+        self, q: _Array, ks: list[_Array], own: float, scores: float, queries: int
+    ) -> tuple[_Array, _Array | None, _Array]:
+        """Scaled queries, probabilities (None where a kernel keeps none), output."""
+        tape, item = self.tape, self.item
+        if self.is_fused():
+            return q, None, tape.make(own, item, q, *ks)
+        qs = tape.make(own, item, q)
+        probabilities = tape.make(scores, item, qs, ks[0])  # in the scores' place, like the mask
+        return qs, probabilities, tape.make(own, item, probabilities, ks[1])
+
+    def products_back(
+        self,
+        dy: _Array,
+        qs: _Array,
+        ks: list[_Array],
+        probabilities: _Array | None,
+        out: _Array,
+        own: float,
+        both: float,
+        scores: float,
+        queries: int,
+    ) -> list[_Array]:
+        """Cotangents of queries, keys and values."""
+        tape, item = self.tape, self.item
+        d_out = tape.make(own, item, dy)
+        if probabilities is None and queries % 128 == 0:
+            tape.touch(qs, *ks, out, d_out, scratch=4 * own)
+            return [tape.make(size, item, qs, *ks, d_out) for size in (own, both, both)]
+        if probabilities is None:  # cuDNN's backward pass wants whole tiles: else it is made of plain products
+            probabilities = tape.make(scores, item, qs, ks[0])
+        repeated = both * self.shape.heads / self.shape.kv_heads
+        dv = tape.make(repeated, item, probabilities, d_out)
+        product = tape.make(
+            scores, item, probabilities, d_out, ks[1]
+        )  # with the probabilities' cotangent, in its place
+        other = tape.make(scores, item, probabilities, product)
+        d_scores = tape.make(scores, item, product, other)
+        dq = tape.make(own, item, d_scores, ks[0])
+        dk = tape.make(repeated, item, d_scores, qs)
+        return [
+            tape.make(own, item, dq),
+            tape.make(both, item, dk),
+            tape.make(both, item, dv),
+        ]
+
+    def swiglu(self, gate: _Array, up: _Array) -> _Array:
+        tape, width = self.tape, gate.elements / self.tokens
+        sigmoid = self.array(width, gate) if self.on_cpu else None
+        y = self.array(width, gate, up, *([sigmoid] if sigmoid else []))
+
+        def back() -> None:
+            dy = tape.cotangents.pop(y)
+            if sigmoid:
+                silu = self.array(width, gate, sigmoid)
+                d_up = self.array(width, dy, silu)
+                rest = self.array(width, silu, sigmoid)
+                d_gate = self.array(width, self.array(width, dy, up), self.array(width, rest, sigmoid))
+            else:
+                d_up, d_gate = self.array(width, dy, gate), self.array(width, dy, gate, up)
+            tape.give(up, d_up, self.item)
+            tape.give(gate, d_gate, self.item)
+
+        self.later(back)
+        return y
+
+    def add(self, x: _Array, y: _Array) -> _Array:
+        total = self.array(x.elements / self.tokens, x, y)
+
+        def back() -> None:
+            d_total = self.tape.cotangents.pop(total)
+            self.tape.give(x, d_total, self.item)
+            self.tape.give(y, d_total, self.item)
+
+        self.later(back)
+        return total
+
+    # ---- The model
+
+    def block(self, x: _Array, has_experts: bool) -> _Array:
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        q, k, v = self.linears(self.norm(x), queries, keys, keys)
+        (out,) = self.linears(self.attention(self.rotate(q), self.rotate(k), v), shape.hidden_size)
+        h = self.add(x, out)
+        return self.add(h, self.experts(self.norm(h)) if has_experts else self.mlp(self.norm(h), shape.mlp_columns))
+
+    def mlp(self, x: _Array, columns: int) -> _Array:
+        gate, up = self.linears(x, columns, columns)
+        return self.linears(self.swiglu(gate, up), self.shape.hidden_size)[0]
+
+    def experts(self, x: _Array) -> _Array:
+        """Every token meets some experts: as wide as all of those together, and copied for each."""
+        shape, times = self.shape, max(self.shape.experts_per_token, 1)
+        copies = self.array(times * shape.hidden_size, x)
+        gate, up = self.linears(copies, times * shape.expert_columns, times * shape.expert_columns)
+
+        def gather() -> None:
+            self.tape.give(x, self.array(shape.hidden_size, self.tape.cotangents.pop(copies)), self.item)
+
+        if self.is_trained:
+            self.tape.backward.insert(-1, gather)
+        (y,) = self.linears(self.swiglu(gate, up), times * shape.hidden_size)
+        total = self.array(shape.hidden_size, self.array(times * shape.hidden_size, y))
+
+        def scatter() -> None:
+            dy = self.tape.cotangents.pop(total)
+            self.tape.give(y, self.array(times * shape.hidden_size, dy, y), self.item)
+
+        self.later(scatter)
+        return total
+
+    def write(self) -> Tape:
+        """The whole micro-batch: forward, the head, backward."""
+        shape, tape = self.shape, self.tape
+        x = self.array(shape.hidden_size)
+        blocks: list[tuple[_Array, _Array, list[Callable[[], None]], bool]] = []
+        for index in range(shape.blocks):
+            # What is checkpointed keeps nothing: its operations are written down once more where its backward pass begins.
+            is_trained = index >= shape.blocks - self.trained_blocks
+            self.is_trained = is_trained and not self.training.checkpointing
+            is_sparse = index >= shape.blocks - shape.expert_blocks
+            y = self.block(x, is_sparse)
+            backs, tape.backward = tape.backward, []
+            blocks.append((x, y, backs, is_sparse))
+            x = y
+        self.is_trained = True
+        hidden = self.norm(x)
+        final, tape.backward = tape.backward, []
+        self.head(hidden)
+        tape.go_back(final)
+        trained = blocks[shape.blocks - self.trained_blocks :]
+        for index, (x, y, backs, is_sparse) in reversed(list(enumerate(trained))):
+            self.is_late = index < LATE_BLOCKS[self.training.method]
+            if self.training.checkpointing:
+                dy = tape.cotangents.pop(y)
+                again = self.block(x, is_sparse)
+                backs, tape.backward = tape.backward, []
+                tape.cotangents[again] = dy
+            tape.go_back(backs)
+        self.is_late = False
+        for elements, reads in self.late:
+            self.gradient(elements, *reads)
+        if self.is_full and self.training.blocks is None:  # of the embedding, added to the head's where they are one
+            embedding = tape.make(shape.vocabulary * shape.hidden_size, 4)
+            if not shape.is_tied:
+                tape.kept_to_the_end.append(embedding)
+        return tape
+
+    def head(self, hidden: _Array) -> None:
+        """The logits of the scored tokens, chunk by chunk, each with the gradient of what went in."""
+        shape, tape, scored = self.shape, self.tape, self.batch.scored
+        pieces = max(1, math.ceil(scored * shape.vocabulary * 4 / LOGITS_BYTES))
+        rows = math.ceil(scored / pieces)
+        taken = tape.make(scored * shape.hidden_size, self.item, hidden)
+        head_weights = shape.vocabulary * shape.hidden_size
+        is_trained = self.is_full and self.training.blocks is None
+        slopes: list[_Array] = []
+        if not is_trained:
+            slopes = [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
+        else:
+            slopes = self.trained_head(taken, rows, pieces, head_weights)
+        for _ in range(LOSS_OPERATIONS):
+            tape.touch()
+        d_taken = tape.make(scored * shape.hidden_size, self.item, *slopes)
+        tape.cotangents[hidden] = tape.make(hidden.elements, self.item, d_taken)
+
+    def trained_head(self, taken: _Array, rows: int, pieces: int, head_weights: float) -> list[_Array]:
+        """Logits are made a second time, unless one piece is all."""
+        tape, size = self.tape, rows * self.shape.vocabulary
+        logits = None
+        for _ in range(pieces):
+            logits = tape.make(size, 4, taken, weights=head_weights)
+            tape.touch(logits)
+        slopes, total = [], None
+        for _ in range(pieces):
+            if pieces > 1 or logits is None:
+                logits = tape.make(size, 4, taken, weights=head_weights)
+            by_logits = tape.make(size, 4, logits)
+            slopes.append(tape.make(rows * self.shape.hidden_size, 4, by_logits, weights=head_weights))
+            one = tape.make(head_weights, 4, by_logits, taken)
+            total = one if total is None else tape.make(head_weights, 4, total, one)
+        assert total is not None
+        tape.kept_to_the_end.append(total)
+        return slopes
+
+    def chunk(self, taken: _Array, rows: int, head_weights: float) -> _Array:
+        tape, size = self.tape, rows * self.shape.vocabulary
+        logits = tape.make(size, self.item, taken, weights=head_weights)
+        if self.on_cpu:
+            wide = logits if self.item == 4 else tape.make(size, 4, logits)
+            probabilities = tape.make(size, 4, wide)
+            tape.touch(probabilities, wide)
+            by_logits = tape.make(size, 4, probabilities)
+            if self.item != 4:
+                by_logits = tape.make(size, self.item, by_logits)
+        else:
+            tape.touch(logits)
+            by_logits = tape.make(size, self.item, logits)
+        return tape.make(rows * self.shape.hidden_size, self.item, by_logits, weights=head_weights)

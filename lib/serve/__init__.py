@@ -1,0 +1,1 @@
+"""A finished run behind an OpenAI-compatible gateway."""

@@ -1,0 +1,115 @@
+"""One backend: mlx_lm.server on a loopback port, for the gateway that started it and for nobody else.
+
+    python -m lib.serve.backend_process --port 40123 --model PATH [--adapter PATH] [--fuse] [--concurrency N]
+
+The first line of its standard input is a secret that every request has to bring, so that neither another user of the
+host nor a web page in somebody's browser reaches a server that would load any model it is asked for. When standard
+input ends, the gateway is gone, whichever way and on whichever host, and the backend ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import hmac
+import os
+import shutil
+import socketserver
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from lib.system import model_folder, mpi_and_blas
+
+SECRET_HEADER = "X-Backend-Secret"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Serves until standard input ends."""
+    options = _parse(arguments)
+    secret = sys.stdin.readline().strip()
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    mpi_and_blas.load_blas()
+    model = str(model_folder.resolve(options.model, options.revision))
+    where = ["--model", model]
+    if options.fuse and options.adapter:
+        where = ["--model", str(fused(model, Path(options.adapter)))]
+    elif options.adapter:
+        where += ["--adapter-path", options.adapter]
+    if options.trust_remote_code:
+        where.append("--trust-remote-code")
+    # No origin is "": what a browser may do is the gateway's to say.
+    quiet = ["--allowed-origins", "", "--log-level", "WARNING"]
+    sys.argv = ["mlx_lm.server", *where, *quiet, "--host", "127.0.0.1", "--port", str(options.port)]
+    sys.argv += ["--decode-concurrency", str(options.concurrency)]
+
+    from mlx_lm import server
+
+    _ask_for(secret, server.APIHandler)
+    server.APIHandler.disable_nagle_algorithm = True  # a token goes out when it is there, not 40 ms later
+    # Its listener keeps five connections in waiting; of a burst of more, the rest would try again a second later.
+    socketserver.TCPServer.request_queue_size = 128
+    try:
+        server.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # the thread that generates would keep the process, e.g. where the port was taken
+
+
+def fused(model: str, adapter: Path) -> Path:
+    """The folder of the model with the adapter fused into it, beside the adapter; made where it is missing."""
+    with (adapter / "adapters.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    folder, partial = adapter / f"fused-{digest}", adapter / f"fused-{digest}.{os.getpid()}"
+    if not folder.exists():
+        words = ["fuse", "--model", model, "--adapter-path", str(adapter), "--save-path", str(partial)]
+        try:
+            subprocess.run([sys.executable, "-m", "mlx_lm", *words], check=True, stdin=subprocess.DEVNULL)
+            with contextlib.suppress(OSError):  # another backend on this disk was faster
+                partial.replace(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _ask_for(secret: str, handler: Any) -> None:
+    """Makes a request handler turn away whoever does not know the secret."""
+    parse = handler.parse_request
+
+    def parse_request(self: Any) -> bool:
+        if not parse(self):
+            return False
+        if hmac.compare_digest(self.headers.get(SECRET_HEADER, "").encode("latin-1"), secret.encode()):
+            return True
+        self.send_error(403)
+        return False
+
+    handler.parse_request = parse_request
+
+
+def _end_with_input() -> None:
+    while sys.stdin.buffer.raw.read(1024):  # type: ignore[union-attr]
+        pass
+    os._exit(0)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m lib.serve.backend_process", description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--revision")
+    parser.add_argument("--adapter")
+    parser.add_argument("--fuse", action="store_true")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Keeps a backend alive: starts it, asks it for a token before it gets requests, watches it, starts it again.
+
+A backend that died, falls silent or fails a request is taken out of the pool at once. It comes back when it answers
+again; one of ours that does not is killed and started anew, after a pause that doubles from failure to failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import random
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from lib.errors import Stopped
+from lib.launch import agent_link, ranks
+from lib.launch.hostfile import Host
+from lib.serve.backend_pool import Backend, Pool
+from lib.serve.backend_process import SECRET_HEADER
+
+HEALTH_EVERY_SECONDS = 2.0
+HEALTH_SECONDS = 10.0
+EXIT_SECONDS = 0.1  # between looks whether a backend's process has ended
+STEADY_SECONDS = 60.0  # up for so long, and the failures before are forgotten
+LONGEST_PAUSE_SECONDS = 30.0
+PROBE = {"prompt": "1", "max_tokens": 1, "temperature": 0.0}
+
+
+Log = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a backend of ours is started: the words after `python -m lib.serve.backend_process`, and the host (None: this one)."""
+
+    words: tuple[str, ...]
+    host: Host | None = None
+
+    def command(self, port: int, local_port: int) -> list[str]:
+        """The command line; over ssh, a tunnel from our loopback to the host's, so that nothing is open in between."""
+        words = [sys.executable, "-m", "lib.serve.backend_process", "--port", str(port), *self.words]
+        if self.host is None:
+            return words
+        *ssh, end, name = agent_link.ssh_words(self.host)
+        # Not through a connection that others share: it would keep the tunnel when this one ends.
+        tunnel = ["-S", "none", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local_port}:127.0.0.1:{port}"]
+        return [*ssh, *tunnel, end, name, f"cd {shlex.quote(str(ranks.ROOT))} && exec {shlex.join(words)}"]
+
+
+def pause_seconds(failures: int) -> float:
+    """How long to wait before the next start, after so many failures in a row."""
+    return min(0.5 * 2.0 ** min(failures, 10), LONGEST_PAUSE_SECONDS)
+
+
+class Process:
+    """A backend's process, and the last lines that it said."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self.process = process
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=3)
+        self.reading = asyncio.create_task(self._read())
+        self.ended = asyncio.create_task(self._end())
+
+    @classmethod
+    async def start(cls, command: Sequence[str], secret: str) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=ranks.ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the gateway, which lets it finish what it is doing
+        )
+        assert process.stdin is not None
+        process.stdin.write(f"{secret}\n".encode())
+        return cls(process)
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        while block := await self.process.stdout.read(65536):
+            self.last_lines.extend(line[:400] for line in block.decode(errors="replace").splitlines() if line.strip())
+
+    async def _end(self) -> None:
+        while self.process.returncode is None:  # wait() may last until its children let go of its output, too
+            await asyncio.sleep(EXIT_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self.reading), 0.5)  # what it said last
+
+    async def stop(self) -> None:
+        """Ends it and what it started (mlx_lm.fuse), whatever they are doing."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.ended
+        self.reading.cancel()
+
+
+class Fault(Exception):
+    """Why a backend is not well."""
+
+
+class Keeper:
+    """One backend's life; `run()` never returns."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        recipe: Recipe | None,
+        pool: Pool,
+        client: httpx2.AsyncClient,
+        log: Log,
+        start_seconds: float,
+        stall_seconds: float,
+    ):
+        self.backend, self.recipe, self.pool, self.client, self.log = backend, recipe, pool, client, log
+        self.start_seconds, self.stall_seconds = start_seconds, stall_seconds
+        self.process: Process | None = None
+        self.was_ever_up = False
+
+    async def run(self) -> None:
+        """Starts, watches and restarts until it is cancelled; then ends what it started.
+
+        Raises:
+            Stopped: a backend on this machine never came up: what was asked for cannot work.
+        """
+        failures = 0
+        try:
+            while True:
+                up_seconds, reason = await self._one_life()
+                if self.recipe is not None and self.recipe.host is None and not self.was_ever_up:
+                    raise Stopped(f"the backend {self.backend.name} does not start: {reason}")
+                failures = 1 if up_seconds >= STEADY_SECONDS else failures + 1
+                pause = pause_seconds(failures)
+                self.log("backend", backend=self.backend.name, state="dead", reason=reason, restart_seconds=pause)
+                await asyncio.sleep(pause)
+                self.backend.restarts += 1
+        finally:
+            self.pool.set_up(self.backend, False)
+            await self._stop()
+
+    async def _one_life(self) -> tuple[float, str]:
+        """From a start until it has to be started again: the seconds that it was up, and why it is over."""
+        clock, up_seconds = self.pool.clock, 0.0
+        if self.recipe is not None:
+            await self._start(self.recipe)
+        fault = await self._fault(self._answers(), self.start_seconds)
+        while fault is None:
+            self.was_ever_up = True
+            self.pool.set_up(self.backend, True)
+            self.log("backend", backend=self.backend.name, state="up")
+            since = clock()
+            reason = await self._fault(self._watch(), None)
+            up_seconds += clock() - since
+            self.pool.set_up(self.backend, False)
+            self.log("backend", backend=self.backend.name, state="down", reason=reason)
+            fault = await self._fault(self._answers(), self.stall_seconds)
+        await self._stop()
+        return up_seconds, fault
+
+    async def _start(self, recipe: Recipe) -> None:
+        local_port = _free_port()
+        # Over ssh the port is the other host's to have; if it is taken, the backend dies, and the next start has another.
+        port = local_port if recipe.host is None else random.randrange(20000, 32000)
+        self.backend.secret = secrets.token_hex(16)
+        self.backend.url = f"http://127.0.0.1:{local_port}"
+        command = recipe.command(port, local_port)
+        try:
+            self.process = await Process.start(command, self.backend.secret)
+        except OSError as error:
+            raise Stopped(f"{command[0]} cannot be started: {error.strerror}") from None
+
+    async def _stop(self) -> None:
+        if self.process is not None:
+            await self.process.stop()
+            self.process = None
+
+    async def _fault(self, work: Coroutine[Any, Any, None], seconds: float | None) -> str | None:
+        """Does something with the backend while its process lives: None, or why that was not possible."""
+        task = asyncio.ensure_future(work)
+        try:
+            ended = {self.process.ended} if self.process is not None else set()
+            await asyncio.wait({task, *ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if self.process is not None and self.process.ended.done():
+                said = " / ".join(self.process.last_lines) or "no word"
+                return f"its process ended with status {self.process.process.returncode}: {said}"
+            if not task.done():
+                return f"no answer in {seconds:g} seconds"
+            task.result()
+            return None
+        except (Fault, httpx2.HTTPError) as error:
+            return str(error) or type(error).__name__
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _answers(self) -> None:
+        """Returns once it generated a token."""
+        headers = {SECRET_HEADER: self.backend.secret}
+        while True:
+            try:
+                # First whether it listens, in time: loading the model may take any.
+                await self.client.get(f"{self.backend.url}/health", headers=headers, timeout=HEALTH_SECONDS)
+                answer = await self.client.post(
+                    f"{self.backend.url}/v1/completions", json=PROBE, headers=headers, timeout=None
+                )
+            except httpx2.TransportError:
+                await asyncio.sleep(0.1 if self.recipe is not None else 1.0)
+                continue
+            if answer.status_code != 200:
+                raise Fault(f"asked for a token, it answers {answer.status_code}: {answer.text[:200]}")
+            return
+
+    async def _watch(self) -> None:
+        """Returns never; raises when a request failed, or its generating thread is dead."""
+        headers = {SECRET_HEADER: self.backend.secret}
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.backend.failed.wait(), HEALTH_EVERY_SECONDS)
+                raise Fault("a request failed on it")
+            answer = await self.client.get(f"{self.backend.url}/health", headers=headers, timeout=HEALTH_SECONDS)
+            if answer.status_code != 200:
+                raise Fault(f"its health is {answer.status_code}")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

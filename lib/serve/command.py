@@ -1,0 +1,307 @@
+"""Serves a finished run: mlx_lm.server with its adapter, behind a gateway that may be exposed.
+
+    make serve RUN=runs/NAME                                      http://127.0.0.1:8080/v1, for this machine alone
+    python -m lib.server --make-key ALICE --keys keys             a key for ALICE, shown once; only its hash is kept
+    python -m lib.server --run runs/NAME serve.keys=keys serve.host=0.0.0.0 serve.port=8443 serve.tls_certificate=...
+    python -m lib.server --run runs/NAME serve.hostfile=hostfile  one backend on each host, over ssh
+    python -m lib.server --model PATH                             a model without an adapter
+
+Settings are key=value words, or the `serve` section of the run's config.yaml. What happens is told on standard output,
+one JSON record a line. SIGTERM finishes what was taken and ends; SIGHUP reads the keys again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import math
+import resource
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from lib.config import command_line, help, load
+from lib.config.schema import Config, Serve
+from lib.errors import Stopped, UserError
+from lib.launch import agent_link, hostfile
+from lib.serve import api_keys
+from lib.serve.backend_pool import Backend, Pool
+from lib.serve.backend_supervisor import Keeper, Recipe
+from lib.serve.gateway import Gateway
+from lib.serve.openai_requests import Limits
+from lib.serve.tls_listener import Listener, protocol
+from lib.system import model_folder, terminal
+
+WEIGHTS = "adapters.safetensors"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    try:
+        options = _parse(arguments)
+        if options.make_key is not None:
+            print(api_keys.make(options.make_key, Path(options.keys)))
+            return 0
+        settings = _read_config(options)
+        serve(settings, None if options.run is None else Path(options.run))
+    except UserError as error:
+        terminal.error(str(error))
+        return 2
+    except Stopped as error:
+        terminal.error(str(error))
+        return 1
+    return 0
+
+
+def log(kind: str, **fields: Any) -> None:
+    """One record, as a line of JSON on standard output; where its disk is full or its reader gone, serving goes on."""
+    with contextlib.suppress(OSError):
+        print(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}, default=str), flush=True)
+
+
+def serve(settings: Config, run: Path | None) -> None:
+    """Serves until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: something that was asked for cannot be served.
+        Stopped: a backend does not start.
+    """
+    told = settings.serve
+    _check(settings, run)
+    ring = None if told.keys is None else api_keys.read(Path(told.keys))
+    listening = bind(told.host, told.port)
+    is_public = not ipaddress.ip_address(listening.getsockname()[0]).is_loopback
+    if is_public and told.tls_certificate is None and ring is not None:
+        print(
+            "warning: without serve.tls_certificate keys and texts travel readable by everybody on the way",
+            file=sys.stderr,
+        )
+    if is_public and ring is None:
+        listening.close()
+        raise UserError(
+            f"serve.host={told.host} can be reached from other machines, and there are no keys: "
+            "python -m lib.server --make-key NAME --keys FILE, then serve.keys=FILE"
+        )
+    name = told.name or (run or Path(settings.model.path)).resolve().name
+    folder = model_folder.resolve(settings.model.path, settings.model.revision)
+    _allow_many_connections()
+    logging.basicConfig(level=logging.WARNING, handlers=[_Records()])
+    asyncio.run(_serve(settings, run, name, folder, ring, listening))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket.
+
+    Raises:
+        UserError: the address is not this machine's, or somebody listens there already.
+    """
+    try:
+        family, kind, protocol_number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # With its protocol's number, by which asyncio knows TCP and turns Nagle's algorithm off: 40 ms an answer.
+        listening = socket.socket(family, kind, protocol_number)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
+        return listening
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"serve.host={host} serve.port={port}: {reason}; serve.port=0 takes a free port") from None
+
+
+def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
+    """Every backend by its name, and how it is started; None for those that run already.
+
+    Raises:
+        UserError: the host file is wrong.
+    """
+    told, model = settings.serve, settings.model
+    if told.backends:
+        return dict.fromkeys(told.backends)
+    path = Path(model.path)
+    words = ["--model", str(path.resolve()) if path.exists() else model.path, "--concurrency", str(told.concurrency)]
+    words += ["--revision", model.revision] if model.revision else []
+    words += ["--adapter", str(run.resolve())] if run is not None else []
+    words += ["--fuse"] * told.fuse + ["--trust-remote-code"] * model.trust_remote_code
+    if told.hostfile is None:
+        return {"local": Recipe(tuple(words))}
+    hosts = hostfile.read(Path(told.hostfile)).hosts
+    return {host.name: Recipe(tuple(words), None if agent_link.is_this_machine(host) else host) for host in hosts}
+
+
+def limits_of(settings: Serve, name: str, folder: Path) -> Limits:
+    """What the model allows, by its config.json, and its server."""
+    stored = json.loads((folder / "config.json").read_text())
+    text = stored.get("text_config") or {}
+    vocab_size = stored.get("vocab_size") or text.get("vocab_size")
+    context = stored.get("max_position_embeddings") or text.get("max_position_embeddings")
+    return Limits(name, settings.max_prompt_tokens, settings.max_tokens, vocab_size, context)
+
+
+def token_counter(folder: Path) -> Callable[[str], int] | None:
+    """Counts a text's tokens; None where the model has no tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+async def _serve(
+    settings: Config, run: Path | None, name: str, folder: Path, ring: api_keys.Keys | None, listening: socket.socket
+) -> None:
+    told = settings.serve
+    named = recipes(settings, run)
+    backends = [Backend(name, told.concurrency) for name in named]
+    pool = Pool(backends, told.max_queue)
+    # Nothing from the environment: a proxy has no place between here and a backend.
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    client = httpx2.AsyncClient(limits=limits, trust_env=False)
+    gateway = Gateway(told, limits_of(told, name, folder), token_counter(folder), pool, client, ring, log)
+    keepers = []
+    for backend, recipe in zip(backends, named.values(), strict=True):
+        backend.url = backend.name if recipe is None else ""
+        keepers.append(Keeper(backend, recipe, pool, client, log, told.start_seconds, told.stall_seconds))
+    listener = _listener(gateway, told)
+    if told.keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, gateway, Path(told.keys))
+    host, port = listening.getsockname()[:2]
+    address = f"{'https' if told.tls_certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    log("start", address=address, port=port, model=name, backends=list(named), keys=len(ring.digests) if ring else 0)
+    who = f"keys: {len(ring.digests)}" if ring else "no keys: for this machine alone"
+    print(f"{name} at {address}/v1 ({', '.join(named)}; {who})", file=sys.stderr)
+    serving = asyncio.create_task(listener.serve([listening]))
+    keeping = [asyncio.create_task(keeper.run()) for keeper in keepers]
+    try:
+        await asyncio.wait([serving, *keeping], return_when=asyncio.FIRST_COMPLETED)
+        for task in keeping:
+            if task.done():
+                listener.should_exit = listener.force_exit = True
+                task.result()
+    finally:
+        await serving
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        await client.aclose()
+        log("end")
+
+
+def with_cors(gateway: Gateway, told: Serve) -> ASGIApp:
+    """The application, which browsers may call from the pages that are named, and from no other."""
+    if not told.cors_origins:
+        return gateway
+    methods, headers = ["GET", "POST"], ["authorization", "content-type", "x-request-id"]
+    return CORSMiddleware(gateway, list(told.cors_origins), allow_methods=methods, allow_headers=headers)
+
+
+def _listener(gateway: Gateway, told: Serve) -> Listener:
+    options = uvicorn.Config(
+        with_cors(gateway, told),
+        http=protocol(told),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=math.ceil(told.idle_seconds),
+        # What still reads after a drain that waited for every answer will not be waited for any longer.
+        timeout_graceful_shutdown=math.ceil(told.write_seconds),
+        ssl_certfile=told.tls_certificate,
+        ssl_keyfile=told.tls_key,
+    )
+    try:
+        options.load()
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"serve.tls_certificate={told.tls_certificate} serve.tls_key={told.tls_key}: {error}") from None
+    return Listener(options, gateway, told, log)
+
+
+def _read_keys_again(gateway: Gateway, path: Path) -> None:
+    try:
+        gateway.keys = api_keys.read(path)
+        log("keys", count=len(gateway.keys.digests))
+    except UserError as error:  # those that were good stay so
+        log("keys", error=str(error))
+
+
+class _Records(logging.Handler):
+    """What libraries have to say, as records of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fault = record.exc_info and record.exc_info[1]
+        log(
+            "warning",
+            logger=record.name,
+            message=record.getMessage().strip(),
+            **({"error": repr(fault)} if fault else {}),
+        )
+
+
+def _allow_many_connections() -> None:
+    """Every client and every request on a backend is an open file; macOS grants 256 until it is asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 8192 if hard == resource.RLIM_INFINITY else min(8192, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _check(settings: Config, run: Path | None) -> None:
+    if run is not None and not (run / WEIGHTS).is_file():
+        raise UserError(f"--run {run}: no finished run there ({WEIGHTS} is missing)")
+    if settings.model.random_init:
+        raise UserError("model.random_init=true: mlx_lm.server cannot draw the run's weights; they are in no file")
+    if settings.serve.backends and settings.serve.hostfile:
+        raise UserError("serve.backends run already, serve.hostfile starts its own; give one of them")
+    if settings.model.attention_window is not None:
+        print(
+            "warning: mlx_lm.server knows nothing of model.attention_window; it attends to everything", file=sys.stderr
+        )
+
+
+def _read_config(options: argparse.Namespace) -> Config:
+    if options.run is None:
+        return load.load(None, options.overrides, base={"model": {"path": options.model}, "data": {"train": "none"}})
+    path = Path(options.run) / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"--run {options.run}: no run there (it has no config.yaml); runs are folders in run.dir")
+    return load.load(path, options.overrides)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = command_line.Parser(
+        prog="python -m lib.server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=help.help_text("serve"),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run", metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--model", metavar="PATH", help="a model without an adapter")
+    parser.add_argument("--make-key", metavar="NAME", help="add a key to --keys, print it, and end")
+    parser.add_argument("--keys", metavar="FILE", default="keys", help="for --make-key (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as listed below")
+    options = parser.parse_intermixed_args(arguments)
+    if options.make_key is None and (options.run is None) == (options.model is None):
+        raise UserError("give either --run RUN or --model PATH (make serve RUN=runs/NAME)")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

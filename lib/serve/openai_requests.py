@@ -1,0 +1,402 @@
+"""OpenAI's chat and text completions: what a request may ask for, what a backend is told, what comes back.
+
+Only what is known goes through, each value within the limits that mlx_lm.server relies on but does not check: there a
+`stop` that is no string, a `top_k` or a token id beyond the vocabulary ends the thread that generates for everybody,
+an image's URL is fetched, and `model`, `adapters` and `draft_model` load whatever they name. What a client may say but
+would not get is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from lib.config.schema import Fraction
+
+Kind = Literal["chat", "text"]
+OURS = b'"model": "default_model"'  # as mlx_lm.server answers; inside of a JSON string its quotes would be escaped
+TOP_LOGPROBS = 10
+
+
+class RequestError(Exception):
+    """A request that gets no answer: the HTTP status, and OpenAI's words for what is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_seconds: int | None = None,
+    ):
+        super().__init__(message)
+        # A client's own words are in some of them.
+        self.status, self.message, self.code, self.param = status, message[:500], code, param and param[:100]
+        self.retry_seconds = retry_seconds
+
+    @property
+    def body(self) -> bytes:
+        """OpenAI's JSON of an error."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        return json.dumps(
+            {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        ).encode()
+
+
+class _Part(BaseModel):
+    # Strict: "1" is no number. Unknown keys are refused.
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Text(_Part):
+    """A piece of a message's content; images would be fetched from wherever they say."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(_Part):
+    """What a tool call calls."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Part):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: Function
+
+
+class Message(_Part):
+    """A message; keys with the value null, as clients echo them, are taken as absent."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Text] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+    def upstream(self) -> dict[str, Any]:
+        """As mlx_lm.server takes it: content as one string."""
+        told = self.model_dump(exclude_none=True, exclude={"content"})
+        content = self.content
+        told["content"] = content if isinstance(content, str) else "".join(part.text for part in content or ())
+        return told
+
+
+class Tool(_Part):
+    """A function that the model may call."""
+
+    class Signature(_Part):
+        """Name, meaning and JSON schema."""
+
+        name: str
+        description: str | None = None
+        parameters: dict[str, Any] | None = None
+
+    type: Literal["function"]
+    function: Signature
+
+
+class StreamOptions(_Part):
+    """What a stream tells besides its tokens."""
+
+    include_usage: bool | None = None
+
+
+class TextFormat(_Part):
+    """The only response format there is."""
+
+    type: Literal["text"]
+
+
+class _Request(_Part):
+    """What both kinds of completion know. Null is "not said", as with OpenAI."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=256)]
+        | Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4)]
+        | None
+    ) = None
+    n: Literal[1] | None = None
+    # Labels, which change no answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @field_validator("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    @classmethod
+    def _tiny_is_zero(cls, value: float | None) -> float | None:
+        """So that 1 / temperature, and log(min_p), stay finite."""
+        return value if value is None or abs(value) > 1e-6 else 0.0
+
+    def texts(self) -> list[str]:
+        """What the model will read."""
+        raise NotImplementedError
+
+    def upstream(self) -> dict[str, Any]:
+        """The body for a backend, without its limits."""
+        names = {"temperature", "top_p", "top_k", "min_p", "stop", "logit_bias"}
+        names |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+        return self.model_dump(include=names, exclude_none=True)
+
+
+class ChatRequest(_Request):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: TextFormat | None = None
+    store: Literal[False] | None = None
+    modalities: tuple[Literal["text"]] | None = None
+
+    def texts(self) -> list[str]:
+        told = [message.upstream() for message in self.messages]
+        calls = [call["function"]["arguments"] for message in told for call in message.get("tool_calls", ())]
+        return (
+            [message["content"] + message.get("reasoning", "") for message in told]
+            + calls
+            + [json.dumps(self._tools())]
+        )
+
+    def upstream(self) -> dict[str, Any]:
+        told = super().upstream() | {"messages": [message.upstream() for message in self.messages]}
+        if self._tools():
+            told["tools"] = self._tools()
+        if self.logprobs:
+            told |= {"logprobs": True, "top_logprobs": self.top_logprobs or -1}
+        return told
+
+    @model_validator(mode="after")
+    def _top_logprobs_are_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    def _tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+class TextRequest(_Request):
+    """POST /v1/completions."""
+
+    prompt: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)]]
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: None = None
+
+    def texts(self) -> list[str]:
+        return [self.prompt if isinstance(self.prompt, str) else self.prompt[0]]
+
+    def upstream(self) -> dict[str, Any]:
+        return super().upstream() | {"prompt": self.texts()[0]}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model and its server allow; None: not known."""
+
+    model: str  # the one name that clients may use
+    max_prompt_tokens: int
+    max_tokens: int
+    vocab_size: int | None = None
+    context_tokens: int | None = None  # of prompt and completion
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that may go to a backend."""
+
+    kind: Kind
+    body: dict[str, Any]
+    stream: bool
+    include_usage: bool
+    model: str
+
+    @property
+    def is_streamed_upstream(self) -> bool:
+        """A backend notices that nobody listens only when it writes, so whole answers are asked for as streams, too.
+
+        Log-probabilities are the exception: its streams do not have them.
+        """
+        return not self.body.get("logprobs")
+
+
+def parse(kind: Kind, raw: bytes) -> ChatRequest | TextRequest:
+    """A request's body.
+
+    Raises:
+        RequestError: it is no JSON object, or a key or value is not one that is served; names the first of them.
+    """
+    try:
+        tree = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(400, f"the body is not JSON: {error}", "invalid_json") from None
+    if not isinstance(tree, dict):
+        raise RequestError(400, "the body has to be a JSON object", "invalid_json")
+    try:
+        # As JSON, where a list may be a tuple and lone surrogates cannot be.
+        return (ChatRequest if kind == "chat" else TextRequest).model_validate_json(raw)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def ask(kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_tokens: int) -> Ask:
+    """What a backend is asked, within the limits.
+
+    Args:
+        prompt_tokens: of `request.texts()`.
+
+    Raises:
+        RequestError: another model, or beyond a limit; with the numbers.
+    """
+    if request.model not in (None, limits.model):
+        raise RequestError(
+            404,
+            f"the model {request.model!r} does not exist; this server has {limits.model}",
+            "model_not_found",
+            "model",
+        )
+    if prompt_tokens > limits.max_prompt_tokens:
+        raise _too_long(f"the prompt has {prompt_tokens} tokens, but at most {limits.max_prompt_tokens} are allowed")
+    told = isinstance(request, ChatRequest) and request.max_completion_tokens or request.max_tokens
+    max_tokens = told or limits.max_tokens
+    if max_tokens > limits.max_tokens:
+        raise RequestError(
+            400,
+            f"max_tokens is {max_tokens}, but at most {limits.max_tokens} are allowed",
+            "invalid_value",
+            "max_tokens",
+        )
+    if limits.context_tokens is not None:
+        room = limits.context_tokens - prompt_tokens
+        if room < (told or 1):
+            raise _too_long(
+                f"{prompt_tokens} tokens of prompt and {told or 1} of completion are more than the model's {limits.context_tokens}"
+            )
+        max_tokens = min(max_tokens, room)
+    for name, ids in (("top_k", [request.top_k or 0]), ("logit_bias", [int(key) for key in request.logit_bias or ()])):
+        if max(ids, default=0) >= (limits.vocab_size or 1):
+            size = limits.vocab_size or "unknown"
+            raise RequestError(400, f"{name} goes beyond the vocabulary, whose size is {size}", "invalid_value", name)
+    if request.seed is not None and request.temperature:
+        # Such a request is not batched: it waits in silence for all others on its backend, and they for it.
+        raise RequestError(400, "a seed is for temperature 0 only, where it changes nothing", "invalid_value", "seed")
+    body = request.upstream() | {"model": "default_model", "max_tokens": max_tokens}
+    options = request.stream_options
+    wants_usage = bool(options and options.include_usage)
+    whole = Ask(kind, body, bool(request.stream), wants_usage, limits.model)
+    if whole.is_streamed_upstream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    elif whole.stream:
+        raise RequestError(
+            400, "logprobs come with whole answers only; set stream to false", "invalid_value", "logprobs"
+        )
+    return whole
+
+
+def renamed(event: bytes, model: str) -> bytes:
+    """A backend's answer, under the name that clients know."""
+    return event.replace(OURS, b'"model": ' + json.dumps(model).encode())
+
+
+def data_of(event: bytes) -> bytes | None:
+    """The data of a server-sent event; None for a comment."""
+    return event[6:] if event.startswith(b"data: ") else None
+
+
+def is_usage(data: bytes) -> bool:
+    """Whether an event tells the usage, and no token."""
+    return b'"choices": [], "usage": {' in data
+
+
+def assemble(events: Iterable[bytes]) -> dict[str, Any]:
+    """The whole answer that a stream's events, as JSON, tell piece by piece."""
+    answer: dict[str, Any] = {}
+    texts: dict[str, list[str]] = {"content": [], "reasoning": [], "text": []}
+    calls: list[dict[str, Any]] = []
+    finish_reason, usage = None, None
+    for event in map(json.loads, events):
+        answer = answer or {key: event[key] for key in ("id", "object", "created", "model", "system_fingerprint")}
+        usage = event.get("usage") or usage
+        for told in event["choices"]:
+            finish_reason = told["finish_reason"] or finish_reason
+            piece = told.get("delta", told)
+            for key, parts in texts.items():
+                parts.append(piece.get(key) or "")
+            calls += ({key: call[key] for key in call if key != "index"} for call in piece.get("tool_calls", ()))
+    said = {key: "".join(parts) for key, parts in texts.items()}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+    if answer["object"] == "text_completion":
+        choice["text"] = said["text"]
+    else:
+        answer["object"] = "chat.completion"
+        message: dict[str, Any] = {"role": "assistant", "content": said["content"] or None}
+        message |= {"reasoning": said["reasoning"]} if said["reasoning"] else {}
+        message |= {"tool_calls": calls} if calls else {}
+        choice["message"] = message
+    return answer | {"choices": [choice], "usage": usage}
+
+
+def split(buffer: bytes) -> tuple[list[bytes], bytes]:
+    """The whole server-sent events at a buffer's beginning, and what is left of it."""
+    *events, rest = buffer.split(b"\n\n")
+    return events, rest
+
+
+def _too_long(message: str) -> RequestError:
+    return RequestError(400, message, "context_length_exceeded", "messages")
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    # Of a value that may be one of several types, each type complains: the one that came furthest is meant.
+    fault = max(error.errors(include_url=False, include_context=False), key=lambda fault: len(fault["loc"]))
+    place = ".".join(_places(fault["loc"]))
+    if fault["type"] == "extra_forbidden":
+        return RequestError(400, f"{place} is not a parameter of this server", "unknown_parameter", place)
+    if fault["type"] == "missing":
+        return RequestError(400, f"{place} is missing", "missing_parameter", place)
+    said = fault["msg"].removeprefix("Value error, ")
+    return RequestError(400, f"{place or 'the request'}: {said[0].lower()}{said[1:]}", "invalid_value", place or None)
+
+
+def _places(loc: tuple[int | str, ...]) -> Iterator[str]:
+    """A fault's place without pydantic's own words for the branches of a union."""
+    for part in loc:
+        if isinstance(part, int) or part.isidentifier() and part not in ("str",):
+            yield str(part)

@@ -1,0 +1,1 @@
+"""This machine and its operating system: hardware, libraries, files, terminal."""

@@ -1,0 +1,250 @@
+"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU; a function a question."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lib.system import os_commands
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Device = Literal["metal", "cuda", "cpu"]
+
+
+# Names that Linux's drivers give to sensors of processors; others sit on disks and network cards.
+PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|x86_pkg_temp|cpu|gpu|soc", re.IGNORECASE)
+
+
+class Machine(BaseModel):
+    """Who was measured."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    host: str
+    device_name: str  # the chip, e.g. "Apple M4 Max"
+    device: Device
+    gpu_cores: PositiveInt | None = None
+    cpu_cores: PositiveInt | None = None
+    memory_bytes: PositiveInt | None = None  # of the machine; a discrete GPU's own
+    os: str | None = None
+
+
+def identify(host: str) -> Machine:
+    """This machine under the name `host`, as MLX and its operating system know it."""
+    device, facts = mlx_device()
+    name = facts.get("device_name") if device != "cpu" else None
+    return Machine(
+        host=host,
+        device_name=str(name or processor_name()),
+        device=device,
+        gpu_cores=apple_gpu_cores() if device == "metal" else None,
+        cpu_cores=usable_cpus(),
+        memory_bytes=facts.get("total_memory") if device == "cuda" else host_memory_bytes(),
+        os=operating_system(),
+    )
+
+
+def memory_limit_bytes() -> int | None:
+    """What MLX may hold here: the GPU's working set, or the memory that the system or a container grants."""
+    device, facts = mlx_device()
+    if device == "metal":  # a working set beyond this is swapped, and the run crawls
+        return facts.get("max_recommended_working_set_size")
+    if device == "cuda":
+        return facts.get("total_memory")
+    limits = [limit for limit in (host_memory_bytes(), container_memory_bytes()) if limit]
+    return min(limits, default=None)
+
+
+def free_memory_bytes() -> int | None:
+    """Main memory that a new process could take now without swapping; None where the system does not tell."""
+    if os_commands.is_mac():
+        return mac_free_memory_bytes(os_commands.output(["vm_stat"]))
+    facts = Path("/proc/meminfo")
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.exists() else "", re.MULTILINE)
+    limit = container_memory_bytes()
+    return min(1024 * int(available[1]), limit or 2**60) if available else None
+
+
+def mac_free_memory_bytes(vm_stat: str) -> int | None:
+    """What vm_stat's pages that nobody has to give up come to: free, inactive, speculative and purgeable ones.
+
+    Its "Pages free" leaves out the speculative ones (Apple's system_cmds, vm_stat.c). None where the text is another's.
+    """
+    page = re.search(r"page size of (\d+) bytes", vm_stat)
+    pages = {name: int(count) for name, count in re.findall(r"^Pages (\w+):\s*(\d+)\.$", vm_stat, re.MULTILINE)}
+    if page is None or "free" not in pages:
+        return None
+    return int(page[1]) * sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages whose change makes a measurement stale."""
+    return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}
+
+
+def mlx_device() -> tuple[Device, dict[str, Any]]:
+    """What MLX computes on, and what it says of it."""
+    import mlx.core as mx  # here, because lib.runtime.prepare() has to come before it
+
+    facts = dict(mx.device_info())
+    if mx.default_device() == mx.cpu:
+        return "cpu", facts
+    return "metal" if mx.metal.is_available() else "cuda", facts
+
+
+def processor_name() -> str:
+    """E.g. "AMD EPYC 9354"."""
+    if os_commands.is_mac():
+        return os_commands.sysctl("machdep.cpu.brand_string") or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return named[1].strip() if named else platform.machine()
+
+
+def apple_gpu_cores() -> int | None:
+    """From the I/O registry; neither Metal nor MLX tells it."""
+    found = re.search(
+        r'"gpu-core-count"\s*=\s*(\d+)', os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
+    )
+    return int(found[1]) if found else None
+
+
+def usable_cpus() -> int | None:
+    """Those that this process may run on, where the system says so, else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def host_memory_bytes() -> int | None:
+    """The machine's main memory."""
+    if os_commands.is_mac():
+        size = os_commands.sysctl("hw.memsize")
+        return int(size) if size else None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def container_memory_bytes() -> int | None:
+    """The limit of this process's control group (Linux); None where there is none."""
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":  # version 2
+            file = Path(f"/sys/fs/cgroup{path}/memory.max")
+        elif "memory" in controllers.split(","):
+            file = Path(f"/sys/fs/cgroup/memory{path}/memory.limit_in_bytes")
+        else:
+            continue
+        try:
+            limit = file.read_text().strip()
+        except OSError:  # inside a container the path is the host's
+            continue
+        if limit.isdecimal() and int(limit) < 2**60:  # version 1 writes a huge number for "no limit"
+            return int(limit)
+    return None
+
+
+def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
+    """How warm this host is and what it draws, as far as its system tells without a password. May take some seconds.
+
+    Returns:
+        `temperature_celsius` of its hottest processor; `power_watts` of its NVIDIA GPUs together, or of what else has a
+        meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU. What is not told is not there.
+    """
+    found: dict[str, float] = {}
+    temperatures = [
+        *_sysfs(system, "hwmon*/temp*_input", "name", 1e-3),
+        *_sysfs(system, "thermal_zone*/temp", "type", 1e-3),
+    ]
+    watts = [
+        *_sysfs(system, "hwmon*/power*_average", "name", 1e-6),
+        *_sysfs(system, "hwmon*/power*_input", "name", 1e-6),
+    ]
+    told = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", os_commands.output(NVIDIA_SENSORS), re.MULTILINE)
+    if told:
+        temperatures, watts = ([float(one) for one in each if one[0].isdigit()] for each in zip(*told, strict=True))
+    if sane := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as zero, or as nonsense
+        found["temperature_celsius"] = max(sane)
+    if sum(watts) > 0:
+        found["power_watts"] = sum(watts)
+    if os_commands.is_mac() and (
+        limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", os_commands.output(["pmset", "-g", "therm"]))
+    ):
+        found["speed_limit"] = int(limit[1]) / 100
+    return found
+
+
+NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
+
+
+def _sysfs(system: Path, values: str, name: str, unit: float) -> list[float]:
+    """What the processors' sensors of a kind say."""
+    found = []
+    for path in (system / ("hwmon" if values.startswith("hwmon") else "thermal")).glob(values):
+        with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
+            if PROCESSOR_SENSORS.search((path.parent / name).read_text()):
+                found.append(unit * int(path.read_text()))
+    return found
+
+
+def operating_system() -> str:
+    """E.g. "macOS 26.1 arm64" or "Linux 6.8.0 x86_64"."""
+    if os_commands.is_mac():
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+class Power(NamedTuple):
+    """What feeds this machine."""
+
+    on_battery: bool
+    saves_power: bool  # Low Power Mode, a power-save profile: slower for all that it computes
+    text: str  # in the system's words
+
+
+def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
+    """What feeds this machine, as its system tells; None where it does not."""
+    if os_commands.is_mac():
+        return mac_power(os_commands.output(["pmset", "-g", "batt"]), os_commands.output(["pmset", "-g"]))
+    kinds = {path: _text(path / "type") for path in sorted(system.glob("*"))} if system.exists() else {}
+    status = next((_text(path / "status") for path, kind in kinds.items() if kind == "Battery"), "")
+    profile = _text(Path("/sys/firmware/acpi/platform_profile"))
+    if not status and not profile:
+        return None
+    return Power(status == "Discharging", profile == "low-power", ", ".join(filter(None, (status.lower(), profile))))
+
+
+def mac_power(batteries: str, settings: str) -> Power | None:
+    """From `pmset -g batt` and `pmset -g`: Apple's PowerManagement, pmset.m, show_power_sources and show_pm_settings_dict."""
+    source = re.search(r"^Now drawing from '(.+)'$", batteries, re.MULTILINE)
+    if source is None:
+        return None
+    level = re.search(r"\t(\d+%); ([^;\n]+)", batteries)
+    mode = re.search(
+        r"^\s*(?:lowpowermode|powermode)\s+(\d)", settings, re.MULTILINE
+    )  # 1 is low, of a powermode 2 high
+    saves = mode is not None and mode[1] == "1"
+    parts = [source[1], *(level.groups() if level else ()), *(["Low Power Mode"] if saves else [])]
+    return Power(source[1] == "Battery Power", saves, ", ".join(part.strip() for part in parts))
+
+
+def wired_limit_bytes() -> int | None:
+    """What the owner of this Mac lets the GPU keep wired, iogpu.wired_limit_mb; None where the system decides."""
+    megabytes = os_commands.sysctl("iogpu.wired_limit_mb") if os_commands.is_mac() else ""
+    return int(megabytes) * 2**20 or None if megabytes.isdecimal() else None
+
+
+def is_translated() -> bool:
+    """Whether this is an Intel program under Rosetta on Apple silicon, where MLX finds no GPU."""
+    return os_commands.is_mac() and os_commands.sysctl("sysctl.proc_translated") == "1"
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""

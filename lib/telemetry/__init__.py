@@ -1,0 +1,1 @@
+"""The records of a run: written, followed, sent on, priced."""

@@ -1,0 +1,286 @@
+"""The records of a run, one JSON object a line, one file a rank, flushed as they happen; and its costs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from lib.system import files
+from lib.system.hardware import sensors
+from lib.system.network import connections
+from lib.telemetry.log_tail import Copy, Tail
+from lib.telemetry.trackers import Feed
+
+NETWORK_SECONDS = 10.0  # between records of the network
+PIECE_BYTES = 2**20  # of a log that travel at once,
+GATHERED_PIECES = 64  # and how often at the end of a run
+SENSORS_SECONDS = 15.0  # between looks at temperature and power
+
+
+class PerformanceTracker:
+    """Writes one rank's records and sums up what it did.
+
+    Every record has `kind`, `time` (Unix seconds), `rank` and `host`; the kinds are `start`, `step`, `evaluation`,
+    `checkpoint`, `network`, `sensors`, `plan`, `merge`, `warning` and `end`.
+    """
+
+    def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", feed: Feed | None = None):
+        self.log_path, self.rank, self.host, self.feed = Path(log_path), rank, host, feed
+        self.examples = 0
+        self.seconds = 0.0
+        self.parts = {"compute_seconds": 0.0, "sync_seconds": 0.0, "wait_seconds": 0.0}
+        self.peak_memory_bytes = 0
+        self._file: FileIO | None = None
+        self._bytes_sent, self._sync_seconds = 0, 0.0  # since the network's last record
+        self._network_logged, self._sensed = -NETWORK_SECONDS, -SENSORS_SECONDS
+        self._sensors: dict[str, float] = {}  # what the last look at them found, if it is not written yet
+        self._unwritten = b""  # for want of room on the disk
+        self._began = 0, b""  # where in the log this process began, and its first line
+        self._missed: list[int] | None = None  # ranks whose logs rank 0's machine does not have
+        self._tail, self._copies = Tail(self.log_path), dict[int, Copy]()
+
+    def record(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Appends one record and flushes it. On a disk that is full by then it is kept in memory, until there is room.
+
+        Raises:
+            OSError: the disk is full at the first record, or not writable.
+        """
+        entry = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host, **fields}
+        if self.feed is not None:
+            self.feed.take(entry)
+        if self._file is None:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.log_path.open("ab", buffering=0)
+            line = json.dumps(_finite(entry), allow_nan=False)
+            self._began = self._file.tell(), line.encode()
+            self._write(line)
+        else:
+            self._append(entry)
+        self._record_faults(entry.get("step", 0))
+        return entry
+
+    def _record_faults(self, step: int) -> None:
+        while self.feed is not None and self.feed.faults:
+            self.record("warning", step=step, text=self.feed.faults.pop(0))
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        had_room = not self._unwritten
+        try:
+            self._write(json.dumps(_finite(entry), allow_nan=False))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            if had_room:
+                told = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"
+                print(told, file=sys.stderr, flush=True)
+
+    def _write(self, line: str = "") -> None:
+        assert self._file is not None
+        self._unwritten += f"{line}\n".encode() if line else b""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def flush(self) -> None:
+        """Writes what was kept in memory.
+
+        Raises:
+            OSError: there is still no room for it.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.log_path)) from None
+
+    def log_batch(
+        self, batch_num: int, batch_size: int, batch_time: float, loss: float | None, kl: float | None, **fields: Any
+    ) -> dict[str, Any]:
+        """Records one step: `batch_num` is the step, `batch_size` this rank's pairs, `batch_time` its seconds."""
+        self.examples += batch_size
+        self.seconds += batch_time
+        self.parts = {name: seconds + fields.get(name, 0.0) for name, seconds in self.parts.items()}
+        self.peak_memory_bytes = max(self.peak_memory_bytes, fields.get("peak_memory_bytes", 0))
+        self._log_network(batch_num, fields.get("bytes_sent", 0), fields.get("sync_seconds", 0.0))
+        self._log_sensors(batch_num)
+        rate = batch_size / batch_time if batch_time > 0 else 0.0
+        return self.record(
+            "step",
+            step=batch_num,
+            pairs=batch_size,
+            step_seconds=batch_time,
+            pairs_per_second=rate,
+            loss=loss,
+            kl=kl,
+            **fields,
+        )
+
+    def log_merge(self, step: int, merged: dict[str, Any]) -> None:
+        """Records a round's end: what this rank waited for the others counts as its time, and so does the merge."""
+        self.seconds += merged["waited_seconds"] + merged["seconds"]
+        self.parts["wait_seconds"] += merged["waited_seconds"]
+        self.parts["sync_seconds"] += merged["seconds"]
+        self._log_network(step, merged["bytes_sent"], merged["seconds"])
+        self.record("merge", step=step, **merged)
+
+    def _log_network(self, step: int, bytes_sent: int, sync_seconds: float) -> None:
+        """Every ten seconds: what the syncs of these steps saw of the network, and the kernel of every connection."""
+        self._bytes_sent += bytes_sent
+        self._sync_seconds += sync_seconds
+        if not self._bytes_sent or time.monotonic() - self._network_logged < NETWORK_SECONDS:
+            return
+        rate = self._bytes_sent / self._sync_seconds if self._sync_seconds else None
+        links = connections()
+        self.record("network", step=step, bytes_sent=self._bytes_sent, bytes_per_second=rate, connections=links)
+        self._bytes_sent, self._sync_seconds, self._network_logged = 0, 0.0, time.monotonic()
+
+    def _log_sensors(self, step: int) -> None:
+        """Once in a while, and in a thread, because some systems are asked by a command: no step waits for an answer."""
+        if self._sensors:
+            self.record("sensors", step=step, **self._sensors)
+            self._sensors = {}
+        if time.monotonic() - self._sensed >= SENSORS_SECONDS:
+            self._sensed = time.monotonic()
+            threading.Thread(target=self._look_at_sensors, name="sensors").start()
+
+    def _look_at_sensors(self) -> None:
+        self._sensors = sensors()
+
+    def gather(self, world: Any, everything: bool = False) -> None:
+        """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`: a piece, or all that is left.
+
+        All ranks call it. Nothing travels where ranks share a disk, or a launcher copies already.
+        """
+        if self._missed is None:
+            offset, line = self._began
+            facts = json.dumps([offset, len(line), hashlib.sha256(line).hexdigest()])
+            ranks = enumerate(map(json.loads, world.gather_long_text(facts, "where every rank's log began")))
+            missed = [rank for rank, began in ranks if not self._has(rank, *began)] if world.rank == 0 else []
+            self._missed = json.loads(world.broadcast_text(json.dumps(missed)))
+        for _ in range(GATHERED_PIECES if everything else 1):
+            if not self._missed:
+                return
+            piece = ""
+            if self.rank in self._missed:
+                before = self._tail.offset
+                begins, lines = self._tail.read(PIECE_BYTES if everything else PIECE_BYTES // 8)
+                piece = json.dumps([self.host, 0 if begins else before, lines.decode("latin-1")]) if lines else ""
+            pieces = world.gather_long_text(piece, "every rank's records")
+            if world.rank == 0:
+                self._keep(pieces)
+            if not any(pieces):
+                return
+
+    def _has(self, rank: int, offset: int, length: int, digest: str) -> bool:
+        """Whether this machine has the log that a rank's process wrote, its own or a copy."""
+        name = f"rank-{rank:03d}.jsonl"
+        for path in (self.log_path.parent / name, *self.log_path.parent.glob(f"*/{name}")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(offset)
+                if hashlib.sha256(file.read(length)).hexdigest() == digest:
+                    return True
+        return False
+
+    def _keep(self, pieces: Sequence[str]) -> None:
+        for rank, piece in enumerate(pieces):
+            if piece:
+                host, offset, lines = json.loads(piece)
+                with contextlib.suppress(OSError):  # without room a copy has a gap, and the rank still has its log
+                    copy = self._copies.setdefault(rank, Copy(self.log_path.parent, host))
+                    copy.write(rank, offset, lines.encode("latin-1"))
+
+    def get_average_throughput(self) -> float:
+        """Pairs a second over all logged batches; 0 before the first."""
+        return self.examples / self.seconds if self.seconds else 0.0
+
+    def totals(self) -> dict[str, Any]:
+        """What this rank did in all logged steps."""
+        did = {"pairs": self.examples, "seconds": self.seconds, **self.parts}
+        return {"rank": self.rank, "host": self.host, **did, "peak_memory_bytes": self.peak_memory_bytes}
+
+    def close(self, step: int = 0) -> None:
+        """Closes the sinks and the log; step: the last."""
+        if self.feed is not None:
+            self.feed.close()
+        if self._file is not None:
+            self._record_faults(step)
+            self.flush()
+            self._file.close()
+            self._file = None
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a log; a last line that a crash cut short is left out."""
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def rewind(path: Path, step: int) -> int:
+    """Cuts a log back to a checkpoint's step, so that it tells the history of the weights that live on.
+
+    What is cut (steps that a crash undid, and half a line, maybe) is kept beside it in `discarded/`. Returns the number
+    of records cut.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    for keep, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if not line.endswith(b"\n") or entry.get("step", 0) > step or entry["kind"] == "end":
+            break
+    else:
+        return 0
+    discarded = path.parent / "discarded" / path.name
+    discarded.parent.mkdir(exist_ok=True)
+    with discarded.open("ab") as file:
+        file.write(b"".join(line.rstrip(b"\n") + b"\n" for line in lines[keep:]))
+    shortened = path.with_suffix(".tmp")
+    with shortened.open("wb") as file:
+        file.write(b"".join(lines[:keep]))
+        file.flush()
+        files.flush(file.fileno())
+    shortened.replace(path)
+    return len(lines) - keep
+
+
+def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], place: int = 0) -> int:
+    """The step up to which a log tells the history that lives on, which a run that was resumed so often goes on with.
+
+    A host that was lost and is back still has the steps that the others undid without it. Two that were lost in turn each
+    went on alone from where they had been together: what either did then is in its own log, and one of it lives on.
+
+    resumes: at each its step and, where ranks count their own, every rank's; ids: of each of them, made when it happened;
+    place: of this log's steps in a resume.
+    """
+    starts = [entry for entry in read_records(path) if entry["kind"] == "start"]
+    own: Sequence[Sequence[int]] = starts[-1].get("resumes", []) if starts else []
+    own_ids = starts[-1].get("resume_ids", [""] * len(own)) if starts else []
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own_ids, ids, strict=False)))
+    undone = [*resumes[common:], *own[common:]] or resumes[-1:]
+    return min(resume[place] if place < len(resume) else resume[0] for resume in undone)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

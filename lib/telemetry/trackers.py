@@ -1,0 +1,142 @@
+"""Where a run's figures go besides its own logs, by name (`run.sinks`); each package is imported only where it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lib.errors import UserError
+
+Write = Callable[[int, dict[str, float]], None]  # (step, figures by name)
+
+
+PACKAGES = {"tensorboard": "tensorboardX", "trackio": "trackio", "wandb": "wandb"}
+PREFIXES = {"step": "train", "evaluation": "held_out"}  # of the figures' names, by the kind of their record
+FLUSH_SECONDS = 5.0  # between two writes of TensorBoard's file to the disk
+
+
+class Feed:
+    """Rank 0's records on their way to the sinks. One that fails is told once and left out; the run goes on.
+
+    Raises:
+        UserError: a sink's package cannot be imported.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path):
+        self.names, self.folder = tuple(dict.fromkeys(names)), folder
+        self.faults: list[str] = []  # not yet recorded
+        self._open: dict[str, tuple[AbstractContextManager[Write], Write]] = {}
+        for name in self.names:
+            try:
+                importlib.import_module(PACKAGES[name])
+            except ImportError as error:
+                raise UserError(
+                    f"run.sinks: {name} needs the package {PACKAGES[name]} ({error}); run pip install {PACKAGES[name]}"
+                ) from error
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """A run's record: `start` opens the sinks; the figures of a `step` or an `evaluation` go to each of them."""
+        if entry["kind"] == "start":
+            for name in self.names:
+                self._try(name, self._start, name, entry)
+        elif prefix := PREFIXES.get(entry["kind"]):
+            for name, (_, write) in list(self._open.items()):
+                self._try(name, write, entry["step"], figures(prefix, entry))
+
+    def close(self) -> None:
+        for name, (sink, _) in list(self._open.items()):
+            self._try(name, sink.__exit__, None, None, None)
+        self._open.clear()
+
+    def _start(self, name: str, entry: dict[str, Any]) -> None:
+        sink = SINKS[name](self.folder, entry["config"], entry["resumed_from_step"] is not None)
+        self._open[name] = sink, sink.__enter__()
+
+    def _try(self, name: str, do: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            do(*arguments)
+        except Exception as error:  # whatever a foreign package raises
+            self._open.pop(name, None)
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            self.faults.append(f"run.sinks: {name} gets no more of this run, whose own logs are whole ({why})")
+            print(f"warning: {self.faults[-1]}", file=sys.stderr, flush=True)
+
+
+def figures(prefix: str, entry: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers of a record, named e.g. `train/loss`."""
+    return {
+        f"{prefix}/{key}": float(value)
+        for key, value in entry.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if key not in ("time", "rank", "step")
+    }
+
+
+@contextmanager
+def _tensorboard(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Write]:
+    """Event files in the run's `tensorboard/`. Without SummaryWriter, whose thread dies of a full disk and is then waited for."""
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.summary import scalar
+
+    (folder / "tensorboard").mkdir(exist_ok=True)
+    file = EventsWriter(str(folder / "tensorboard" / "events"), f".{time.time_ns()}")
+    flushed, has_trained = time.monotonic(), False
+
+    def write(step: int, values: dict[str, float]) -> None:
+        nonlocal flushed, has_trained
+        if resumed and not has_trained and any(name.startswith("train/") for name in values):
+            # From here on TensorBoard forgets what it read in earlier files: steps that a crash undid.
+            file.write_event(Event(step=step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
+            has_trained = True
+        for name, value in values.items():
+            file.write_event(Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+        if time.monotonic() - flushed >= FLUSH_SECONDS:
+            file.flush()
+            flushed = time.monotonic()
+
+    yield write
+    file.close()
+
+
+@contextmanager
+def _trackio(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Write]:
+    """A run of the project `tandem`, on this machine unless trackio's own variables say else; steps that a crash undid stay."""
+    import trackio
+
+    run = trackio.init("tandem", folder.name, config=config, resume="allow" if resumed else "never")
+    yield lambda step, values: run.log(values, step=step)
+    run.finish()
+
+
+@contextmanager
+def _wandb(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Write]:
+    """A run of the project `tandem`, by wandb's own login; WANDB_MODE=offline keeps it in the run's `wandb/`."""
+    import wandb
+
+    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]  # the same when resumed
+    run = wandb.init(
+        project="tandem",
+        name=folder.name,
+        id=which,
+        dir=folder,
+        config=config,
+        resume="allow" if resumed else None,
+        settings=wandb.Settings(login_timeout=60),
+    )
+    yield lambda step, values: run.log(values, step=step)
+    run.finish()
+
+
+SINKS: dict[str, Callable[[Path, dict[str, Any], bool], AbstractContextManager[Write]]] = {
+    "tensorboard": _tensorboard,
+    "trackio": _trackio,
+    "wandb": _wandb,
+}

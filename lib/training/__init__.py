@@ -1,0 +1,1 @@
+"""One run: steps, local SGD, checkpoints, what a person sees of it."""

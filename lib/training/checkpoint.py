@@ -1,0 +1,430 @@
+"""Checkpoints that are whole or absent, and the run folder that one process owns at a time.
+
+A checkpoint is written beside its place, flushed to the disk, hashed and renamed; reading it checks every hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten
+
+from lib.config.load import dump
+from lib.config.schema import Config
+from lib.data.row_order import Position
+from lib.distributed import heartbeat
+from lib.distributed.world import Described, World
+from lib.errors import AgreedError, UserError
+from lib.model import adapter_files as models
+from lib.system import files
+from lib.telemetry.run_records import PerformanceTracker
+from lib.training.step import StepResult
+
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+MANIFEST = "manifest.json"
+GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
+COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
+
+
+@dataclass
+class Progress:
+    """How far a run is. All that is random follows from train.seed and these numbers, so no generator state is kept."""
+
+    data_digest: str
+    step: int = 0
+    epoch: int = 0
+    cursor: int = 0  # examples of this epoch that were trained
+    pairs: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # spent in steps
+    skipped_in_row: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    before: dict[str, float | None] = field(default_factory=dict)  # the evaluation before the first step
+    bytes_sent: int = 0  # by rank 0, in steps and merges
+    schedule: dict[str, Any] = field(
+        default_factory=dict
+    )  # the plans in force and to come, as lib/plan/replan.py keeps them
+    rounds: dict[str, Any] = field(
+        default_factory=dict
+    )  # of ranks that train apart, as lib/training/local_sgd.py keeps them
+    resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
+    resume_ids: list[str] = field(
+        default_factory=list
+    )  # of each of them: hosts that are alone may resume from one step
+    parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
+
+    def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:
+        """Adds one step."""
+        self.step, self.epoch, self.cursor = step, position.epoch, position.cursor
+        self.pairs += pairs
+        self.tokens += result.tokens
+        self.seconds += result.seconds
+        self.bytes_sent += result.bytes_sent
+
+    def steps_of(self, rank: int) -> int:
+        """The last step in a rank's log: of ranks that train apart, each counts its own."""
+        local: list[int] = self.rounds.get("local_steps", [])
+        return local[rank] if rank < len(local) else self.step
+
+    def is_best(self, step: int, loss: float | None) -> bool:
+        """Whether the held-out loss is the lowest so far; then it is the one to beat."""
+        if loss is None or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+            return False
+        self.best_step, self.best_loss = step, loss
+        return True
+
+
+def keeps_disk(folder: Path, world: World) -> bool:
+    """Whether this rank is the first of those that share its disk: it keeps the run's files there.
+
+    Raises:
+        AgreedError: the folder cannot be written.
+    """
+    token = world.broadcast_text(os.urandom(8).hex())
+    mine = folder / f".disk-{token}-{world.rank:04d}"
+    with world.agreeing(f"opening {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    first = min(folder.glob(f".disk-{token}-*"))
+    world.gather_text("seen", "every rank's look at its disk")
+    mine.unlink()
+    return first == mine
+
+
+def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool, world: World) -> IO[str] | None:
+    """Makes one process on every disk the run's only owner there, for as long as its file stays open; writes what it will do.
+
+    Returns:
+        The file, to that process: it keeps the run's files on its disk.
+
+    Raises:
+        AgreedError: another process owns the folder, or it holds a run and is not resumed.
+    """
+    keeper = keeps_disk(folder, world)
+    with world.agreeing(f"opening {folder}"):
+        if not keeper:
+            return None
+        lock = _claim(folder)
+        if (folder / "config.yaml").exists() and not resume:
+            raise UserError(
+                f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
+            )
+        files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+        files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+        return lock
+
+
+def _claim(folder: Path) -> IO[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise UserError(
+            f"run folder {folder} is in use by process {lock.read().strip() or '?'}; wait for it, or give another run.name"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+class Writer:
+    """Writes this rank's checkpoints, one after the other: none is dropped, and a failure is told at once."""
+
+    def __init__(self, keeps_disk: bool = True, max_lost_seconds: float | None = None):
+        self.keeps_disk, self.max_lost_seconds = keeps_disk, max_lost_seconds
+        self.unsaved_seconds = self.ungathered_seconds = 0.0
+        self._thread: threading.Thread | None = None
+        self._written: list[tuple[int, Path]] = []
+        self._faults: list[tuple[int, str]] = []
+
+    def is_due(self, elapsed_seconds: float) -> bool:
+        """Counts a step, and tells whether it and one more would exceed what a fault may undo."""
+        self.unsaved_seconds += elapsed_seconds
+        self.ungathered_seconds += elapsed_seconds
+        return self.max_lost_seconds is not None and self.unsaved_seconds + 2 * elapsed_seconds > self.max_lost_seconds
+
+    def write(self, step: int, path: Path, work: Callable[[], None]) -> None:
+        """Does the work now. step: as the log counts.
+
+        Raises:
+            OSError: what it raises.
+        """
+        self._finish()
+        work()
+        self._written.append((step, path))
+
+    def write_beside(self, step: int, path: Path, work: Callable[[], None]) -> None:
+        """Does the work beside training, once the checkpoint before is done."""
+        self._finish()
+
+        def run() -> None:
+            try:
+                work()
+                self._written.append((step, path))
+            except OSError as error:
+                told = f"{error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
+                print(f"warning: {told}", file=sys.stderr, flush=True)
+                self._faults.append((step, told))
+
+        self._thread = threading.Thread(target=run, name="checkpoint")
+        self._thread.start()
+
+    def record(self, tracker: PerformanceTracker) -> None:
+        """Records the checkpoints that became whole since the last call, of all disks rank 0, and those that did not."""
+        while self._faults:
+            step, text = self._faults.pop(0)
+            tracker.record("warning", step=step, text=text)
+        while self._written:
+            step, path = self._written.pop(0)
+            if tracker.rank == 0:
+                tracker.record("checkpoint", step=step, path=str(path))
+
+    def _finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def save(
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    config: Config,
+    plan: dict[str, Any],
+    world: World,
+    writer: Writer,
+    wait: bool,
+) -> None:
+    """Writes `folder/step-XXXXXXXX`, all of it or nothing, and removes old ones. All ranks call it, one on every disk writes.
+
+    Args:
+        wait: else training goes on meanwhile; not where `has_to_wait`.
+
+    Raises:
+        OSError: the disk is full or not writable; earlier checkpoints are untouched. Meanwhile, it is a warning.
+    """
+    with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, state):
+        if not writer.keeps_disk:
+            return
+        final = folder / f"step-{progress.step:08d}"
+        arrays: dict[str, tuple[Described, models.Arrays]] = {models.WEIGHTS: weights, OPTIMIZER: state}
+        texts = {
+            models.ADAPTER_CONFIG: json.dumps(models.adapter_config(model, config.model), indent=2) + "\n",
+            "plan.json": json.dumps(plan, indent=2) + "\n",
+            STATE: json.dumps(asdict(progress), indent=2) + "\n",
+        }
+        if not wait:  # out of MLX, whose arrays are this thread's
+            for file, (described, each) in list(arrays.items()):
+                arrays[file] = described, models.raw(dict(each))
+        step, keep, best_step = progress.step, config.checkpoint.keep, progress.best_step
+
+        def work() -> None:
+            _write_whole(final, arrays, {**texts, "config.yaml": dump(config)})
+            prune(folder, keep, best_step)
+            heartbeat.tell(checkpoint=step)
+
+        (writer.write if wait else writer.write_beside)(progress.steps_of(world.rank), final, work)
+
+
+def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
+    """Whether training waits for a checkpoint: ranks hold parts of arrays, or a copy of them would be large."""
+    whole = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
+    return any(world.part(name) is not None for name in whole) or sum(a.nbytes for a in whole.values()) > COPIED_BYTES
+
+
+def _write_whole(final: Path, arrays: Mapping[str, tuple[Described, models.Arrays]], texts: Mapping[str, str]) -> None:
+    folder, unfinished = final.parent, final.parent / f".unfinished-{step_of(final):08d}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for name, (described, each) in arrays.items():
+            models.write_arrays(unfinished / name, described, each)
+        for name, text in texts.items():
+            (unfinished / name).write_text(text)
+        hashes = {file.name: file_sha256(file) for file in sorted(unfinished.iterdir())}
+        (unfinished / MANIFEST).write_text(json.dumps(hashes, indent=2) + "\n")
+        for file in unfinished.iterdir():
+            files.flush_path(file)
+        files.flush_path(unfinished)
+        shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
+        unfinished.rename(final)
+        files.flush_path(folder)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        reason = f"cannot be written, {free:,} bytes are free there ({error.strerror})"
+        raise OSError(None, reason, str(final)) from None
+
+
+def save_all(
+    folder: Path,
+    world: World,
+    writer: Writer,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    config: Config,
+    plan: dict[str, Any],
+    own: dict[str, dict[str, mx.array]] | None,
+    tracker: PerformanceTracker,
+    is_last: bool,
+) -> str:
+    """One checkpoint of all ranks, on every disk, and each rank's own part beside it where ranks have one. Old ones go.
+
+    A host that is lost takes its disk along, and the others go on from theirs. folder: the run's. All wait for the last
+    one, and for one of which ranks have parts of their own. What the log lacks, on a full disk, no checkpoint holds.
+
+    Returns:
+        Why there is none now, the same on every rank; earlier ones are untouched, and no run ends for want of one.
+
+    Raises:
+        AgreedError: the last one cannot be written.
+    """
+    what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
+    folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
+    wait = is_last or own is not None or has_to_wait(world, model, optimizer)
+    try:
+        with world.agreeing(what):
+            tracker.flush()
+            part = save_part(folder, progress.step, world.rank, own) if own is not None else ""
+        if own is not None:
+            progress.parts = world.gather_text(part)
+        with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each tells by itself
+            save(folder, progress, model, optimizer, config, plan, world, writer, wait)
+    except AgreedError as error:
+        if is_last:
+            raise
+        return f"training goes on without {error}"
+    if own is not None or writer.ungathered_seconds >= GATHER_SECONDS:
+        tracker.gather(world)
+        writer.ungathered_seconds = 0.0
+    if own is not None:
+        kept = json.dumps([step_of(path) for path in checkpoints_in(folder)]) if world.rank == 0 else ""
+        prune_parts(folder, json.loads(world.broadcast_text(kept)), world.rank, world.size)
+    return ""
+
+
+def prune(folder: Path, keep: int, best_step: int | None) -> None:
+    """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one; and torn ones."""
+    newest_whole = next((path for path in checkpoints_in(folder) if not inside_a_round(path)), None)
+    for path in checkpoints_in(folder)[keep:]:
+        if step_of(path) != best_step and path != newest_whole:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".unfinished-*"):  # of a process that was killed: nobody else writes here
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- Every rank's own part: what differs between ranks that train apart, or that compress what they send ---------------
+
+
+def save_part(folder: Path, step: int, rank: int, trees: dict[str, dict[str, mx.array]]) -> str:
+    """Writes one rank's arrays of a checkpoint, whole or not at all, on its own disk; returns their hash, "" for none.
+
+    trees: arrays by name, by what they are.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    arrays = {f"{kind}/{name}": array for kind, tree in trees.items() for name, array in tree.items()}
+    if not arrays:
+        return ""
+    path = part_of(folder, step, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    try:
+        mx.save_safetensors(str(unfinished), arrays)
+        files.flush_path(unfinished)
+        unfinished.replace(path)
+        files.flush_path(path.parent)
+    except RuntimeError as error:  # what MLX raises when a write fails
+        unfinished.unlink(missing_ok=True)
+        raise OSError(None, f"cannot be written ({str(error).splitlines()[0]})", str(path)) from None
+    return file_sha256(path)
+
+
+def load_part(folder: Path, step: int, rank: int) -> dict[str, dict[str, mx.array]]:
+    """What `save_part` wrote."""
+    trees: dict[str, dict[str, mx.array]] = {}
+    path = part_of(folder, step, rank)
+    for name, array in mx.load(str(path)).items() if path.exists() else ():
+        kind, _, rest = name.partition("/")
+        trees.setdefault(kind, {})[rest] = array
+    mx.eval(trees)  # now: the file's place may be written anew
+    return trees
+
+
+def own_folder(folder: Path, rank: int) -> Path:
+    """Where a run keeps one rank's own adapter, if ranks have one."""
+    own = folder / "ranks" / f"rank-{rank:03d}"
+    own.mkdir(parents=True, exist_ok=True)
+    return own
+
+
+def prune_parts(folder: Path, kept: list[int], rank: int, size: int) -> None:
+    """Removes a rank's parts of checkpoints that are gone; rank 0 removes those of ranks that are no more, too."""
+    for path in (folder / "ranks").glob("step-*-rank-*.safetensors"):
+        step, owner = (int(number) for number in re.findall(r"\d+", path.name))
+        if step not in kept and (owner == rank or (rank == 0 and owner >= size)):
+            path.unlink(missing_ok=True)
+    for path in (folder / "ranks").glob(f".unfinished-*-rank-{rank:03d}.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+def part_of(folder: Path, step: int, rank: int) -> Path:
+    return folder / "ranks" / f"step-{step:08d}-rank-{rank:03d}.safetensors"
+
+
+def inside_a_round(path: Path) -> bool:
+    """Whether the ranks had different weights then; of a damaged checkpoint nothing is known."""
+    try:
+        return not json.loads((path / STATE).read_text())["rounds"].get("are_one", True)
+    except (OSError, ValueError, KeyError):
+        return True
+
+
+def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Gives every rank rank 0's trained weights and optimizer state, of what ranks hold alike, where any bit differs."""
+    if world.size == 1:
+        return
+    held = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
+    if len(set(world.gather_text(models.digest(world.alike(held)), "every rank's weights"))) == 1:
+        return
+    model.update(world.align(model.trainable_parameters()))
+    optimizer.state = world.align(optimizer.state)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Newest first."""
+    return sorted(
+        (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of, reverse=True
+    )
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def file_sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

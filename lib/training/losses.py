@@ -1,0 +1,272 @@
+"""Losses: pure functions of summed log-probabilities, in float32, one per paper.
+
+Everything here is a sum or a per-pair array, never a mean: ranks and micro-batches of unequal size add sums
+and counts, and divide once at the end. The count is of pairs for preference losses, of tokens for SFT.
+
+Notation: x prompt, y_w chosen, y_l rejected completion, |y| its tokens (the end token included), pi the
+policy, pi_ref the frozen reference; all log-probabilities in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import mlx.core as mx
+
+PreferenceLoss = Literal["sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"]
+PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
+REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
+
+
+def needs_reference(name: str) -> bool:
+    """Whether a loss, by its name in the settings, compares the policy with a frozen reference."""
+    return name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """log pi(y|x) of B pairs under one model, summed over completion tokens.
+
+    chosen, rejected: float32 [B], nats.
+    chosen_tokens, rejected_tokens: int [B], the tokens summed over, at least 1.
+    """
+
+    chosen: mx.array
+    rejected: mx.array
+    chosen_tokens: mx.array
+    rejected_tokens: mx.array
+
+    @property
+    def chosen_per_token(self) -> mx.array:
+        """log pi(y_w|x) / |y_w|, float32 [B]."""
+        return self.chosen / self.chosen_tokens
+
+    @property
+    def rejected_per_token(self) -> mx.array:
+        """log pi(y_l|x) / |y_l|, float32 [B]."""
+        return self.rejected / self.rejected_tokens
+
+
+def log_sigmoid(x: mx.array) -> mx.array:
+    """log sigma(x) = -log(1 + exp(-x)), finite in value and gradient for every finite x.
+
+    Two branches and not one logaddexp: the gradient of MLX's is good to 1e-8 absolute, and so has no digits
+    left for the pairs that the policy already separates well.
+    """
+    positive, negative = mx.where(x > 0, x, 0), mx.where(x > 0, 0, x)
+    return mx.where(x > 0, -mx.log1p(mx.exp(-positive)), negative - mx.log1p(mx.exp(negative)))
+
+
+def log_odds(logp: mx.array) -> mx.array:
+    """log(p / (1 - p)) from log p <= 0.
+
+    1 - p = -expm1(log p) keeps its digits near p = 1. float32 log-probabilities carry no information closer
+    to 0 than one rounding step, so they are held there: p = 1 has odds of 2^23, and no gradient.
+    """
+    logp = mx.minimum(logp, -mx.finfo(mx.float32).eps)
+    return logp - mx.log(-mx.expm1(logp))
+
+
+def log_ratio_difference(policy: LogProbs, reference: LogProbs) -> mx.array:
+    """h = log[pi(y_w)/pi_ref(y_w)] - log[pi(y_l)/pi_ref(y_l)], float32 [B].
+
+    Each ratio is taken first: its terms are close to each other, so their difference is nearly exact.
+    """
+    return (policy.chosen - reference.chosen) - (policy.rejected - reference.rejected)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# With a reference: each returns losses [B], float32.
+
+
+def sigmoid_loss(policy: LogProbs, reference: LogProbs, beta: float, label_smoothing: float) -> mx.array:
+    """DPO, Rafailov et al. 2023, arXiv:2305.18290, eq. 7: -log sigma(beta h).
+
+    With label_smoothing epsilon, conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences"):
+    -(1 - epsilon) log sigma(beta h) - epsilon log sigma(-beta h).
+    """
+    logits = beta * log_ratio_difference(policy, reference)
+    return -(1 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
+
+
+def robust_loss(policy: LogProbs, reference: LogProbs, beta: float, label_smoothing: float) -> mx.array:
+    """Robust DPO (rDPO), Chowdhury et al. 2024, arXiv:2403.00409, section 3.
+
+    Unbiased when a share epsilon = label_smoothing < 1/2 of the labels is flipped:
+    [-(1 - epsilon) log sigma(beta h) + epsilon log sigma(-beta h)] / (1 - 2 epsilon).
+    """
+    assert label_smoothing < 0.5, label_smoothing
+    logits = beta * log_ratio_difference(policy, reference)
+    biased = -(1 - label_smoothing) * log_sigmoid(logits) + label_smoothing * log_sigmoid(-logits)
+    return biased / (1 - 2 * label_smoothing)
+
+
+def ipo_loss(policy: LogProbs, reference: LogProbs, beta: float) -> mx.array:
+    """IPO, Azar et al. 2023, arXiv:2310.12036, eq. 17 with tau = beta: (h - 1 / (2 beta))^2, on sums."""
+    return mx.square(log_ratio_difference(policy, reference) - 1 / (2 * beta))
+
+
+def hinge_loss(policy: LogProbs, reference: LogProbs, beta: float) -> mx.array:
+    """SLiC's hinge (Zhao et al. 2023, arXiv:2305.10425) on DPO's margin: max(0, 1 - beta h).
+
+    The combination is that of RSO, Liu et al. 2023, arXiv:2309.06657.
+    """
+    return mx.maximum(1 - beta * log_ratio_difference(policy, reference), 0)
+
+
+def dpop_loss(policy: LogProbs, reference: LogProbs, beta: float, dpop_lambda: float) -> mx.array:
+    """DPO-Positive (Smaug), Pal et al. 2024, arXiv:2402.13228, eq. 3: DPO that keeps y_w likely.
+
+    -log sigma(beta (h - lambda max(0, log pi_ref(y_w) - log pi(y_w)))).
+    """
+    penalty = mx.maximum(reference.chosen - policy.chosen, 0)
+    return -log_sigmoid(beta * (log_ratio_difference(policy, reference) - dpop_lambda * penalty))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Without a reference.
+
+
+def simpo_loss(policy: LogProbs, beta: float, simpo_gamma: float) -> mx.array:
+    """SimPO, Meng et al. 2024, arXiv:2405.14734, eq. 6: length-normalised, with a target margin gamma.
+
+    -log sigma(beta log pi(y_w)/|y_w| - beta log pi(y_l)/|y_l| - gamma).
+    """
+    return -log_sigmoid(beta * (policy.chosen_per_token - policy.rejected_per_token) - simpo_gamma)
+
+
+def orpo_loss(policy: LogProbs, beta: float) -> mx.array:
+    """ORPO, Hong et al. 2024, arXiv:2403.07691, eqs. 6 and 7: SFT plus beta (their lambda) times log odds.
+
+    -log p_w - beta log sigma(log odds(p_w) - log odds(p_l)), with log p = log pi(y)/|y| (their eq. 3).
+    """
+    ratio = log_odds(policy.chosen_per_token) - log_odds(policy.rejected_per_token)
+    return -policy.chosen_per_token - beta * log_sigmoid(ratio)
+
+
+def cpo_loss(policy: LogProbs, beta: float, cpo_alpha: float) -> mx.array:
+    """CPO, Xu et al. 2024, arXiv:2401.08417, section 3: DPO with a uniform reference, plus the chosen's NLL.
+
+    -log sigma(beta (log pi(y_w) - log pi(y_l))) - alpha log pi(y_w)/|y_w|.
+    The paper writes the NLL without alpha and |y_w|; the authors' trainer has both.
+    """
+    preference = -log_sigmoid(beta * (policy.chosen - policy.rejected))
+    return preference - cpo_alpha * policy.chosen_per_token
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What the step calls.
+
+
+def preference_losses(
+    name: PreferenceLoss,
+    policy: LogProbs,
+    reference: LogProbs | None,
+    *,
+    beta: float,
+    label_smoothing: float,
+    rpo_alpha: float,
+    dpop_lambda: float,
+    simpo_gamma: float,
+    cpo_alpha: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(losses, chosen_rewards, rejected_rewards), each float32 [B]; the rewards carry no gradient.
+
+    rpo_alpha adds the SFT term of Pang et al. 2024, arXiv:2404.19733, eq. 1, to any loss:
+    -alpha log pi(y_w)/|y_w| (the paper weighs the other term instead). A loss ignores the options that its
+    formula lacks; `reference` may be None for a loss that needs none. Combinations that make no sense are
+    refused by the configuration.
+    """
+    assert beta > 0, beta
+    assert policy.chosen.dtype == policy.rejected.dtype == mx.float32, (
+        policy.chosen.dtype,
+        policy.rejected.dtype,
+    )
+    if needs_reference(name):
+        assert reference is not None, f"{name} needs reference log-probabilities"
+        match name:
+            case "sigmoid":
+                losses = sigmoid_loss(policy, reference, beta, label_smoothing)
+            case "robust":
+                losses = robust_loss(policy, reference, beta, label_smoothing)
+            case "ipo":
+                losses = ipo_loss(policy, reference, beta)
+            case "hinge":
+                losses = hinge_loss(policy, reference, beta)
+            case "dpop":
+                losses = dpop_loss(policy, reference, beta, dpop_lambda)
+            case _:
+                raise AssertionError(name)
+    else:
+        match name:
+            case "simpo":
+                losses = simpo_loss(policy, beta, simpo_gamma)
+            case "orpo":
+                losses = orpo_loss(policy, beta)
+            case "cpo":
+                losses = cpo_loss(policy, beta, cpo_alpha)
+            case _:
+                raise AssertionError(name)
+    if rpo_alpha:
+        losses = losses - rpo_alpha * policy.chosen_per_token
+    chosen_rewards, rejected_rewards = implicit_rewards(name, policy, reference, beta)
+    return losses, mx.stop_gradient(chosen_rewards), mx.stop_gradient(rejected_rewards)
+
+
+def implicit_rewards(
+    name: PreferenceLoss, policy: LogProbs, reference: LogProbs | None, beta: float
+) -> tuple[mx.array, mx.array]:
+    """(chosen, rejected) rewards, float32 [B]: the quantity whose difference the loss pushes up.
+
+    With a reference beta log[pi(y)/pi_ref(y)] (arXiv:2305.18290, eq. 5, without the partition function);
+    SimPO beta log pi(y)/|y|; ORPO log odds(pi(y)^(1/|y|)); CPO beta log pi(y).
+    """
+    match name:
+        case "simpo":
+            return beta * policy.chosen_per_token, beta * policy.rejected_per_token
+        case "orpo":
+            return log_odds(policy.chosen_per_token), log_odds(policy.rejected_per_token)
+        case "cpo":
+            return beta * policy.chosen, beta * policy.rejected
+        case _:
+            assert reference is not None, f"{name} needs reference log-probabilities"
+            return beta * (policy.chosen - reference.chosen), beta * (policy.rejected - reference.rejected)
+
+
+def preference_metrics(
+    chosen_rewards: mx.array,
+    rejected_rewards: mx.array,
+    policy: LogProbs,
+    reference: LogProbs | None,
+    counted: mx.array,
+) -> dict[str, mx.array]:
+    """Sums over pairs (float32 scalars): divide by the number of pairs, after adding those of every rank.
+
+    counted: float32 [B], 1 for a pair, 0 for padding.
+
+    reward_accuracy counts a pair whose chosen reward is higher as 1 and a tie as 1/2, so that a policy equal
+    to its reference scores chance and not 0. kl, present when there is a reference, is the mean over both
+    completions of log pi_ref(y) - log pi(y) in nats a sequence: an estimate of KL(pi_ref || pi) as far as the
+    completions are the reference's own samples, and a signed drift otherwise.
+    """
+    margins = chosen_rewards - rejected_rewards
+    sums = {
+        "reward_chosen": (counted * chosen_rewards).sum(),
+        "reward_rejected": (counted * rejected_rewards).sum(),
+        "reward_margin": (counted * margins).sum(),
+        "reward_accuracy": (counted * 0.5 * (mx.sign(margins) + 1)).sum(),
+    }
+    if reference is not None:
+        drift = (reference.chosen - policy.chosen) + (reference.rejected - policy.rejected)
+        sums["kl"] = 0.5 * mx.stop_gradient(counted * drift).sum()
+    return sums
+
+
+def sft_loss(token_logps_sum: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    """Negative log-likelihood: (sum over tokens in nats, number of tokens), float32 scalars.
+
+    token_logps_sum: float32 [B], log pi(y|x) summed over y; tokens: int [B].
+    A float32 count is exact to 16.7 million.
+    """
+    return -token_logps_sum.sum(), tokens.sum().astype(mx.float32)

@@ -1,0 +1,167 @@
+"""What a run reads before it needs the others, and what a process that waits for its work has read ahead.
+
+A spare process (lib/launch/standby.py) knows the command that it will be given, so it reads data and model before. `inputs` and
+`policy` then hand these on if they are still what the files say: by settings, and by size, time and inode of every file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from lib.config import train_arguments
+from lib.config.schema import Config
+from lib.data import hub_datasets, sources
+from lib.data import questions as evaluate
+from lib.data import tokenizer as tokenizer_module
+from lib.data.dataset import Dataset
+from lib.data.questions import Question
+from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
+from lib.model import adapters, load
+from lib.system import hardware, model_folder, provenance
+
+ROOM = 10  # a model is read ahead where so many times its bytes are free: beside it another process trains
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run learns from and is judged by, the same on every host."""
+
+    tokenizer: Any
+    data: Dataset | StreamedDataset
+    valid: Dataset | None
+    questions: list[Question]
+    told: tuple[str, ...] = ()
+
+
+@dataclass
+class Ahead:
+    """What was read, and the state of the settings and files that it was made of."""
+
+    state: str
+    inputs: Inputs | None
+    policy: nn.Module | None
+
+
+_ahead: Ahead | None = None
+
+
+def inputs(config: Config, tell: Callable[[str], None]) -> Inputs:
+    """The tokenizer, the data and the questions; read now, unless they were read ahead and are the same still.
+
+    Raises:
+        UserError: as the functions that read them.
+    """
+    known = _current(config)
+    if known is None or known.inputs is None:
+        return _read(config, tell)
+    for text in known.inputs.told:
+        tell(text)
+    return known.inputs
+
+
+def policy(config: Config, lazy: bool) -> nn.Module:
+    """The model as training starts, its trained part chosen; loaded now, unless it was ahead and is the same still.
+
+    Raises:
+        UserError: as `load.load` and `adapters.make_trainable`.
+    """
+    known = _current(config)
+    ready = known.policy if known is not None else None
+    if known is not None:
+        known.policy = None  # it is about to change
+    if ready is not None and not lazy:
+        return ready
+    model = load.load(config.model, config.train.seed, lazy)
+    adapters.make_trainable(model, config.model, config.train.seed)
+    return model
+
+
+def read(words: Sequence[str]) -> None:
+    """Reads ahead for the run that these words of train.py's would start.
+
+    Raises:
+        Exception: whatever is wrong with the run; nothing is kept then, and the run itself will tell.
+    """
+    global _ahead
+    config = train_arguments.read_config(train_arguments.parse(list(words), None))
+    provenance.provenance()
+    if any(source.startswith(hub_datasets.PREFIX) for source in sources.weights_of(config.data.train)):
+        return  # what it is now, only a hub can tell
+    state = state_of(config)
+    data = None if is_streamed(config.data) else _read(config)
+    model = None
+    free = hardware.free_memory_bytes() if hardware.mlx_device()[0] == "cpu" else None  # a GPU's is not the host's
+    if free is not None and config.strategy != "sharded":
+        model = load.load(config.model, config.train.seed, lazy=True)
+        if is_small(sum(array.nbytes for _, array in tree_flatten(model.parameters())), free):
+            adapters.make_trainable(model, config.model, config.train.seed)
+            mx.eval(model.parameters())
+        else:
+            model = None
+    load.fingerprint(config.model, config.train.seed)
+    load.reference_fingerprint(config.model, config.train.seed)
+    _ahead = Ahead(state, data, model)
+
+
+def is_small(weights_bytes: int, free_bytes: int) -> bool:
+    """Whether a second copy of the weights may lie beside those that train."""
+    return ROOM * weights_bytes <= free_bytes
+
+
+def state_of(config: Config) -> str:
+    """The settings that decide what is read, and size, times and inode of every file that it is read from.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    settings = [config.data, config.model, config.evaluate]
+    kept = [part.model_dump(mode="json") for part in settings] + [config.record_kind, config.train.seed]
+    stamps = [(str(file), *_stamp(file)) for file in _files(config)]
+    return json.dumps([kept, stamps])
+
+
+def _current(config: Config) -> Ahead | None:
+    """What was read ahead; forgotten where it is no longer what the run would read."""
+    global _ahead
+    if _ahead is not None and _ahead.state != state_of(config):
+        _ahead = None
+        load.fingerprint.cache_clear()
+    return _ahead
+
+
+def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
+    told: list[str] = []
+    say = tell or told.append
+    tokenizer = tokenizer_module.load_tokenizer_of(config.model)
+    words = tokenizer_module.vocabulary(config.model)
+    data = open_training(config.data, config.record_kind, tokenizer, tell=say, **words)
+    valid = open_held_out(config.data, config.record_kind, tokenizer, tell=say, **words)
+    return Inputs(tokenizer, data, valid, evaluate.load_questions(config, tokenizer), tuple(told))
+
+
+def _files(config: Config) -> Iterator[Path]:
+    """Every file of the data, the questions, the model, its adapter and a reference of its own."""
+    for source in (*sources.weights_of(config.data.train), *sources.weights_of(config.data.valid or {})):
+        yield from sources.files_of(source, config.data)
+    if config.evaluate.answers is not None:
+        yield Path(config.evaluate.answers)
+    folders = [model_folder.resolve(config.model.path, config.model.revision)]
+    if config.model.reference != "initial":
+        folders.append(model_folder.resolve(config.model.reference))
+    if config.model.adapter is not None:
+        folders.append(Path(config.model.adapter))
+    for folder in folders:
+        yield from sorted(file for file in folder.iterdir() if file.is_file())
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    seen = file.stat()
+    return seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino

@@ -1,0 +1,208 @@
+"""Log-probabilities of every completion in a dataset, by all ranks together; the reference's are kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+
+from lib.config.schema import Config, Data
+from lib.data.collate import Batch, collate
+from lib.data.dataset import Dataset
+from lib.data.row_order import micro_batches, split
+from lib.distributed import sharded_model
+from lib.distributed.world import Lockstep, World
+from lib.errors import UserError
+from lib.model import adapter_files, load
+from lib.model.logps import completion_logps
+from lib.model.token_stream import arrays_of, cannot_share_prompts, length_multiple
+from lib.system import files, metal, out_of_memory
+from lib.training import losses
+
+BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
+
+
+def dataset_logps(
+    model: nn.Module,
+    dataset: Dataset,
+    world: World,
+    shares: Sequence[int],
+    settings: Config,
+    progress: Callable[[int], None] = lambda done: None,
+) -> np.ndarray:
+    """log pi(completion | prompt) of every completion, summed over its tokens.
+
+    Args:
+        shares: relative amounts of work of the world's workers.
+        settings: how lengths are padded, whether prompts may run once for all their completions, and how many examples
+            a forward pass has at most.
+        progress: called with the number of examples done.
+
+    Returns:
+        float32 [N, K] in the dataset's order, the same on every rank.
+    """
+    model.eval()
+    pace = metal.pace(settings, model, float(dataset.seen.sum() / max(len(dataset), 1)), metal.FORWARD, world)
+    world, batch_size = world.workers, settings.evaluate.batch_size
+    multiple, share, _ = layout(model, settings.data, world)
+    order = np.argsort(dataset.lengths, kind="stable")
+    logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
+    can_halve = not isinstance(world, Lockstep)
+    mx.eval(model.state)
+
+    def logps_of(rows: Sequence[int]) -> np.ndarray:
+        batch = collate([dataset[row] for row in rows], multiple, share)
+        with world.together("log-probabilities of a batch"):
+            return np.array(completion_logps(model, arrays_of(batch.inputs)))
+
+    block_size = batch_size * world.size * BLOCK_BATCHES
+    for start in range(0, len(order), block_size):
+        block = order[start : start + block_size]
+        mine = np.zeros_like(logps[block])
+        place = {row: i for i, row in enumerate(block.tolist())}
+        most = pace.most_rows(batch_size)
+        for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], most):
+            began = time.perf_counter()
+            own = out_of_memory.in_pieces(rows.tolist(), logps_of, can_halve)
+            pace.observe(len(rows), time.perf_counter() - began)
+            mine[[place[row] for row in rows.tolist()]] = np.concatenate([of_piece for _, of_piece in own])
+        logps[block] = np.array(world.all_sum(mx.array(mine), "log-probabilities of a block of rows"))
+        progress(min(start + block_size, len(order)))
+    return logps
+
+
+def layout(model: nn.Module, settings: Data, world: World) -> tuple[int, bool, str | None]:
+    """How batches are laid out: what lengths are padded to, whether prompts run once, and why they do not if asked to.
+
+    Raises:
+        UserError: the model cannot attend to model.attention_window tokens alone.
+    """
+    why_not, window = None, getattr(model, "attention_window", None)
+    if settings.shared_prompts or window is not None:
+        with world.workers.together("a look at how the model takes prompts"):
+            why_not = cannot_share_prompts(model)
+    if why_not and window is not None:
+        raise UserError(f"model.attention_window={window} is not for this model: {why_not}; leave it out")
+    own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])
+    multiple, share = world.workers.decide(own).tolist()
+    return multiple, bool(share), why_not
+
+
+def reference_logps(
+    settings: Config,
+    policy: nn.Module,
+    dataset: Dataset,
+    world: World,
+    shares: Sequence[int],
+    counting: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+) -> np.ndarray | None:
+    """The reference's log-probabilities of a data set, asked once and kept on disk; None for a loss that has none.
+
+    Args:
+        policy: before training, which is the reference where no other is named.
+        counting: `Report.counting`, for a pass that has to be made.
+
+    Returns:
+        float32 [N, K], the same on every rank.
+    """
+    if not losses.needs_reference(settings.train.loss):
+        return None
+    key = cache_key(load.reference_fingerprint(settings.model, settings.train.seed), dataset)
+    folder = Path(settings.run.dir) / ".reference"
+    logps = cached_logps(folder, key, dataset, world)
+    is_new = logps is None
+    if logps is None:
+        named = settings.model.reference != "initial"
+        judge = sharded_model.load_reference(settings, world) if named else policy
+        with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
+            logps = dataset_logps(judge, dataset, world, shares, settings, progress)
+    with world.agreeing("keeping the reference's log-probabilities"):
+        if is_new or not (folder / f"{key}.npy").exists():  # on every disk: the first host may be the one that is lost
+            keep_logps(folder, key, logps)
+    return logps
+
+
+def ask_as_needed(
+    settings: Config, policy: nn.Module, world: World
+) -> Callable[[Iterable[tuple[Batch, np.ndarray | None]]], Iterator[tuple[Batch, np.ndarray | None]]]:
+    """What gives micro-batches their reference, one when it is taken; for data of which a whole pass would be too long.
+
+    policy: before training. Where it is the reference itself, its trained parameters as they are now are kept, and
+    stand in for those of the moment.
+    """
+    if not losses.needs_reference(settings.train.loss):
+        return iter
+    named = settings.model.reference != "initial"
+    judge = sharded_model.load_reference(settings, world) if named else policy
+    judge.eval()
+    mx.eval(judge.state)
+    start = {} if named else adapter_files.trainable(policy)
+
+    def of(batches: Iterable[tuple[Batch, np.ndarray | None]]) -> Iterator[tuple[Batch, np.ndarray | None]]:
+        for batch, _ in batches:
+            now = {name: array for name, array in adapter_files.trainable(policy).items() if name in start}
+            judge.update(tree_unflatten(list(start.items())))
+            judge.eval()
+            with world.workers.together("reference log-probabilities of a batch"):
+                logps = np.array(completion_logps(judge, arrays_of(batch.inputs)))
+            judge.update(tree_unflatten(list(now.items())))
+            policy.train()
+            yield batch, logps[: len(batch.rows)]
+
+    return of
+
+
+def cache_key(model_fingerprint: str, dataset: Dataset) -> str:
+    """Names a reference pass: the model's files, and the tokens it saw (so tokenizer, template, data and truncation)."""
+    return hashlib.sha256(f"{model_fingerprint} {dataset.digest}".encode()).hexdigest()[:32]
+
+
+def cached_logps(folder: Path, key: str, dataset: Dataset, world: World) -> np.ndarray | None:
+    """An earlier pass's result as rank 0 has it on disk, on every rank; None where there is none, or it is damaged."""
+    shape, found = (len(dataset), dataset.completions_per_example), None
+    if world.rank == 0:
+        try:
+            with (folder / f"{key}.npy").open("rb") as file:
+                stored = np.load(file, allow_pickle=False)
+                is_whole = file.read() == _checksum(stored)
+            fits = stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all()
+            found = stored if is_whole and fits else None
+        except (OSError, ValueError, EOFError):
+            found = None
+    hit = world.broadcast({"hit": mx.array(int(found is not None))})["hit"].item()
+    if not hit:
+        return None
+    values = np.zeros(shape, np.float32) if found is None else found
+    return np.array(world.broadcast({"logps": mx.array(values)})["logps"])
+
+
+def keep_logps(folder: Path, key: str, logps: np.ndarray) -> None:
+    """Puts a pass's result on the disk, whole or not at all.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=folder
+    ) as own:  # ranks of one disk, and runs that start together, make the same
+        unfinished = Path(own, "logps.npy")
+        with unfinished.open("wb") as file:
+            np.save(file, logps)
+            file.write(_checksum(logps))
+            file.flush()
+            files.flush(file.fileno())
+        unfinished.replace(folder / f"{key}.npy")
+
+
+def _checksum(logps: np.ndarray) -> bytes:
+    """Stands behind the array in its file, where np.load does not look."""
+    return hashlib.sha256(logps.tobytes()).digest()

@@ -1,0 +1,171 @@
+"""Which checkpoint ranks can go on from, and how they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_unflatten
+
+from lib.distributed.world import Described, World
+from lib.errors import UserError
+from lib.model import adapter_files as models
+from lib.telemetry.run_records import first_missed, rewind
+from lib.training.checkpoint import (
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    Progress,
+    checkpoints_in,
+    file_sha256,
+    inside_a_round,
+    load_part,
+    part_of,
+    step_of,
+)
+
+# ---- Resume ------------------------------------------------------------------------------------------------------------
+
+
+def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
+    """The newest checkpoint that these ranks can go on from, whether with every rank's own part, and warnings.
+
+    Rank 0 has the checkpoints; each rank looks for its own part. Without all parts only a checkpoint at which the ranks
+    had the same weights will do.
+    """
+    candidates = checkpoints_in(folder) if world.rank == 0 else []
+    warnings: list[str] = []
+    while True:
+        offer: dict[str, Any] = {}
+        while world.rank == 0 and candidates and not offer:
+            path = candidates.pop(0)
+            fault = _fault(path)
+            if fault is None:
+                state = json.loads((path / STATE).read_text())
+                offer = {"path": str(path), "step": step_of(path), "parts": state.get("parts", [])}
+                offer["whole"] = not inside_a_round(path)
+            else:
+                warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
+        offer = json.loads(world.broadcast_text(json.dumps(offer)))
+        if not offer:
+            return None, False, warnings
+        parts = offer["parts"]
+        if not any(parts) and offer["whole"]:
+            return Path(offer["path"]), False, warnings
+        fits = len(parts) == world.size and _has_part(folder, offer["step"], world.rank, parts[world.rank])
+        missing = [str(rank) for rank, answer in enumerate(world.gather_text("" if fits else "missing")) if answer]
+        if not missing:
+            return Path(offer["path"]), True, warnings
+        why = (
+            f"rank {', '.join(missing)}" if len(parts) == world.size else f"{len(parts)} ranks instead of {world.size}"
+        )
+        if offer["whole"]:
+            warnings.append(f"{offer['path']}: no part of {why}; all ranks go on from rank 0's optimizer")
+            return Path(offer["path"]), False, warnings
+        warnings.append(f"{offer['path']} is inside a round, and has no part of {why}; one at a round's end is taken")
+
+
+def _has_part(folder: Path, step: int, rank: int, expected: str) -> bool:
+    try:
+        return expected == (file_sha256(part_of(folder, step, rank)) if expected else "")
+    except OSError:
+        return False
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint, if any, and a warning for each newer one that is torn or tampered with."""
+    warnings: list[str] = []
+    for path in checkpoints_in(folder):
+        fault = _fault(path)
+        if fault is None:
+            return path, warnings
+        warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
+    return None, warnings
+
+
+def restore(
+    path: Path, wanted: Described, data_digest: str
+) -> tuple[Progress, dict[str, mx.array], dict[str, mx.array]]:
+    """A checkpoint: how far it was, its weights and its optimizer's state, both not read yet.
+
+    Raises:
+        UserError: the weights do not fit, or the training data is no longer the same.
+    """
+    progress = Progress(**json.loads((path / STATE).read_text()))
+    if progress.data_digest != data_digest:
+        raise UserError(
+            f"{path}: data.train is no longer what this run was trained on; put the file back, or start a new run with model.adapter={path}"
+        )
+    return progress, models.read_trained(wanted, path, "checkpoint"), dict(mx.load(str(path / OPTIMIZER)))
+
+
+def resume(
+    folder: Path,
+    newest: Path | None,
+    with_parts: bool,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    start: Progress,
+    world: World,
+) -> tuple[Progress, dict[str, dict[str, mx.array]]]:
+    """Takes every rank to the checkpoint that `choose` chose; to `start`, as training would begin, where there is none.
+
+    Returns:
+        How far it was, and this rank's own part.
+
+    Raises:
+        AgreedError: as `restore`.
+    """
+    optimizer.init(model.trainable_parameters())
+    progress = start
+    weights: dict[str, mx.array] = {}
+    state: dict[str, mx.array] = {}
+    with world.agreeing("resuming"):
+        if newest is not None and world.rank == 0:
+            progress, weights, state = restore(newest, world.described(models.trainable(model)), start.data_digest)
+    progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
+    if progress.step:
+        model.update(tree_unflatten(list(world.scattered(weights))))
+        optimizer.state = tree_unflatten(list(world.scattered(state)))
+        mx.eval(model.trainable_parameters(), optimizer.state)
+    own = load_part(folder, progress.step, world.rank) if with_parts else {}
+    if "weights" in own:
+        model.update(tree_unflatten(list(own["weights"].items())))
+    if "optimizer" in own:
+        optimizer.state = tree_unflatten(list(own["optimizer"].items()))
+    return progress, own
+
+
+def go_back(logs: Path, progress: Progress, world: World, keeper: bool) -> None:
+    """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
+    progress.resume_ids += [""] * (len(progress.resumes) - len(progress.resume_ids))  # a run of an earlier version
+    progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
+    progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
+    history = progress.resumes, progress.resume_ids
+    with world.agreeing("going back in the logs"):
+        found = sorted(logs.glob("rank-*.jsonl")) if keeper else []
+        lived = max((first_missed(log, *history) for log in found), default=progress.step)
+        for log in found:
+            place = 1 + int(log.stem.removeprefix("rank-"))
+            rewind(log, first_missed(log, *history, place) if progress.step else -1)
+        for path in checkpoints_in(logs.parent / "checkpoints") if found and progress.step else ():
+            if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _fault(path: Path) -> str | None:
+    try:
+        hashes = json.loads((path / MANIFEST).read_text())
+        for name, expected in hashes.items():
+            if file_sha256(path / name) != expected:
+                return f"{name} does not match its hash"
+    except (OSError, ValueError, AttributeError) as error:
+        return str(error)
+    return None if {STATE, OPTIMIZER, models.WEIGHTS} <= hashes.keys() else "files are missing from its manifest"

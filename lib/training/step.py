@@ -1,0 +1,348 @@
+"""One optimizer step: forward and backward, sum over ranks, one division, clip, update.
+
+Every quantity travels as a sum beside a count, so that unequal ranks and ragged micro-batches weigh what they hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from lib.config.schema import Sync, Train
+from lib.data.collate import Batch
+from lib.distributed import gradients as exchange
+from lib.distributed.world import Lockstep, World
+from lib.errors import UserError
+from lib.model.logps import completion_logps
+from lib.model.token_stream import arrays_of
+from lib.system import out_of_memory
+from lib.system.out_of_memory import OutOfMemory
+from lib.training import losses
+
+# What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs for preference
+# losses, tokens for SFT); `pairs` divides the metrics.
+SUMS = ("loss", "count", "pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
+REWARDS = SUMS[3:]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; means are over all ranks, `skipped` says that a non-finite update was left out."""
+
+    means: dict[str, float | None]
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    seconds: float
+    pairs: int  # of all ranks
+    tokens: int  # of all ranks, without padding
+    rank_tokens: int
+    padded_tokens: int
+    rank: int  # the place of this rank in compute_seconds
+    compute_seconds: list[float]  # of every rank that took part
+    sync_seconds: float
+    wait_seconds: float
+    peak_memory_bytes: int
+    bytes_sent: int
+    elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
+    traces: int  # distinct batch shapes so far: each is compiled once
+
+    def measurements(self) -> dict[str, Any]:
+        """The fields of this rank's step record."""
+        return {
+            "tokens": self.rank_tokens,
+            "padded_tokens": self.padded_tokens,
+            "tokens_per_second": self.rank_tokens / self.seconds,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "skipped": self.skipped,
+            "compute_seconds": self.compute_seconds[self.rank],
+            "sync_seconds": self.sync_seconds,
+            "wait_seconds": self.wait_seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "bytes_sent": self.bytes_sent,
+            "traces": self.traces,
+        }
+
+
+def objective(
+    train: Train, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """The loss and the metrics of some examples.
+
+    Args:
+        policy_logps: float32 [B, K], one column a completion: chosen and rejected, or one for SFT.
+        tokens: [B, K], scored tokens; rows without any are padding, and count nowhere.
+        reference_logps: float32 [B, K], or None for a loss that has no reference.
+
+    Returns:
+        The losses, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
+    """
+    counted = (tokens.sum(axis=1) > 0).astype(mx.float32)
+    pairs = counted.sum()
+    if train.loss == "sft":
+        total, count = losses.sft_loss(policy_logps[:, 0], tokens[:, 0])
+        return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
+
+    tokens = mx.where(counted[:, None], tokens, 1)
+
+    def log_probs(logps: mx.array) -> losses.LogProbs:
+        logps = mx.where(counted[:, None], logps, -1.0)  # some number that no loss makes an infinity of
+        return losses.LogProbs(logps[:, 0], logps[:, 1], tokens[:, 0], tokens[:, 1])
+
+    policy = log_probs(policy_logps)
+    reference = None if reference_logps is None else log_probs(reference_logps)
+    per_pair, chosen, rejected = losses.preference_losses(
+        train.loss,
+        policy,
+        reference,
+        beta=train.beta,
+        label_smoothing=train.label_smoothing,
+        rpo_alpha=train.rpo_alpha,
+        dpop_lambda=train.dpop_lambda,
+        simpo_gamma=train.simpo_gamma,
+        cpo_alpha=train.cpo_alpha,
+    )
+    metrics = losses.preference_metrics(chosen, rejected, policy, reference, counted)
+    return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
+
+
+def means_of(sums: dict[str, float], train: Train) -> dict[str, float | None]:
+    """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
+    means: dict[str, float | None] = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
+    for name in REWARDS:
+        has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train.loss))
+        means[name] = sums[name] / sums["pairs"] if has and sums["pairs"] else None
+    return means
+
+
+def learning_rate(train: Train, step: int, steps: int) -> float:
+    """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
+
+    For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
+    square root (arXiv:1404.5997, section 5), if asked to.
+    """
+    ratio = train.global_batch_size / (train.learning_rate_batch_size or train.global_batch_size)
+    scale = ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.learning_rate_scaling]
+    peak, final = scale * train.learning_rate, scale * train.final_learning_rate
+    if step < train.warmup_steps:
+        return peak * (step + 1) / (train.warmup_steps + 1)
+    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - train.warmup_steps))
+    fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
+    return peak + (final - peak) * fall
+
+
+def make_optimizer(train: Train) -> optim.Optimizer:
+    """MLX's optimizer of that name.
+
+    Raises:
+        UserError: it does not know an option.
+    """
+    kinds: dict[str, Any] = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
+    kind = kinds[train.optimizer]
+    known = inspect.signature(kind).parameters
+    # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
+    options: dict[str, Any] = {
+        name: value for name, value in {"bias_correction": True, "relative_step": False}.items() if name in known
+    }
+    if train.weight_decay:
+        options["weight_decay"] = train.weight_decay
+    options |= train.optimizer_options
+    unknown = sorted(options.keys() - known.keys())
+    if unknown:
+        raise UserError(f"train.optimizer={train.optimizer} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    return kind(learning_rate=train.learning_rate, **options)
+
+
+def is_compiled(train: Train, world: World) -> bool:
+    """Whether the step is traced once for every shape of its batches.
+
+    Where ranks have parts of one model their graphs differ, and so would their collectives: there it never is.
+    """
+    return not isinstance(world, Lockstep) and _compiles(train)
+
+
+def _compiles(train: Train) -> bool:
+    return train.compile if train.compile is not None else mx.default_device() == mx.gpu
+
+
+def _tried(
+    world: World, model: nn.Module, what: str, work: Callable[[], tuple[Any, mx.array]]
+) -> tuple[Any, mx.array, str | None]:
+    """Gradients and sums, or None, zeros, and what went wrong where memory ran out: all that was made is let go then.
+
+    Raises:
+        OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot meet there.
+    """
+    before = model.trainable_parameters()
+    try:
+        return *work(), None
+    except (OutOfMemory, RuntimeError, MemoryError) as error:
+        if not out_of_memory.told_by(error):
+            raise
+        failure, between_passes = str(error) or "std::bad_alloc", isinstance(error, OutOfMemory)
+        all_know = isinstance(error, OutOfMemory) and bool(error.ranks)
+    model.update(before)  # the reference's may be in their place
+    out_of_memory.release()
+    if world.size > 1:
+        return None, mx.zeros(len(SUMS)), failure
+    if isinstance(world, Lockstep):
+        if not between_passes:  # the others are inside of one, where nothing can be said to them
+            raise OutOfMemory(failure)
+        if not all_know:
+            world.give_up(what)
+    raise OutOfMemory(failure, (0,), (max(1, mx.get_peak_memory()),))
+
+
+def make_step(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    train: Train,
+    world: World,
+    dropout: bool,
+    sync: Sync | None = None,
+    feedback: exchange.Arrays | None = None,
+    rank: int | None = None,
+) -> Callable[..., StepResult]:
+    """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None).
+
+    A step raises OutOfMemory on all ranks where memory ran out on one of them before the sum: weights, optimizer and feedback
+    are as they were, and the same step can be taken again. `batches` may raise it, too.
+
+    Args:
+        world: the ranks whose gradients are summed; a rank that trains apart is alone in it.
+        sync: how the gradients travel; uncompressed by default.
+        feedback: what compression left out of this rank's gradients so far, by name; each step changes it.
+        rank: among all ranks, which draw different dropout masks; by default world.rank.
+    """
+    sync, feedback = sync or Sync(), {} if feedback is None else feedback
+    rank = world.rank if rank is None else rank
+
+    def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
+        logps = completion_logps(model, inputs)
+        counts = inputs["mask"].sum(axis=-1)
+        _, sums = objective(train, logps, counts, reference)
+        return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
+
+    def mean_of(gradients: Any, count: mx.array) -> tuple[Any, dict[str, mx.array]]:
+        mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
+        return mean, {name: mx.square(g).sum() for name, g in tree_flatten(mean)}
+
+    def updated(parameters: Any, gradients: Any, norm: mx.array) -> Any:
+        if train.max_grad_norm is not None:
+            factor = mx.minimum(train.max_grad_norm / (norm + 1e-6), 1.0)
+            gradients = tree_map(lambda g: g * factor, gradients)
+        return optimizer.apply_gradients(gradients, parameters)
+
+    gradients_of = nn.value_and_grad(model, forward)
+    optimizer_state: list[Any] = [optimizer.state]
+    if is_compiled(train, world):
+        state = [model.state, mx.random.state]
+        gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
+    if _compiles(train):
+        # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
+        mean_of = mx.compile(mean_of)
+        updated = mx.compile(updated, inputs=optimizer_state, outputs=optimizer_state)
+    shapes: set[Any] = set()
+    last_started = time.perf_counter()
+
+    def summed(
+        what: str, batches: Iterable[tuple[Batch, np.ndarray | None]], counted: list[Batch]
+    ) -> tuple[Any, mx.array]:
+        """The sums of the gradients and of SUMS over this rank's micro-batches, evaluated; `counted` gets what they were of."""
+        gradients: Any = None
+        sums = mx.zeros(len(SUMS))
+        for batch, reference in batches:
+            shapes.add(batch.shapes)
+            counted.append(batch)
+            with world.together(what):
+                (_, micro_sums), micro = gradients_of(
+                    arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
+                )
+                micro = tree_map(lambda g: g.astype(mx.float32), micro)
+                gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
+                del micro  # as large as what is trained
+                sums = sums + micro_sums
+                mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
+        with world.together(what):
+            mx.eval(gradients, sums)
+        return gradients, sums
+
+    def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
+        nonlocal last_started
+        started, bytes_before = time.perf_counter(), world.traffic.bytes_sent
+        elapsed = started - last_started if world.rank == 0 else 0.0
+        last_started = started
+        mx.reset_peak_memory()
+        model.train()
+        if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
+            mx.random.seed(int(np.random.SeedSequence([train.seed, index, rank]).generate_state(1)[0]))
+        rank_tokens = padded_tokens = failed_bytes = 0
+        counted: list[Batch] = []
+        gradients, sums, failure = _tried(
+            world, model, f"step {index + 1}", lambda: summed(f"step {index + 1}", batches, counted)
+        )
+        if failure is not None:  # the others wait for this rank in the sum: it comes with nothing but that
+            failed_bytes = max(1, mx.get_peak_memory())
+        else:
+            rank_tokens = sum(batch.real_tokens for batch in counted)
+            padded_tokens = sum(batch.computed_tokens for batch in counted)
+        if gradients is None:  # no row of this step is this rank's
+            gradients = tree_map(lambda p: mx.zeros(p.shape, mx.float32), model.trainable_parameters())
+        compute_seconds = time.perf_counter() - started
+
+        # Each rank has slots of its own: after the sum all ranks know who waited for whom, and who ran out of memory.
+        own = [(compute_seconds, failed_bytes) if other == world.rank else (0.0, 0) for other in range(world.size)]
+        seconds, bytes_by_rank = ([float(each[i]) for each in own] for i in (0, 1))
+        both = mx.concatenate([sums, mx.array([*seconds, *bytes_by_rank, float(rank_tokens), elapsed])])
+        gradients, both, left_out = exchange.sum_gradients(world, gradients, both, sync, feedback)
+        gradients, squares = mean_of(gradients, both[SUMS.index("count")])
+        norm = mx.sqrt(world.sum_of_all(squares))
+        mx.eval(norm, both)
+        sync_seconds = time.perf_counter() - started - compute_seconds
+        values = both.tolist()
+        totals = dict(zip(SUMS, values, strict=False))
+        ranks_seconds, tokens = values[len(SUMS) : len(SUMS) + world.size], int(values[-2])
+        if failed := {rank: int(size) for rank, size in enumerate(values[len(SUMS) + world.size : -2]) if size}:
+            raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
+        # Made of sums that are the same bits on every rank, so all ranks skip or none does.
+        skipped = not (math.isfinite(totals["loss"]) and math.isfinite(norm.item()))
+        rate = learning_rate(train, index, steps)
+        if not skipped and totals["count"]:  # of a streamed batch every row may turn out to be left out
+            feedback.update(left_out)
+            optimizer.learning_rate = rate
+            optimizer_state[0] = optimizer.state  # another object after a resume
+            model.update(updated(model.trainable_parameters(), gradients, norm))
+            mx.async_eval(model.trainable_parameters(), optimizer.state)
+        wait_seconds = min(max(ranks_seconds) - ranks_seconds[world.rank], sync_seconds)
+        return StepResult(
+            seconds=time.perf_counter() - started,
+            pairs=int(totals["pairs"]),
+            means=means_of(totals, train),
+            grad_norm=norm.item(),
+            learning_rate=rate,
+            skipped=skipped,
+            tokens=tokens,
+            rank_tokens=rank_tokens,
+            padded_tokens=padded_tokens,
+            rank=world.rank,
+            compute_seconds=ranks_seconds,
+            sync_seconds=sync_seconds - wait_seconds,
+            wait_seconds=wait_seconds,
+            peak_memory_bytes=mx.get_peak_memory(),
+            bytes_sent=world.traffic.bytes_sent - bytes_before,
+            elapsed_seconds=values[-1],
+            traces=len(shapes),
+        )
+
+    return step
