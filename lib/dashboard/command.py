@@ -1,4 +1,13 @@
-"""The dashboard's command line."""
+"""The dashboard: runs as they go, in a browser.
+
+    python -m lib.dashboard                          the newest run of runs/, at http://127.0.0.1:8050
+    python -m lib.dashboard runs/A runs/B            these, compared
+    python -m lib.dashboard --export runs/A          writes runs/A/report.html and its model card, and serves nothing
+
+It reads the logs that ranks write (./launch brings those of other hosts along), so it may be started and ended at any
+time, on the launching machine. All that the page needs comes from this process. It has no password: it listens on the
+loopback only; from elsewhere, `ssh -L 8050:127.0.0.1:8050 HOST`.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""Held-out evaluation: per-pair rewards against the reference, and greedy answers that can be checked.
-
-    python -m lib.evaluate --run runs/NAME [key=value ...]
-    python -m lib.evaluate --model M --reference R --data FILE --per-pair OUT.jsonl [key=value ...]
-    python -m lib.evaluate --run runs/NAME --data FILE --score rewards|logps|greedy|samples --out OUT.jsonl
-    python -m lib.evaluate --model M --data PROMPTS --make-pairs OUT.jsonl evaluate.completions=8
-
-The first evaluates a finished run's adapter on its own held-out data; the second any model against any reference. The
-others go through files of any size, on as many ranks as there are, each at its own pace; after a crash they go on.
-"""
+"""Held-out metrics: log-probabilities, rewards against the reference, loss; each pair counted once, by all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MISSING launch.agent_link"""
+"""The connection to one host's agent, directly or over ssh; it lasts over many starts."""
 
 from __future__ import annotations
 

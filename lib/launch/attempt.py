@@ -1,4 +1,4 @@
-"""MISSING launch.attempt"""
+"""One start of all ranks: what their agents report, what is diagnosed from it, and how it ends."""
 
 from __future__ import annotations
 

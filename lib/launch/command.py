@@ -1,4 +1,14 @@
-"""MISSING launch.command"""
+"""Hosts and a command ➜ ranks that are started, watched, ended and started again.
+
+    ./launch --hostfile hostfile -- train.py --config configs/X.yaml train.beta=0.2
+    ./launch --hosts mac-a,mac-b --backend mpi --max-restarts 3 -- train.py
+    ./launch --hostfile hostfile --preflight-only --json             is all well? starts nothing
+    ./launch --hostfile hostfile --role secondary -- train.py        without ssh: by hand, on each machine
+    ./launch --emit hostfile > hostfile                              the machines that answer over ssh
+
+Before a start every host is checked (lib/launch/preflight.py); lib/launch/launcher.py
+starts the ranks, watches them, and starts them again.
+"""
 
 from __future__ import annotations
 

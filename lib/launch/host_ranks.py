@@ -1,4 +1,4 @@
-"""MISSING launch.host_ranks"""
+"""The ranks of one host, started once by its agent: their output, their heartbeats, their end."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""Hosts and a command ➜ ranks that are started, watched, ended and started again.
-
-    ./launch --hostfile hostfile -- train.py --config configs/X.yaml train.beta=0.2
-    ./launch --hosts mac-a,mac-b --backend mpi --max-restarts 3 -- train.py
-    ./launch --hostfile hostfile --preflight-only --json             is all well? starts nothing
-    ./launch --hostfile hostfile --role secondary -- train.py        without ssh: by hand, on each machine
-    ./launch --emit hostfile > hostfile                              the machines that answer over ssh
-
-Before a start every host is checked (lib/launch/preflight.py); lib/launch/ranks.py starts all ranks once and watches them, here they
-are started again.
-"""
+"""Ranks that are started, watched, ended and started again: as often as they may be, with the hosts that answer."""
 
 from __future__ import annotations
 

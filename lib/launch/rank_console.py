@@ -1,4 +1,4 @@
-"""MISSING launch.rank_console"""
+"""What ranks print, as whole lines on our terminal, each with its rank and host before it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""All ranks of a world, started once on their hosts: what is started where, the agents that do it, and what comes back.
-
-On every host an agent (lib/agent.py) starts the ranks and passes on what they say; it is reached over ssh, or directly
-on this machine. What the ranks wait for comes in beside their output, and lib/launch/diagnose.py says what is wrong with it.
-"""
+"""What is started where: the command line's wishes and the hosts ➜ every host's processes, and the files that they read."""
 
 from __future__ import annotations
 

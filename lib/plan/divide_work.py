@@ -1,4 +1,4 @@
-"""MISSING plan.divide_work"""
+"""A global batch divided among ranks, or a model: as configured, else as measured, else by memory. Pure functions."""
 
 from __future__ import annotations
 

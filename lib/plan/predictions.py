@@ -1,4 +1,4 @@
-"""MISSING plan.predictions"""
+"""What each strategy would give, predicted from the hosts' curves and the link. Pure functions."""
 
 from __future__ import annotations
 
