@@ -195,7 +195,7 @@ class World:
         """How an array is divided: a parameter, or what an optimizer keeps for it, called PARAMETER.SLOT. Here none is."""
         return None
 
-    def alike(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    def replicated(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Those that every rank holds whole."""
         return {name: array for name, array in arrays.items() if self.part(name) is None}
 
@@ -240,7 +240,7 @@ class World:
     def align(self, tree: Any) -> Any:
         """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""
         flat = dict(tree_flatten(tree))
-        whole = tree_unflatten(list(self.alike(flat).items()))
+        whole = tree_unflatten(list(self.replicated(flat).items()))
         return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
 
     def _names(self, arrays: Mapping[str, mx.array]) -> Described:
