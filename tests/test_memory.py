@@ -18,7 +18,7 @@ from lib.model.partition import divide, shape_of
 from lib.plan.curves import MEMORY_HEADROOM, Curve, HostCalibration, read_published
 from lib.plan.memory import Model, Rows, largest_micro_batch, metal_limit_bytes, rank_shape
 from lib.plan.step_arrays import Training
-from lib.system import hardware, network
+from lib.system import hardware
 from tests import tiny
 from tests.test_choice import SHAPE, host, planned
 from tests.test_replan import KEY
@@ -192,7 +192,7 @@ def test_the_two_macs_configuration_fits(
     mac = hardware.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
     monkeypatch.setattr(hardware, "identify", lambda host: mac)
     monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: metal_limit_bytes(size))
-    monkeypatch.setattr(network, "host_name", lambda: name)
+    monkeypatch.setattr("lib.distributed.world.host_name", lambda: name)
     if world.rank == 0:
         quantised = {**machines.MODELS["8B 4-bit"], "rms_norm_eps": 1e-5}
         (folder / "llama").mkdir()
