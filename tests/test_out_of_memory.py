@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from lib.config.schema import Plan as PlanSettings
+from lib.config.schema import PlanSettings
 from lib.data import micro_batches
 from lib.distributed.world import World
 from lib.launch import diagnose

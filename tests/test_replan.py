@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lib.config import load as settings
-from lib.config.schema import Config, Cost
+from lib.config.schema import Config, CostSettings
 from lib.errors import UserError
 from lib.plan.balance import solo_pairs_per_second
 from lib.plan.cluster_plan import ClusterPlan
@@ -506,12 +506,12 @@ def test_costs_by_the_hour() -> None:
 
 
 def test_electricity_and_rent_of_each_host_and_of_all() -> None:
-    prices = Cost(watts={"a": 100, "b": 250}, price_per_kwh=0.3, rent_per_hour=1.5)
+    prices = CostSettings(watts={"a": 100, "b": 250}, price_per_kwh=0.3, rent_per_hour=1.5)
     cost = hosts_cost(["a", "b", "a"], 7200, prices)  # two ranks on a: it pays once
     assert cost is not None and [host["host"] for host in cost["hosts"]] == ["a", "b"]
     assert cost["energy_kwh"] == pytest.approx(0.7) and cost["electricity"] == pytest.approx(0.21)
     assert cost["rent"] == pytest.approx(6.0) and cost["cost"] == pytest.approx(6.21)
-    assert hosts_cost(["a"], 7200, Cost(price_per_kwh=0.3)) is None
+    assert hosts_cost(["a"], 7200, CostSettings(price_per_kwh=0.3)) is None
     plan = planned(configured(8, "cost.watts={typo: 3}"), ["a"], [calibrated("a", {1: 1.0, 2: 2.0})])
     assert any("no host of this run is called typo" in warning for warning in plan.warnings)
 

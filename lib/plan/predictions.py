@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lib.config.schema import Sync
+from lib.config.schema import SyncSettings
 from lib.model.partition import Shape
 from lib.plan.balance import equal_shares, solo_pairs_per_second
 from lib.plan.cluster_plan import SHOWN_ALONE, ClusterPlan, Plan, Prediction
@@ -217,14 +217,14 @@ def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
     return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes})
 
 
-def compressed_bytes(size_bytes: float, sync: Sync) -> float:
+def compressed_bytes(size_bytes: float, sync: SyncSettings) -> float:
     """What float32 values of that size are on their way (lib/distributed/compression.py)."""
     factor = {"none": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256), "topk": 2 * sync.topk_fraction}
     return size_bytes * factor[sync.compression]
 
 
 def predict_replicas(
-    plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, rounds: RoundsPlan, sync: Sync
+    plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, rounds: RoundsPlan, sync: SyncSettings
 ) -> tuple[Prediction, ...]:
     """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves. apart: without a sync."""
     solo = plan.solo_sum_pairs_per_second

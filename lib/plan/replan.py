@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.config.schema import Plan as PlanSettings
+from lib.config.schema import PlanSettings
 from lib.plan import memory_ceilings, share_correction
 from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE
 from lib.plan.cluster_plan import ClusterPlan
