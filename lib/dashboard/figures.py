@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lib.config.schema import CostSettings
 from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, Run, Series, Warned, Who
-from lib.plan.curves import Curve as BatchCurve
+from lib.plan.curves import BatchCurve
 from lib.telemetry.cost import hosts_cost
 
 # ---- What follows from the records
