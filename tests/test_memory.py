@@ -15,7 +15,7 @@ from lib import errors
 from lib.config import load
 from lib.distributed.world import World
 from lib.model.partition import divide, shape_of
-from lib.plan.curves import MEMORY_HEADROOM, Curve, HostCalibration, read_published
+from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, HostCalibration, read_published
 from lib.plan.memory import Model, Rows, largest_micro_batch, metal_limit_bytes, rank_shape
 from lib.plan.step_arrays import Training
 from lib.system import hardware
@@ -143,7 +143,7 @@ def test_what_was_measured_corrects_the_model() -> None:
         p.model_copy(update={"peak_memory_bytes": 2 * MODEL.bytes(p.batch_size, "metal").total}) for p in curve.points
     )
     limit = int(1.5e9 + MODEL.bytes(1, "metal").total / (1 - MEMORY_HEADROOM))
-    large = Curve(points=points, key=longer, memory_limit_bytes=limit)
+    large = BatchCurve(points=points, key=longer, memory_limit_bytes=limit)
     both: list[HostCalibration | None] = [
         one.model_copy(update={"curves": (large,)}) for one in (host("a", 9), host("b", 9))
     ]

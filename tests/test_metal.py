@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import train
 from lib.config import train_arguments
-from lib.config.schema import Config, Metal
+from lib.config.schema import Config, MetalSettings
 from lib.data import micro_batches
 from lib.data.collate import collate
 from lib.data.dataset import load_dataset
@@ -61,7 +61,7 @@ def test_a_lit_display_is_told_or_put_to_sleep(
     asked_of_pmset: str | None,
 ) -> None:
     calls = macs.is_mac(monkeypatch, tmp_path, displays)
-    settings = Metal.model_validate({"display": setting})
+    settings = MetalSettings.model_validate({"display": setting})
     assert metal.attend_displays(settings, is_first_here=True, only_look=False) == told
     assert (calls.read_text() if calls.exists() else None) == asked_of_pmset
     calls.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def test_a_display_that_does_not_sleep_and_tools_that_fail_are_told(
 ) -> None:
     macs.is_mac(monkeypatch, tmp_path, LIT)
     macs.tool(tmp_path, "pmset", status=1)  # and the display stays on
-    assert metal.attend_displays(Metal(display="sleep"), True, False) == ["Color LCD"]
+    assert metal.attend_displays(MetalSettings(display="sleep"), True, False) == ["Color LCD"]
     macs.tool(tmp_path, "system_profiler", LIT, status=1)
     assert metal.lit_displays() == []
     (tmp_path / "system_profiler").unlink()
@@ -223,7 +223,7 @@ def test_the_estimate_is_the_models_products_at_this_machines_rate(
     passes = [metal.training_passes(method, again) for method in ("lora", "dora", "full") for again in (False, True)]
     assert passes == [2, 3, 2, 3, 3, 4]
     metal.matmul_rate.cache_clear()
-    never = config.model_copy(update={"metal": Metal(evaluation_seconds=None)})
+    never = config.model_copy(update={"metal": MetalSettings(evaluation_seconds=None)})
     assert metal.pace(never, model, 100.0, metal.FORWARD, World()).limit_seconds is None
 
 

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib.config.schema import Config, Data
+from lib.config.schema import Config, DataSettings
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Dataset
 from lib.data.row_order import micro_batches, split
@@ -79,7 +79,7 @@ def dataset_logps(
     return logps
 
 
-def layout(model: nn.Module, settings: Data, world: World) -> tuple[int, bool, str | None]:
+def layout(model: nn.Module, settings: DataSettings, world: World) -> tuple[int, bool, str | None]:
     """How batches are laid out: what lengths are padded to, whether prompts run once, and why they do not if asked to.
 
     Raises:

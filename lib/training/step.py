@@ -18,7 +18,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from lib.config.schema import Sync, Train
+from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
 from lib.distributed.world import Lockstep, World
@@ -76,7 +76,7 @@ class StepResult:
 
 
 def objective(
-    train: Train, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None
+    train: TrainSettings, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """The loss and the metrics of some examples.
 
@@ -117,7 +117,7 @@ def objective(
     return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
 
 
-def means_of(sums: dict[str, float], train: Train) -> dict[str, float | None]:
+def means_of(sums: dict[str, float], train: TrainSettings) -> dict[str, float | None]:
     """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
     means: dict[str, float | None] = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
     for name in REWARDS:
@@ -126,7 +126,7 @@ def means_of(sums: dict[str, float], train: Train) -> dict[str, float | None]:
     return means
 
 
-def learning_rate(train: Train, step: int, steps: int) -> float:
+def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
     """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
 
     For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
@@ -142,7 +142,7 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     return peak + (final - peak) * fall
 
 
-def make_optimizer(train: Train) -> optim.Optimizer:
+def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     """MLX's optimizer of that name.
 
     Raises:
@@ -164,7 +164,7 @@ def make_optimizer(train: Train) -> optim.Optimizer:
     return kind(learning_rate=train.learning_rate, **options)
 
 
-def is_compiled(train: Train, world: World) -> bool:
+def is_compiled(train: TrainSettings, world: World) -> bool:
     """Whether the step is traced once for every shape of its batches.
 
     Where ranks have parts of one model their graphs differ, and so would their collectives: there it never is.
@@ -172,7 +172,7 @@ def is_compiled(train: Train, world: World) -> bool:
     return not isinstance(world, Lockstep) and _compiles(train)
 
 
-def _compiles(train: Train) -> bool:
+def _compiles(train: TrainSettings) -> bool:
     return train.compile if train.compile is not None else mx.default_device() == mx.gpu
 
 
@@ -207,10 +207,10 @@ def _tried(
 def make_step(
     model: nn.Module,
     optimizer: optim.Optimizer,
-    train: Train,
+    train: TrainSettings,
     world: World,
     dropout: bool,
-    sync: Sync | None = None,
+    sync: SyncSettings | None = None,
     feedback: exchange.Arrays | None = None,
     rank: int | None = None,
 ) -> Callable[..., StepResult]:
@@ -225,7 +225,7 @@ def make_step(
         feedback: what compression left out of this rank's gradients so far, by name; each step changes it.
         rank: among all ranks, which draw different dropout masks; by default world.rank.
     """
-    sync, feedback = sync or Sync(), {} if feedback is None else feedback
+    sync, feedback = sync or SyncSettings(), {} if feedback is None else feedback
     rank = world.rank if rank is None else rank
 
     def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
