@@ -323,11 +323,11 @@ class Bench:
     def row(self, skew: float) -> dict[str, Any]:
         """One skew: alone, equal, planned."""
         from lib.plan.balance import equal_shares
-        from lib.plan.curves import Curve
+        from lib.plan.curves import BatchCurve
         from lib.plan.divide_work import plan_cluster, sufficient_global_batch
 
         self.throttle(skew)
-        curves = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
+        curves = [BatchCurve.model_validate(curve) for curve in self.in_turn(self.curve)]
         hosts = [f"rank {rank}" for rank in range(2)]
         sync_seconds = self.sync_seconds(curves[0])
         batch = sufficient_global_batch(hosts, curves, 16, sync_seconds, TARGET) or 16 * 64
@@ -429,11 +429,11 @@ class Bench:
 
     def throttled(self) -> dict[str, Any]:
         """A rank that is throttled twofold in mid-run: when a new plan begins, and what it is worth."""
-        from lib.plan.curves import Curve
+        from lib.plan.curves import BatchCurve
         from lib.plan.divide_work import plan_cluster, sufficient_global_batch
 
         self.throttle(1.0)
-        fast = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
+        fast = [BatchCurve.model_validate(curve) for curve in self.in_turn(self.curve)]
         self.calibrate(fast)
         sync_seconds = self.sync_seconds(fast[0])
         hosts = ["rank 0", "rank 1"]
@@ -451,7 +451,7 @@ class Bench:
             threading.Thread(target=soon, daemon=True).start()
         records = self.train(self.world, batch, steps, "plan.replan_seconds=0", name="throttled")
         self.throttle(2.0)
-        slow = [Curve.model_validate(curve) for curve in self.in_turn(self.curve)]
+        slow = [BatchCurve.model_validate(curve) for curve in self.in_turn(self.curve)]
         self.calibrate(slow)
         best = plan_cluster(hosts, batch, curves=slow, sync_seconds=sync_seconds)
         optimum = pairs_per_second(
@@ -540,7 +540,7 @@ class Bench:
 
     def curve(self) -> dict[str, Any]:
         """Times of a few micro-batch sizes on this rank, in rounds of all sizes, and of what a step does besides."""
-        from lib.plan.curves import Curve
+        from lib.plan.curves import BatchCurve
 
         batches, step = self.prepared(SIZES)
         computes: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -561,7 +561,7 @@ class Bench:
             low, median, high = np.percentile(rounds, [25, 50, 75])
             points.append({"batch_size": size, "seconds_median": median, "seconds_spread": high - low})
         besides = {"gradient_bytes": self.gradient_bytes, "step_overhead_seconds": float(np.median(overheads))}
-        return Curve.model_validate({"points": points, **besides}).model_dump()
+        return BatchCurve.model_validate({"points": points, **besides}).model_dump()
 
     def sync_seconds(self, curve: Any) -> float:
         """One sum of the gradients over both ranks."""

@@ -53,7 +53,7 @@ from lib.plan import (
     curve_validation,  # noqa: E402
 )
 from lib.plan import curves as curves_module  # noqa: E402
-from lib.plan.curves import MEMORY_HEADROOM, BatchPoint, Curve, CurveKey, HostCalibration  # noqa: E402
+from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, BatchPoint, CurveKey, HostCalibration  # noqa: E402
 from lib.system import (
     hardware,  # noqa: E402
     mpi_and_blas,  # noqa: E402
@@ -355,7 +355,7 @@ def measure_host(
         say.line(f"{path.name} is of another machine, {known.machine.device_name}: measured anew")
         known = None
 
-    def is_fresh(one: Curve | HostCalibration | None) -> bool:
+    def is_fresh(one: BatchCurve | HostCalibration | None) -> bool:
         return not options.refresh and one is not None and _is_fresh(one, versions, options.max_age_days)
 
     curves = {curve.key: curve for curve in known.curves} if known else {}
@@ -423,7 +423,7 @@ def measure_host(
             speeds = ask("reference, generation", "passes", seconds=1.0, batch_size=found.best, **row)
             if isinstance(speeds, str):
                 say.labelled("warning", f"the reference pass and generation could not be measured: {speeds}")
-            curves[one] = Curve(
+            curves[one] = BatchCurve(
                 points=tuple(found.points()),
                 key=one,
                 memory_limit_bytes=limit,
@@ -447,7 +447,7 @@ def measure_host(
     return found_here, {"measured": measured, "lost": lost, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _is_fresh(one: Curve | HostCalibration, versions: Mapping[str, str], max_age_days: float) -> bool:
+def _is_fresh(one: BatchCurve | HostCalibration, versions: Mapping[str, str], max_age_days: float) -> bool:
     return calibrator.is_fresh(one.measured_at, one.versions, versions, max_age_days)
 
 
@@ -565,7 +565,7 @@ class Report(Voice):
             task = bar.add_task("", total=total, completed=-1)
             yield lambda what: bar.update(task, advance=1, description=what)
 
-    def host(self, one: HostCalibration, curve: Curve) -> None:
+    def host(self, one: HostCalibration, curve: BatchCurve) -> None:
         """The machine, and a row a batch size."""
         rates = f"{one.gflops:,.0f} GFLOP/s, " if one.gflops else ""
         room = f"{(curve.memory_limit_bytes or 0) / 1e9:.1f} GB for MLX"
@@ -601,7 +601,7 @@ class Report(Voice):
             )
 
 
-def in_short(one: HostCalibration, curve: Curve, folder: Path) -> dict[str, Any]:
+def in_short(one: HostCalibration, curve: BatchCurve, folder: Path) -> dict[str, Any]:
     """What a program wants to know of a host."""
     return {
         **one.machine.model_dump(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.dashboard import run_report
-from lib.plan.curves import Curve, CurveKey, HostCalibration
+from lib.plan.curves import BatchCurve, CurveKey, HostCalibration
 
 STYLE = """body { font: 15px/1.45 system-ui, sans-serif; color: #222 }
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem }
@@ -39,7 +39,7 @@ def draw(
     return [picture, page]
 
 
-def _page(svg: str, measured: Sequence[tuple[HostCalibration, Curve]], key: CurveKey) -> str:
+def _page(svg: str, measured: Sequence[tuple[HostCalibration, BatchCurve]], key: CurveKey) -> str:
     rows = []
     for one, curve in measured:
         best = max(curve.points, key=lambda point: point.pairs_per_second)

@@ -31,7 +31,7 @@ from lib.config import load  # noqa: E402
 from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
 from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
-from lib.plan.curves import Curve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
+from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
 from lib.plan.run_plan import plan_run  # noqa: E402
 
 HOSTS = ("m4-max", "m3-ultra")
@@ -123,7 +123,7 @@ def calibrated(
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ins_and_outs = 4 * shape.hidden_size + 2 * (queries + keys) + 3 * (shape.hidden_size + shape.mlp_columns)
     trained = weights if key.method == "full" else RANK * ins_and_outs * shape.blocks
-    curve = Curve.from_rates({1: rate, 8: rate}).model_copy(update={"key": key, "gradient_bytes": 4 * trained})
+    curve = BatchCurve.from_rates({1: rate, 8: rate}).model_copy(update={"key": key, "gradient_bytes": 4 * trained})
     link = Link(backend="ring", latency_seconds=latency, bandwidth_bytes_per_second=bandwidth)
     return published.model_copy(update={"curves": (curve,), "links": (link,)})
 

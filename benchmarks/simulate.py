@@ -41,7 +41,7 @@ from lib.errors import UserError  # noqa: E402
 from lib.plan import curves as calibration  # noqa: E402
 from lib.plan.balance import distribute_work, equal_shares, solo_pairs_per_second  # noqa: E402
 from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
-from lib.plan.curves import Curve  # noqa: E402
+from lib.plan.curves import BatchCurve  # noqa: E402
 from lib.plan.divide_work import plan_cluster  # noqa: E402
 from lib.system import terminal  # noqa: E402
 from lib.system.terminal import Voice  # noqa: E402
@@ -68,10 +68,10 @@ def make_weather(rng: np.random.Generator, steps: int, hosts: int, settings: arg
     return Weather(noise * state, state, fails)
 
 
-def slower(curve: Curve, factor: float) -> Curve:
+def slower(curve: BatchCurve, factor: float) -> BatchCurve:
     """The curve of a host that takes `factor` times as long."""
     rates = {point.batch_size: point.pairs_per_second / factor for point in curve.points}
-    return Curve.from_rates(rates)
+    return BatchCurve.from_rates(rates)
 
 
 def play(plans: Sequence[ClusterPlan], weather: Weather, settings: argparse.Namespace) -> float:
@@ -92,7 +92,7 @@ def play(plans: Sequence[ClusterPlan], weather: Weather, settings: argparse.Name
 
 def compare(
     hosts: Sequence[str],
-    curves: Sequence[Curve],
+    curves: Sequence[BatchCurve],
     global_batch_size: int,
     sync_seconds: float,
     shares: Sequence[int] | None,
@@ -104,7 +104,7 @@ def compare(
     weather = make_weather(rng, settings.steps, world_size, settings)
     solo = [solo_pairs_per_second(curve) for curve in curves]
 
-    def plan(divided: Sequence[int] | None, at: Sequence[Curve] = curves) -> ClusterPlan:
+    def plan(divided: Sequence[int] | None, at: Sequence[BatchCurve] = curves) -> ClusterPlan:
         return plan_cluster(hosts, global_batch_size, shares=divided, curves=at, sync_seconds=sync_seconds)
 
     plans = {
@@ -135,7 +135,7 @@ def compare(
 
 
 def replan(
-    first: ClusterPlan, plan: Any, curves: Sequence[Curve], weather: Weather, settings: argparse.Namespace
+    first: ClusterPlan, plan: Any, curves: Sequence[BatchCurve], weather: Weather, settings: argparse.Namespace
 ) -> list[ClusterPlan]:
     """The plan at each step: made again from the slowdowns at the step before, every few steps."""
     plans = []
@@ -154,7 +154,7 @@ def replan(
 # Clusters
 
 
-def known_curve(name: str) -> Curve:
+def known_curve(name: str) -> BatchCurve:
     """The (first) curve of published:NAME or of calibration/NAME.json.
 
     Raises:
@@ -174,7 +174,7 @@ def known_curve(name: str) -> Curve:
     return curves[0]
 
 
-def invented_hosts(count: int, shapes: Sequence[Curve], settings: argparse.Namespace) -> list[Curve]:
+def invented_hosts(count: int, shapes: Sequence[BatchCurve], settings: argparse.Namespace) -> list[BatchCurve]:
     """Hosts of a few models, each of a known curve's shape, up to `skew` times slower than the fastest."""
     rng = np.random.default_rng([settings.seed, count, 1])
     kinds = []

@@ -12,7 +12,7 @@ from lib.config import load
 from lib.config.schema import Config
 from lib.model.partition import shape_of
 from lib.plan import advice
-from lib.plan.curves import Curve, read_published
+from lib.plan.curves import BatchCurve, read_published
 from lib.plan.divide_work import make_plan, plan_sharded
 from lib.plan.replan import Schedule
 from lib.plan.strategy import plan_merging
@@ -28,12 +28,12 @@ def configured(*words: str) -> Config:
     return load.load(None, ["model.path=m", "data.train=d", "train.global_batch_size=128", *words])
 
 
-def published() -> list[Curve]:
+def published() -> list[BatchCurve]:
     known = read_published()
     return [known[host].curves[0] for host in HOSTS]
 
 
-def warnings(*words: str, hosts: list[str] = HOSTS, curves: list[Curve] | None = None) -> str:
+def warnings(*words: str, hosts: list[str] = HOSTS, curves: list[BatchCurve] | None = None) -> str:
     settings = configured(*words)
     plan = make_plan(settings, hosts, curves)
     advised = advice.advised(settings, plan)

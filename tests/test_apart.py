@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_adapters, load_model
 
-from lib.config.schema import Sync
+from lib.config.schema import SyncSettings
 from lib.distributed import gradients
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
@@ -322,7 +322,7 @@ def test_what_is_gathered_arrives_bit_for_bit(world: World) -> None:  # noqa: F8
         assert np.array_equal(np.array(arrays[2]), expected.integers(0, 2**32, (2, 2)).astype(np.uint32))
         assert np.array(arrays[3]).tobytes() == own[3].tobytes()
     sent = world.traffic.bytes_sent
-    decoded, left_out = gradients.gather(world, {"w": mx.array(own[0])}, Sync(compression="int8"), {}, "a test")
+    decoded, left_out = gradients.gather(world, {"w": mx.array(own[0])}, SyncSettings(compression="int8"), {}, "a test")
     assert world.traffic.bytes_sent - sent == (16 + 8) * (world.size - 1), (
         "15 numbers and a scale, each from a multiple of 8"
     )

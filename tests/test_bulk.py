@@ -188,7 +188,7 @@ def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: 
         "--reference",
         str(tmp_path / "other"),
     ]
-    other = schema.Model(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
+    other = schema.ModelSettings(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
     models.load(other, 0).save_weights(str(tmp_path / "other" / "model.safetensors"))
     _, said = bulk(words)
     rows = scored(out)
@@ -275,7 +275,11 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     assert [pair["chosen"] for pair in pairs] == [f"It is {i % 3}." for i in range(20)]
     assert all(pair["rejected"] in drawn and pair["rejected"] != pair["chosen"] for pair in pairs)
     dataset = load_dataset(
-        str(tmp_path / "checked.jsonl"), schema.Data(train="-"), "preference", byte_level(CORPUS), eos_token_id=1
+        str(tmp_path / "checked.jsonl"),
+        schema.DataSettings(train="-"),
+        "preference",
+        byte_level(CORPUS),
+        eos_token_id=1,
     )
     assert len(dataset) == 20
     judge = tmp_path / "judge.py"

@@ -15,7 +15,7 @@ from benchmarks import calibrate, curves, links, machines
 from lib.errors import UserError
 from lib.plan.calibrator import HardwareCalibrator, time_now
 from lib.plan.curve_validation import sound_curve
-from lib.plan.curves import Curve, HostCalibration, Link, Transfer, read_calibration, read_published
+from lib.plan.curves import BatchCurve, HostCalibration, Link, Transfer, read_calibration, read_published
 from lib.system import hardware as machine
 from lib.system import mpi_and_blas, os_commands
 from tests import tiny
@@ -349,7 +349,7 @@ def test_which_machine_for_which_model() -> None:
 
 def test_hosts_are_compared_on_one_footing_or_not_at_all(tmp_path: Path) -> None:
     published = read_published()["m4-max"]
-    curve = Curve.from_rates({1: 5, 2: 8})
+    curve = BatchCurve.from_rates({1: 5, 2: 8})
     own = HostCalibration(machine=machine.identify("own"), curves=(curve.model_copy(update={"key": KEY}),))
     assert machines.speeds([own, own]) == [8, 8]
     with pytest.raises(UserError, match="nothing compares own, m4-max.*make calibrate"):
@@ -363,7 +363,7 @@ KEY = calibrate.CurveKey(model="m", method="lora", dtype="float32", sequence_len
 
 
 def test_a_page_escapes_what_it_is_given(tmp_path: Path) -> None:
-    curve = Curve.from_rates({1: 5, 2: 8}, {1: 10, 2: 20}, 100).model_copy(
+    curve = BatchCurve.from_rates({1: 5, 2: 8}, {1: 10, 2: 20}, 100).model_copy(
         update={"key": KEY, "measured_at": time_now()}
     )
     own = HostCalibration(machine=machine.identify("<b>host</b>"), curves=(curve,))

@@ -13,7 +13,7 @@ from lib.config import load
 from lib.errors import UserError
 from lib.plan.calibrator import is_fresh, time_now
 from lib.plan.curves import (
-    Curve,
+    BatchCurve,
     CurveKey,
     HostCalibration,
     choose_curves,
@@ -29,7 +29,7 @@ VERSIONS = {"mlx": "0.32.4"}
 
 
 def calibration(host: str, *keys: CurveKey, versions: dict[str, str] = VERSIONS, chip: str = "c") -> HostCalibration:
-    curve = Curve.from_rates({1: 10, 4: 30}, {1: 10**9, 4: 2 * 10**9}, 10**10)
+    curve = BatchCurve.from_rates({1: 10, 4: 30}, {1: 10**9, 4: 2 * 10**9}, 10**10)
     curves = [{**curve.model_dump(), "key": key.model_dump(), "versions": versions} for key in keys]
     machine = {"host": host, "device_name": chip, "device": "metal"}
     return HostCalibration.model_validate({"machine": machine, "curves": curves})
@@ -137,7 +137,7 @@ def test_missing_binary_and_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_times_between_below_and_beyond_the_measured_sizes() -> None:
-    curve = Curve.from_rates({2: 20, 4: 20, 8: 16})
+    curve = BatchCurve.from_rates({2: 20, 4: 20, 8: 16})
     seconds = curve.seconds(np.array([1, 2, 3, 4, 6, 8, 16]))
     assert seconds == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.35, 0.5, 1.0])
 
@@ -147,7 +147,7 @@ def test_largest_micro_batch_in_memory(limit: float | None, largest: int) -> Non
     """Peaks 2, 3, 5, 9 for 1, 2, 4, 8 pairs, so 1 + b; a tenth of the limit stays free."""
     peaks = {size: 1000 * (1 + size) for size in (1, 2, 4, 8)}
     rates = dict.fromkeys(peaks, 1.0)
-    curve = Curve.from_rates(rates, peaks, int(limit * 1000) if limit else None)
+    curve = BatchCurve.from_rates(rates, peaks, int(limit * 1000) if limit else None)
     assert curve.max_batch_size == largest
 
 
@@ -281,6 +281,6 @@ def test_fresh_is_young_and_of_these_versions() -> None:
 
 def test_the_best_point_is_the_fastest_that_fits() -> None:
     rates, peaks = {1: 10, 2: 15, 4: 18}, {1: 10, 2: 20, 4: 40}
-    assert Curve.from_rates(rates, peaks, 1000).best_point.batch_size == 4
-    assert Curve.from_rates(rates, peaks, 30).best_point.batch_size == 2
-    assert Curve.from_rates(rates, peaks, 5).best_point.batch_size == 1  # none fits
+    assert BatchCurve.from_rates(rates, peaks, 1000).best_point.batch_size == 4
+    assert BatchCurve.from_rates(rates, peaks, 30).best_point.batch_size == 2
+    assert BatchCurve.from_rates(rates, peaks, 5).best_point.batch_size == 1  # none fits

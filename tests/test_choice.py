@@ -16,7 +16,7 @@ from lib.errors import UserError
 from lib.evaluate import command
 from lib.model import partition
 from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
-from lib.plan.curves import BatchPoint, Curve, HostCalibration, Link, write_calibration
+from lib.plan.curves import BatchCurve, BatchPoint, HostCalibration, Link, write_calibration
 from lib.plan.run_plan import plan_run
 from lib.system.hardware import Machine
 from lib.system.network import host_name
@@ -177,7 +177,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     link = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)
     name = f"{host_name()}-{world.rank}"
     machine = Machine(host=name, device_name="chip", device="cpu")
-    curve = Curve(points=points, memory_limit_bytes=limit)
+    curve = BatchCurve(points=points, memory_limit_bytes=limit)
     write_calibration(
         folder / "calibration" / f"{name}.json", HostCalibration(machine=machine, curves=(curve,), links=(link,))
     )

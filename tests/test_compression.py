@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.config.schema import Sync
+from lib.config.schema import SyncSettings
 from lib.distributed import gradients
 from lib.distributed.compression import BLOCK, decode, encode, kept
 from lib.distributed.world import World
@@ -65,7 +65,7 @@ def test_bytes_are_what_each_kind_promises() -> None:
 @pytest.mark.parametrize("kind", ["int8", "topk"])
 def test_error_feedback_sends_in_the_end_all_that_was_asked(kind: str) -> None:
     """The sum of what arrived and what is still left out is the sum of what was to be sent."""
-    sync, feedback = Sync(compression=kind, topk_fraction=0.05), {}
+    sync, feedback = SyncSettings(compression=kind, topk_fraction=0.05), {}
     rng, asked, arrived = np.random.default_rng(0), 0.0, 0.0
     for _ in range(200):
         array = rng.normal(loc=0.3, size=(10, 30)).astype(np.float32)
@@ -85,7 +85,11 @@ def test_a_descent_with_feedback_arrives_where_plain_descent_does() -> None:
         x, feedback = mx.zeros(64), {}
         for _ in range(3000):
             (sent,), left_out = gradients.gather(
-                World(), {"x": scales * (x - target)}, Sync(compression=kind, topk_fraction=0.02), feedback, "a test"
+                World(),
+                {"x": scales * (x - target)},
+                SyncSettings(compression=kind, topk_fraction=0.02),
+                feedback,
+                "a test",
             )
             feedback = left_out if remember else {}
             x = x - 0.05 * sent["x"]

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from lib.config.load import load as load_settings
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.data.batch_shapes import pad_length
 from lib.data.collate import collate
 from lib.data.dataset import Dataset, Example, load_dataset
@@ -123,7 +123,7 @@ def load(tmp_path):
         vocab_size = settings.pop("vocab_size", None)
         path = write(tmp_path / "data.jsonl", records)
         eos = None if tokenizer is None else tokenizer.eos_token_id
-        options = Data(train=path, **settings)
+        options = DataSettings(train=path, **settings)
         return load_dataset(path, options, kind, tokenizer, eos_token_id=eos, vocab_size=vocab_size)  # type: ignore[arg-type]
 
     return call
@@ -299,7 +299,7 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
                 path.write_bytes(content.replace(b"\n", b"\r\n") + b"\r\n\r\n")
             if name.startswith("bom"):
                 path.write_bytes(b"\xef\xbb\xbf" + content)
-        dataset = load_dataset(str(path), Data(train=str(path)), "preference", PLAIN, eos_token_id=1)
+        dataset = load_dataset(str(path), DataSettings(train=str(path)), "preference", PLAIN, eos_token_id=1)
         assert dataset.digest == expected.digest and len(dataset) == len(rows)
 
 
@@ -313,7 +313,7 @@ def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):
     rows = [{"messages": [USER, GOOD]}, {"messages": [USER | {"name": "x"}, GOOD]}]
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    dataset = load_dataset(str(path), Data(train=str(path)), "sft", tokenizer, eos_token_id=1)
+    dataset = load_dataset(str(path), DataSettings(train=str(path)), "sft", tokenizer, eos_token_id=1)
     assert dataset.digest == load(rows, "sft", tokenizer).digest
     assert texts(dataset, tokenizer)[1] == "['content', 'role']The answer is 42.</s>"
 
@@ -505,7 +505,7 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
 
 def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:
     with pytest.raises(UserError) as error:
-        load_dataset(str(path), Data(train=str(path), **settings), "preference", tokenizer, eos_token_id=1)
+        load_dataset(str(path), DataSettings(train=str(path), **settings), "preference", tokenizer, eos_token_id=1)
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     return str(error.value)
 
@@ -535,7 +535,9 @@ def test_unreadable_files_each_give_one_line(tmp_path):
         cut.write_bytes(content)
         assert "gzip" in read_error(cut)
     cut.write_bytes(whole[: len(whole) // 2])  # asked to, it takes what there is, and names where it ended
-    dataset = load_dataset(str(cut), Data(train=str(cut), skip_invalid=True), "preference", PLAIN, eos_token_id=1)
+    dataset = load_dataset(
+        str(cut), DataSettings(train=str(cut), skip_invalid=True), "preference", PLAIN, eos_token_id=1
+    )
     (skipped,) = dataset.skipped
     assert 10 < len(dataset) < 290 and skipped.startswith(f"{cut}:{len(dataset) + 1}: the gzip stream is cut short")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
@@ -553,7 +555,7 @@ def test_text_needs_a_tokenizer_and_an_end_token(tmp_path):
     endless = byte_level(CORPUS)
     endless.eos_token = None
     with pytest.raises(UserError, match="no end token"):
-        load_dataset(path, Data(train=path), "preference", endless, eos_token_id=None)
+        load_dataset(path, DataSettings(train=path), "preference", endless, eos_token_id=None)
 
 
 # ---------------------------------------------------------------------------------------------------- batches
@@ -671,7 +673,7 @@ REAL = [
 @pytest.mark.parametrize("name, kind, columns, count, most_waste", REAL)
 def test_real_data_is_read_whole_and_padded_little(real_tokenizer, name, kind, columns, count, most_waste):
     path = str(REAL_DATA / name)
-    dataset = load_dataset(path, Data(train=path, **columns), kind, real_tokenizer, eos_token_id=1)
+    dataset = load_dataset(path, DataSettings(train=path, **columns), kind, real_tokenizer, eos_token_id=1)
     assert len(dataset) == count and not dataset.skipped and dataset.truncated_count == 0
     record = json.loads(Path(path).read_text(encoding="utf-8").splitlines()[count - 1])
     values = [record[columns.get("prompt", "prompt")]]

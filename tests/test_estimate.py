@@ -11,7 +11,7 @@ import pytest
 
 from lib.config import load as settings
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import Curve, CurveKey, HostCalibration, read_calibration, read_published
+from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, read_calibration, read_published
 from lib.plan.run_plan import plan_run
 from lib.plan.uncalibrated_hosts import Known, relative_speeds, with_estimates
 from lib.system import matmul_rate
@@ -23,7 +23,7 @@ OTHER = KEY.model_copy(update={"model": "other"})
 
 
 def calibrated(host: str, rates: dict[int, float], key: CurveKey = KEY, chip: str = "chip") -> HostCalibration:
-    curve = Curve.from_rates(rates, {size: size * 10**9 for size in rates}, 10**11).model_copy(update={"key": key})
+    curve = BatchCurve.from_rates(rates, {size: size * 10**9 for size in rates}, 10**11).model_copy(update={"key": key})
     return HostCalibration(machine=Machine(host=host, device_name=chip, device="metal"), curves=(curve,))
 
 

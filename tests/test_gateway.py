@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config import load
-from lib.config.schema import Serve
+from lib.config.schema import ServeSettings
 from lib.errors import UserError
 from lib.launch.hostfile import Host
 from lib.serve import api_keys, openai_requests
@@ -289,7 +289,7 @@ def test_a_wrong_key_file_is_told_without_its_content(tmp_path: Path, text: str,
 
 
 def application(**words: Any) -> Gateway:
-    return Gateway(Serve(**words), LIMITS, None, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
+    return Gateway(ServeSettings(**words), LIMITS, None, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
 
 
 def asked(

@@ -18,7 +18,7 @@ from lib.dashboard import app, charts, history, run_report
 from lib.dashboard import figures as figures_module
 from lib.dashboard.figures import figures
 from lib.dashboard.history import COLUMNS, INDEX, Run, Series
-from lib.plan.curves import Curve
+from lib.plan.curves import BatchCurve
 from lib.telemetry.log_tail import Copy, Tail
 from lib.telemetry.run_records import PerformanceTracker, rewind
 
@@ -251,7 +251,7 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
         "predicted_pairs_per_second": 20.0,
         "solo_sum_pairs_per_second": 25.0,
     }
-    plan["curves"] = [json.loads(Curve.from_rates({1: 5, 4: 12}).model_dump_json()), None]
+    plan["curves"] = [json.loads(BatchCurve.from_rates({1: 5, 4: 12}).model_dump_json()), None]
     config = {"model": {"path": "m"}, "data": {"train": "t"}, "cost": {"watts": 100, "price_per_kwh": 0.5}}
     start = {"kind": "start", "time": 1000.0, "host": "a", "steps": 100, "plan": plan, "config": config}
     start |= {"memory_limit_bytes": 1000}

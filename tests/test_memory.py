@@ -15,10 +15,10 @@ from lib import errors
 from lib.config import load
 from lib.distributed.world import World
 from lib.model.partition import divide, shape_of
-from lib.plan.curves import MEMORY_HEADROOM, Curve, HostCalibration, read_published
+from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, HostCalibration, read_published
 from lib.plan.memory import Model, Rows, largest_micro_batch, metal_limit_bytes, rank_shape
 from lib.plan.step_arrays import Training
-from lib.system import hardware, network
+from lib.system import hardware
 from tests import tiny
 from tests.test_choice import SHAPE, host, planned
 from tests.test_replan import KEY
@@ -143,7 +143,7 @@ def test_what_was_measured_corrects_the_model() -> None:
         p.model_copy(update={"peak_memory_bytes": 2 * MODEL.bytes(p.batch_size, "metal").total}) for p in curve.points
     )
     limit = int(1.5e9 + MODEL.bytes(1, "metal").total / (1 - MEMORY_HEADROOM))
-    large = Curve(points=points, key=longer, memory_limit_bytes=limit)
+    large = BatchCurve(points=points, key=longer, memory_limit_bytes=limit)
     both: list[HostCalibration | None] = [
         one.model_copy(update={"curves": (large,)}) for one in (host("a", 9), host("b", 9))
     ]
@@ -192,7 +192,7 @@ def test_the_two_macs_configuration_fits(
     mac = hardware.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
     monkeypatch.setattr(hardware, "identify", lambda host: mac)
     monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: metal_limit_bytes(size))
-    monkeypatch.setattr(network, "host_name", lambda: name)
+    monkeypatch.setattr("lib.distributed.world.host_name", lambda: name)
     if world.rank == 0:
         quantised = {**machines.MODELS["8B 4-bit"], "rms_norm_eps": 1e-5}
         (folder / "llama").mkdir()

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import train
 from lib.config import train_arguments
-from lib.config.schema import Config, Metal
-from lib.data import collate as collate_module
+from lib.config.schema import Config, MetalSettings
+from lib.data import micro_batches
 from lib.data.collate import collate
 from lib.data.dataset import load_dataset
 from lib.distributed.world import World
@@ -61,7 +61,7 @@ def test_a_lit_display_is_told_or_put_to_sleep(
     asked_of_pmset: str | None,
 ) -> None:
     calls = macs.is_mac(monkeypatch, tmp_path, displays)
-    settings = Metal.model_validate({"display": setting})
+    settings = MetalSettings.model_validate({"display": setting})
     assert metal.attend_displays(settings, is_first_here=True, only_look=False) == told
     assert (calls.read_text() if calls.exists() else None) == asked_of_pmset
     calls.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def test_a_display_that_does_not_sleep_and_tools_that_fail_are_told(
 ) -> None:
     macs.is_mac(monkeypatch, tmp_path, LIT)
     macs.tool(tmp_path, "pmset", status=1)  # and the display stays on
-    assert metal.attend_displays(Metal(display="sleep"), True, False) == ["Color LCD"]
+    assert metal.attend_displays(MetalSettings(display="sleep"), True, False) == ["Color LCD"]
     macs.tool(tmp_path, "system_profiler", LIT, status=1)
     assert metal.lit_displays() == []
     (tmp_path / "system_profiler").unlink()
@@ -223,7 +223,7 @@ def test_the_estimate_is_the_models_products_at_this_machines_rate(
     passes = [metal.training_passes(method, again) for method in ("lora", "dora", "full") for again in (False, True)]
     assert passes == [2, 3, 2, 3, 3, 4]
     metal.matmul_rate.cache_clear()
-    never = config.model_copy(update={"metal": Metal(evaluation_seconds=None)})
+    never = config.model_copy(update={"metal": MetalSettings(evaluation_seconds=None)})
     assert metal.pace(never, model, 100.0, metal.FORWARD, World()).limit_seconds is None
 
 
@@ -239,18 +239,16 @@ def test_ranks_that_share_a_model_evaluate_as_many_rows(tmp_path: Path) -> None:
 def test_pieces_train_what_whole_micro_batches_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    from lib.data import collate as collate_module
-
     sizes: dict[str, list[int]] = {}
     words = [*tiny.settings(tmp_path), "train.steps=4", f"strategy={strategy}", "plan.micro_batch_sizes=[8]"]
     words = ["--config", str(tiny.config_file(tmp_path)), *words]
-    real = collate_module.collate
+    real = micro_batches.collate
     for name, pace in (("whole", Pace()), ("pieces", Pace(1.0, 0.5, is_fixed=True))):
         sizes[name] = []
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         seen = sizes[name]
         monkeypatch.setattr(
-            collate_module, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
+            micro_batches, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
         )
         assert train.main([*words, f"run.name={name}"]) == 0
     assert max(sizes["whole"]) == 8 and max(sizes["pieces"]) == 2
@@ -268,7 +266,7 @@ def test_the_reference_pass_is_evaluated_in_pieces_too(tmp_path: Path, monkeypat
         seen = sizes.setdefault(name, [])
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         monkeypatch.setattr(
-            collate_module, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
+            reference, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
         )
         found[name] = reference.dataset_logps(model, data, World(), [1], config)
     assert max(sizes["whole"]) == 16 and max(sizes["pieces"]) == 2
@@ -279,7 +277,7 @@ def test_a_run_says_that_a_display_is_lit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     macs.is_mac(monkeypatch, tmp_path / "bin", LIT)
-    monkeypatch.setattr("lib.loading.metal.keep_wired", lambda setting, size: False)
+    monkeypatch.setattr("lib.distributed.sharded_model.metal.keep_wired", lambda setting, size: False)
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "--dry-run"]
     assert train.main(words) == 0
     assert "Color LCD" in capsys.readouterr().out

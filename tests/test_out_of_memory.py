@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from lib.config.schema import Plan as PlanSettings
+from lib.config.schema import PlanSettings
 from lib.data import micro_batches
 from lib.distributed.world import World
 from lib.launch import diagnose
@@ -26,7 +26,7 @@ from lib.launch.host_ranks import Look
 from lib.model import adapters as models
 from lib.plan import curves, memory_ceilings
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import Ceiling, Curve, CurveKey, HostCalibration
+from lib.plan.curves import BatchCurve, Ceiling, CurveKey, HostCalibration
 from lib.plan.divide_work import plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import hardware, network, out_of_memory
@@ -175,7 +175,9 @@ def test_a_schedule_keeps_to_it_from_the_first_step_that_is_not_made_and_after_a
 
 
 def known(ceiling: int | None, curve_measured_at: str | None = None, **key: Any) -> HostCalibration:
-    curve = Curve.from_rates({1: 10, 8: 40, 32: 60}).model_copy(update={"key": KEY, "measured_at": curve_measured_at})
+    curve = BatchCurve.from_rates({1: 10, 8: 40, 32: 60}).model_copy(
+        update={"key": KEY, "measured_at": curve_measured_at}
+    )
     kept = Ceiling(key=KEY.model_copy(update=key), max_pairs=ceiling or 0, measured_at="2026-05-01T00:00:00+00:00")
     return HostCalibration(
         machine=hardware.Machine(host="h0", device_name="chip", device="cpu"),
@@ -450,7 +452,7 @@ def test_a_rank_that_the_kernel_kills_goes_on_with_half(small_group: Path, tmp_p
     script = tmp_path / "train_there.py"
     script.write_text(
         f"import os, sys\nopen({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        f"sys.path.insert(0, {str(tiny.ROOT)!r})\nimport train\nfrom lib import runtime\nsys.exit(runtime.status_of(train.main))\n"
+        f"sys.path.insert(0, {str(tiny.ROOT)!r})\nimport train\nfrom lib.system import mpi_and_blas\nsys.exit(mpi_and_blas.status_of(train.main))\n"
     )
     rows = [{"prompt_ids": [5] * 40, "chosen_ids": [6] * 40, "rejected_ids": [7] * 40} for _ in range(64)]
     words = [*tiny.settings(tmp_path, train__steps=2, train__global_batch_size=64, checkpoint__every=1)]

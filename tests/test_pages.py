@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lib.dashboard import run_report
-from lib.plan.curves import BatchPoint, Curve
+from lib.plan.curves import BatchCurve, BatchPoint
 from lib.telemetry.run_records import PerformanceTracker
 
 ODD = {
@@ -42,12 +42,12 @@ def test_odd_figures_are_drawn_without_a_warning(tmp_path: Path, name: str) -> N
     assert (tmp_path / "curves.png").exists() == has_something
 
 
-def curve(peaks: list[int | None], limit_bytes: int | None = None) -> Curve:
+def curve(peaks: list[int | None], limit_bytes: int | None = None) -> BatchCurve:
     points = [
         BatchPoint(batch_size=2**i, seconds_median=1.0 + i, pairs_per_second=1.0, peak_memory_bytes=peak)
         for i, peak in enumerate(peaks)
     ]
-    return Curve(points=tuple(points), memory_limit_bytes=limit_bytes)
+    return BatchCurve(points=tuple(points), memory_limit_bytes=limit_bytes)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def curve(peaks: list[int | None], limit_bytes: int | None = None) -> Curve:
         ([curve([None, None]), curve([10**8, 10**9])], True),
     ],
 )
-def test_batch_curves_have_a_panel_of_memory_where_it_was_measured(curves: list[Curve], has_memory: bool) -> None:
+def test_batch_curves_have_a_panel_of_memory_where_it_was_measured(curves: list[BatchCurve], has_memory: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         text = run_report.svg_of(run_report.batch_curves_figure([(f"host{i}", one) for i, one in enumerate(curves)]))

@@ -20,7 +20,7 @@ from lib.errors import UserError
 from lib.model.partition import shape_of
 from lib.plan.balance import best_shares, distribute_work, equal_shares, fastest_micro_batches, within_memory
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import MEMORY_HEADROOM, Curve, read_published
+from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.divide_work import make_plan, plan_cluster, plan_sharded
 
 SIMULATE = Path(__file__).parent.parent / "benchmarks" / "simulate.py"
@@ -46,7 +46,7 @@ def names(count: int) -> list[str]:
 # Exhaustive search, in plain Python
 
 
-def plain_tau(curve: Curve) -> list[float]:
+def plain_tau(curve: BatchCurve) -> list[float]:
     """tau(0), tau(1), ... up to the largest size within memory."""
     points = [(p.batch_size, p.seconds_median, p.peak_memory_bytes) for p in curve.points]
     tau = [0.0]
@@ -62,7 +62,7 @@ def plain_tau(curve: Curve) -> list[float]:
     return tau
 
 
-def plain_times(curve: Curve, pairs: int) -> list[float]:
+def plain_times(curve: BatchCurve, pairs: int) -> list[float]:
     tau = plain_tau(curve)
     times = [0.0]
     for n in range(1, pairs + 1):
@@ -70,7 +70,7 @@ def plain_times(curve: Curve, pairs: int) -> list[float]:
     return times
 
 
-def exhaustive_seconds(curves: Sequence[Curve], pairs: int, sync_seconds: float) -> float:
+def exhaustive_seconds(curves: Sequence[BatchCurve], pairs: int, sync_seconds: float) -> float:
     """The best step over every division of the pairs; a host alone needs no sync."""
     tables = [np.array(plain_times(curve, pairs)) for curve in curves]
     grids = np.meshgrid(*[np.arange(pairs + 1)] * (len(curves) - 1), indexing="ij")
@@ -81,7 +81,7 @@ def exhaustive_seconds(curves: Sequence[Curve], pairs: int, sync_seconds: float)
     return float(np.min(compute + sync_seconds * ((divided > 0).sum(axis=0) > 1)))
 
 
-def random_curve(rng: np.random.Generator, kind: str) -> Curve:
+def random_curve(rng: np.random.Generator, kind: str) -> BatchCurve:
     sizes = sorted({1, *(int(s) for s in rng.choice([2, 3, 4, 6, 8, 12, 16, 24, 32], rng.integers(1, 7)))})
     speed = 10 ** rng.uniform(0, 2)
     if kind == "launch cost":  # tau = a + b n
@@ -95,7 +95,7 @@ def random_curve(rng: np.random.Generator, kind: str) -> Curve:
     limit = int(rng.uniform(1.3, 30) * 1e9) if rng.random() < 0.5 else None
     peaks = {s: int((0.2 + 0.8 * s) * 1e9) for s in sizes}
     rates = {s: s / seconds for s, seconds in times.items()}
-    return Curve.from_rates(rates, peaks if limit else None, limit)
+    return BatchCurve.from_rates(rates, peaks if limit else None, limit)
 
 
 @pytest.mark.parametrize("kind", ["launch cost", "peak", "noise"])
@@ -183,7 +183,7 @@ def test_slow_link_leaves_a_host_out() -> None:
 
 def test_hosts_that_help_nobody_are_left_out_and_many_are_not_all_named() -> None:
     """Eight pairs take as long as one: with whoever joins, a step is no shorter."""
-    flat = Curve.from_rates({1: 1.0, 8: 8.0})
+    flat = BatchCurve.from_rates({1: 1.0, 8: 8.0})
     plan = plan_cluster(names(12), 8, curves=[flat] * 12)
     assert plan.shares == [8] + [0] * 11 and plan.predicted_step_seconds == 1.0
     assert plan.reason.startswith("leave out host1 (rank 1), host2") and "host8 (rank 8) and 3 more:" in plan.reason
@@ -200,13 +200,13 @@ def test_equal_hosts_get_equal_shares(world_size: int, pairs: int) -> None:
 
 def test_equal_hosts_share_what_none_does_slower() -> None:
     """Any micro-batch up to 8 pairs takes the same time here, so only the tie-break decides."""
-    flat = Curve.from_rates({8: 8.0, 16: 15.0})
+    flat = BatchCurve.from_rates({8: 8.0, 16: 15.0})
     assert plan_cluster(names(3), 12, curves=[flat] * 3).shares == [4, 4, 4]
 
 
 def test_few_fast_hosts_among_many_lumpy_ones() -> None:
     """The two fast ones do all before any of the thousand ends a batch, far beyond a share by speed."""
-    fast, lumpy = Curve.from_rates({1: 1000.0, 2: 1000.0}), Curve.from_rates({100: 10.0, 101: 10.0})
+    fast, lumpy = BatchCurve.from_rates({1: 1000.0, 2: 1000.0}), BatchCurve.from_rates({100: 10.0, 101: 10.0})
     shares = plan_cluster(names(1002), 5000, curves=[fast, fast] + [lumpy] * 1000).shares
     assert shares[:2] == [2500, 2500]
 
@@ -232,7 +232,7 @@ def test_a_thousand_hosts_in_two_seconds(kinds: int) -> None:
     rng = np.random.default_rng(0)
     sizes = [1, 2, 4, 8, 16, 32, 64]
     different = [
-        Curve.from_rates({s: float(rate * s / (s + knee)) for s in sizes})
+        BatchCurve.from_rates({s: float(rate * s / (s + knee)) for s in sizes})
         for rate, knee in zip(rng.uniform(20, 200, kinds), rng.uniform(1, 10, kinds), strict=True)
     ]
     curves = [different[i % kinds] for i in range(1000)]
@@ -247,7 +247,7 @@ def test_a_thousand_hosts_in_two_seconds(kinds: int) -> None:
 
 def test_one_curve_that_dips() -> None:
     """7 pairs take longer than 8: no time limit admits a range of shares, only 0..6 and 8."""
-    dips = Curve.from_rates({1: 1.0, 6: 6.0, 7: 0.7, 8: 8.0})
+    dips = BatchCurve.from_rates({1: 1.0, 6: 6.0, 7: 0.7, 8: 8.0})
     plan = plan_cluster(["a", "b"], 14, curves=[dips, dips])
     optimum = exhaustive_seconds([dips, dips], 14, 0.0)
     assert plan.predicted_step_seconds == pytest.approx(optimum, rel=0.01)
@@ -256,7 +256,7 @@ def test_one_curve_that_dips() -> None:
 def test_memory_limits_the_micro_batch_not_the_share() -> None:
     rates = {1: 1.0, 2: 1.8, 4: 3.0, 8: 4.0}
     peaks = {1: 2 * 10**9, 2: 3 * 10**9, 4: 5 * 10**9, 8: 9 * 10**9}
-    curve = Curve.from_rates(rates, peaks, 6 * 10**9)  # less 10 % headroom: 5.4 GB, 4 pairs
+    curve = BatchCurve.from_rates(rates, peaks, 6 * 10**9)  # less 10 % headroom: 5.4 GB, 4 pairs
     assert curve.max_batch_size == 4
     assert fastest_micro_batches(curve, 10) == (4, 4, 2)
 
@@ -278,7 +278,7 @@ def test_a_fixed_micro_batch_size_is_kept() -> None:
 
 def test_every_division_of_a_small_batch_is_considered() -> None:
     """best_shares alone, against itertools, where every share is a corner case."""
-    curves = [Curve.from_rates({1: r, 2: 1.5 * r}) for r in (1.0, 1.7, 4.0)]
+    curves = [BatchCurve.from_rates({1: r, 2: 1.5 * r}) for r in (1.0, 1.7, 4.0)]
     tables = [plain_times(curve, 5) for curve in curves]
     for pairs in range(1, 6):
         shares, _ = best_shares(names(3), curves, pairs)
@@ -331,13 +331,13 @@ def test_one_host_without_a_curve_makes_all_equal() -> None:
             lambda: plan_cluster(
                 ["mini"],
                 8,
-                curves=[Curve.from_rates({1: 1, 2: 2}, {1: 12 * 10**9, 2: 20 * 10**9}, 8 * 10**9)],
+                curves=[BatchCurve.from_rates({1: 1, 2: 2}, {1: 12 * 10**9, 2: 20 * 10**9}, 8 * 10**9)],
             ),
             ["host mini", "one pair needs 12.00 GB", "8.00 GB", "gradient_checkpointing"],
         ),
         (
             lambda: plan_cluster(
-                ["mini"], 8, curves=[Curve.from_rates({2: 1, 4: 2}, {2: 12 * 10**9, 4: 20 * 10**9}, 8 * 10**9)]
+                ["mini"], 8, curves=[BatchCurve.from_rates({2: 1, 4: 2}, {2: 12 * 10**9, 4: 20 * 10**9}, 8 * 10**9)]
             ),
             ["host mini: 2 pairs need 12.00 GB"],
         ),

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from lib.config import load as settings
-from lib.config.schema import Config, Cost
+from lib.config.schema import Config, CostSettings
 from lib.errors import UserError
 from lib.plan.balance import solo_pairs_per_second
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.curve_validation import sound_curve
-from lib.plan.curves import Curve, CurveKey, HostCalibration, Link
+from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, Link
 from lib.plan.divide_work import make_plan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.plan.run_plan import plan_run
@@ -80,7 +80,7 @@ def test_an_equal_split_on_unequal_hosts_mends_itself(speeds: tuple[float, ...])
 
 def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
     """Rank 1 takes twice as long from step 20 on; the new plan is within 5 % of the new optimum."""
-    curves = [Curve.from_rates({1: 20.0, 4: 60.0, 8: 80.0}), Curve.from_rates({1: 8.0, 2: 15.0, 4: 20.0})]
+    curves = [BatchCurve.from_rates({1: 20.0, 4: 60.0, 8: 80.0}), BatchCurve.from_rates({1: 8.0, 2: 15.0, 4: 20.0})]
     config = configured(64)
     schedule = Schedule(make_plan(config, ["a", "b"], curves), config.plan, LEAD, steps=100_000)
     before = schedule.at(1).shares
@@ -93,7 +93,7 @@ def test_a_throttled_rank_gets_a_new_plan_within_ten_steps() -> None:
     ((step, plan),) = decided
     assert step >= 20 and step + LEAD <= 30
     assert schedule.at(step + LEAD - 1).shares == before and schedule.at(step + LEAD) is plan
-    slow = Curve.from_rates({1: 4.0, 2: 7.5, 4: 10.0})
+    slow = BatchCurve.from_rates({1: 4.0, 2: 7.5, 4: 10.0})
     optimum = plan_cluster(["a", "b"], 64, curves=[curves[0], slow]).predicted_step_seconds
     assert optimum is not None and np.mean(times[step + LEAD :]) <= optimum / 0.95
     assert plan.solo_sum_pairs_per_second == schedule.at(1).solo_sum_pairs_per_second
@@ -110,8 +110,8 @@ SHAPES: dict[str, Callable[[int], float]] = {
 
 
 def efficiencies(
-    true: Sequence[Curve],
-    known: Sequence[Curve],
+    true: Sequence[BatchCurve],
+    known: Sequence[BatchCurve],
     noise: float,
     seed: int,
     batch: int = 128,
@@ -131,8 +131,8 @@ def efficiencies(
     return batch / np.array(times) / sum(map(solo_pairs_per_second, true)), schedule
 
 
-def hosts_of(shape: str, skew: float) -> list[Curve]:
-    return [Curve.from_rates({b: b / SHAPES[shape](b) / slower for b in SIZES}) for slower in (1.0, skew)]
+def hosts_of(shape: str, skew: float) -> list[BatchCurve]:
+    return [BatchCurve.from_rates({b: b / SHAPES[shape](b) / slower for b in SIZES}) for slower in (1.0, skew)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -144,7 +144,7 @@ def test_one_point_that_is_wrong_by_half_is_corrected_within_twenty_steps(shape:
         for size in SIZES:
             for factor in (0.5, 2.0):
                 rates = {p.batch_size: p.pairs_per_second for p in true[rank].points}
-                wrong, _ = sound_curve(Curve.from_rates(rates | {size: rates[size] * factor}))
+                wrong, _ = sound_curve(BatchCurve.from_rates(rates | {size: rates[size] * factor}))
                 assert wrong is not None
                 known = [wrong if r == rank else curve for r, curve in enumerate(true)]
                 reached, schedule = efficiencies(true, known, noise=0.0, seed=0, steps=40)
@@ -201,7 +201,7 @@ def test_noise_and_longer_rows_change_nothing() -> None:
 
 def test_a_uniformly_wrong_calibration_changes_nothing() -> None:
     """Published figures compare hosts; that all take ten times as long is no drift."""
-    curves = [Curve.from_rates({1: 10.0, 8: 40.0}), Curve.from_rates({1: 10.0, 8: 20.0})]
+    curves = [BatchCurve.from_rates({1: 10.0, 8: 40.0}), BatchCurve.from_rates({1: 10.0, 8: 20.0})]
     config = configured(48)
     schedule = Schedule(make_plan(config, ["a", "b"], curves), config.plan, LEAD, steps=100_000)
     decided, _ = played(schedule, 30, lambda step, rank, sizes: 10 * float(curves[rank].seconds(np.array(sizes)).sum()))
@@ -306,7 +306,7 @@ def test_another_world_or_other_settings_are_planned_anew(change: str) -> None:
 def calibrated(
     host: str, rates: dict[int, float], key: CurveKey = KEY, device: Any = "metal", **curve: Any
 ) -> HostCalibration:
-    measured = Curve.from_rates(rates, curve.pop("peaks", None), curve.pop("limit", None))
+    measured = BatchCurve.from_rates(rates, curve.pop("peaks", None), curve.pop("limit", None))
     measured = measured.model_copy(update={"key": key, "gradient_bytes": 10**6, **curve})
     link = Link(backend="mpi", latency_seconds=0.001, bandwidth_bytes_per_second=1e8)
     return HostCalibration(
@@ -506,12 +506,12 @@ def test_costs_by_the_hour() -> None:
 
 
 def test_electricity_and_rent_of_each_host_and_of_all() -> None:
-    prices = Cost(watts={"a": 100, "b": 250}, price_per_kwh=0.3, rent_per_hour=1.5)
+    prices = CostSettings(watts={"a": 100, "b": 250}, price_per_kwh=0.3, rent_per_hour=1.5)
     cost = hosts_cost(["a", "b", "a"], 7200, prices)  # two ranks on a: it pays once
     assert cost is not None and [host["host"] for host in cost["hosts"]] == ["a", "b"]
     assert cost["energy_kwh"] == pytest.approx(0.7) and cost["electricity"] == pytest.approx(0.21)
     assert cost["rent"] == pytest.approx(6.0) and cost["cost"] == pytest.approx(6.21)
-    assert hosts_cost(["a"], 7200, Cost(price_per_kwh=0.3)) is None
+    assert hosts_cost(["a"], 7200, CostSettings(price_per_kwh=0.3)) is None
     plan = planned(configured(8, "cost.watts={typo: 3}"), ["a"], [calibrated("a", {1: 1.0, 2: 2.0})])
     assert any("no host of this run is called typo" in warning for warning in plan.warnings)
 

@@ -74,9 +74,9 @@ def folder(world: World, tmp_path: Path) -> Path:
     return Path(world.broadcast_text(str(tmp_path)))
 
 
-def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, schema.Model]:
+def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, schema.ModelSettings]:
     """A model made trainable, whose trained parameters are not at a symmetric point; the same on every rank."""
-    settings = schema.Model(path=str(path), **{"random_init": True, "rank": 3, **changes})
+    settings = schema.ModelSettings(path=str(path), **{"random_init": True, "rank": 3, **changes})
     model = load_module.load(settings, seed, lazy=True)
     adapters_module.make_trainable(model, settings, seed)
     mx.random.seed(1)
@@ -213,7 +213,7 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
     path = folder / family
     if world.rank == 0:
         model_folder(path, model_type=family, **(FAMILIES[family] | sizes | widths))
-        model = load_module.load(schema.Model(path=str(path), random_init=True), 0)
+        model = load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0)
         model, stored = quantize_model(model, json.loads((path / "config.json").read_text()), 32, 4)
         save_model(path, model)
         (path / "config.json").write_text(json.dumps(stored))
@@ -414,10 +414,10 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
     if world.rank == 0:
         model_folder(path, **sizes, **heads)
-        save_model(path, load_module.load(schema.Model(path=str(path), random_init=True), 0))
+        save_model(path, load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0))
     world.gather_text("written")
     weights = UNEVEN[world.size]
-    settings = schema.Model(path=str(path), rank=4)
+    settings = schema.ModelSettings(path=str(path), rank=4)
     shape = partition.shape_of(json.loads((path / "config.json").read_text()))
     dealt = partition.divide(shape, weights)
     gc.collect()

@@ -71,7 +71,11 @@ def reference_logps(count: int) -> np.ndarray:
 
 
 def float64_loss(
-    parameters: dict[str, np.ndarray], batch: list[Example], reference: np.ndarray, train: schema.Train, scale: float
+    parameters: dict[str, np.ndarray],
+    batch: list[Example],
+    reference: np.ndarray,
+    train: schema.TrainSettings,
+    scale: float,
 ) -> float:
     """The mean loss over pairs (SFT: over tokens), one sequence at a time."""
     weights, total, tokens = merged(parameters, scale), 0.0, 0
@@ -241,22 +245,22 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_rises_then_falls_as_scheduled() -> None:
-    train = schema.Train(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
+    train = schema.TrainSettings(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate=0.2)
     rates = [learning_rate(train, step, 14) for step in range(15)]
     assert (
         rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
         and rates[9] == pytest.approx(0.6)
         and rates[14] == pytest.approx(0.2)
     )
-    cosine = schema.Train(learning_rate=1.0, schedule="cosine")
+    cosine = schema.TrainSettings(learning_rate=1.0, schedule="cosine")
     assert [learning_rate(cosine, step, 10) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
-    assert learning_rate(schema.Train(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
+    assert learning_rate(schema.TrainSettings(schedule="constant", learning_rate=0.3), 99, 100) == 0.3
 
 
 @pytest.mark.parametrize(("scaling", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_learning_rate_follows_the_batch_where_it_is_asked_to(scaling: str, rate: float) -> None:
     words = {"learning_rate": 0.1, "final_learning_rate": 0.01, "global_batch_size": 64, "learning_rate_batch_size": 16}
-    train = schema.Train(**words, learning_rate_scaling=scaling, schedule="linear")
+    train = schema.TrainSettings(**words, learning_rate_scaling=scaling, schedule="linear")
     assert learning_rate(train, 0, 10) == pytest.approx(rate)
     assert learning_rate(train, 10, 10) == pytest.approx(rate / 10)
 
@@ -275,4 +279,4 @@ def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
 
 def test_an_unknown_optimizer_option_names_the_known_ones() -> None:
     with pytest.raises(errors.UserError, match="adamw has no momentum; it has learning_rate, betas"):
-        make_optimizer(schema.Train(optimizer_options={"momentum": 0.9}))
+        make_optimizer(schema.TrainSettings(optimizer_options={"momentum": 0.9}))

@@ -20,7 +20,7 @@ import pytest
 
 import train as script
 from lib.config import load
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.data import hub_datasets, sources
 from lib.data.dataset import load_dataset
 from lib.data.micro_batches import MicroBatches
@@ -59,9 +59,9 @@ def write(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def settings_of(folder: Path, train: Any, **changes: Any) -> Data:
+def settings_of(folder: Path, train: Any, **changes: Any) -> DataSettings:
     source = train if isinstance(train, dict) else str(train)
-    return Data(train=source, **{"streaming": True, "cache_dir": str(folder / "cache"), **changes})
+    return DataSettings(train=source, **{"streaming": True, "cache_dir": str(folder / "cache"), **changes})
 
 
 def open_streamed(folder: Path, train: Any, told: list[str] | None = None, **changes: Any) -> StreamedDataset:
@@ -451,7 +451,7 @@ def test_sources_of_every_kind_are_found_in_one_order(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a/2.parquet", "a/1.jsonl.gz", ".hidden/x.jsonl", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    data = Data(train="-")
+    data = DataSettings(train="-")
     found = [str(path.relative_to(tmp_path)) for path in sources.files_of(str(tmp_path), data)]
     assert found == ["a/1.jsonl.gz", "a/2.parquet", "b.jsonl"]
     assert sources.files_of(str(tmp_path / "*.jsonl"), data) == [tmp_path / "b.jsonl"]

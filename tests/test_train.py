@@ -516,9 +516,9 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
     script.write_text(
         "import os, runpy, sys\n"
         f"sys.path[0] = {str(ROOT)!r}\n"
-        "from lib import runtime\n"
-        "runtime.prepare()\n"
-        "from lib import step\n"
+        "from lib.system import mpi_and_blas\n"
+        "mpi_and_blas.prepare()\n"
+        "from lib.training import step\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
         "    step.learning_rate = lambda *_: 1 / 0\n"
         f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"

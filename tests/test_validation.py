@@ -9,8 +9,8 @@ import pytest
 
 from lib.plan.curve_validation import impossible_link, off_the_curve, sound_calibration, sound_curve
 from lib.plan.curves import (
+    BatchCurve,
     BatchPoint,
-    Curve,
     HostCalibration,
     Link,
     read_calibration,
@@ -32,14 +32,14 @@ def rates(seconds: dict[int, float]) -> dict[int, float]:
     return {size: size / taken for size, taken in seconds.items()}
 
 
-def calibration(curve: Curve, *links: Link, **rates: float) -> HostCalibration:
+def calibration(curve: BatchCurve, *links: Link, **rates: float) -> HostCalibration:
     machine = Machine(host="mac-a", device_name="chip", device="metal")
     return HostCalibration(machine=machine, curves=(curve,), links=links, **rates)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_curves_of_usual_shapes_are_left_as_they_are(shape: str) -> None:
-    curve = Curve.from_rates(rates({size: SHAPES[shape](size) for size in SIZES}))
+    curve = BatchCurve.from_rates(rates({size: SHAPES[shape](size) for size in SIZES}))
     assert sound_curve(curve) == (curve, [])
 
 
@@ -53,14 +53,14 @@ def test_published_curves_are_left_as_they_are(published: HostCalibration) -> No
 def test_a_point_that_is_given_too_slow_costs_no_speed(shape: str, size: int) -> None:
     """Nobody runs a size that is said to be slow: only the curve's shape can tell."""
     true = {s: SHAPES[shape](s) for s in SIZES}
-    sound, _ = sound_curve(Curve.from_rates(rates(true | {size: 2 * true[size]})))
+    sound, _ = sound_curve(BatchCurve.from_rates(rates(true | {size: 2 * true[size]})))
     assert sound is not None
     best = sound.best_point.batch_size
     assert best / true[best] >= 0.95 * max(rates(true).values())
 
 
 def test_a_dip_between_two_sizes_is_named_with_its_numbers_and_the_remedy() -> None:
-    seen = Curve.from_rates({1: 60.0, 4: 100.0, 8: 111.0, 16: 61.0, 32: 115.0})
+    seen = BatchCurve.from_rates({1: 60.0, 4: 100.0, 8: 111.0, 16: 61.0, 32: 115.0})
     sound, remarks = sound_calibration(calibration(seen))
     (remark,) = remarks
     for part in ("calibration of mac-a", "61 pairs/s at 16", "111 at 8", "115 at 32", "make calibrate on mac-a"):
@@ -71,15 +71,15 @@ def test_a_dip_between_two_sizes_is_named_with_its_numbers_and_the_remedy() -> N
 
 def test_the_largest_size_is_measured_against_what_the_smaller_ones_lead_to() -> None:
     rising = {1: 20.0, 2: 38.0, 4: 70.0, 8: 125.0}
-    dipped = [point.pairs_per_second for point in sound_curve(Curve.from_rates(rising | {16: 100.0}))[0].points]
+    dipped = [point.pairs_per_second for point in sound_curve(BatchCurve.from_rates(rising | {16: 100.0}))[0].points]
     assert dipped[-1] > 125, "half of what it ought to be"
     for believed in (110.0, 30.0):
-        curve = Curve.from_rates({4: 110.0, 8: 112.0, 16: believed})
+        curve = BatchCurve.from_rates({4: 110.0, 8: 112.0, 16: believed})
         assert sound_curve(curve)[0] == curve, "a knee, or a machine that swaps"
 
 
 def test_more_pairs_take_no_less_time() -> None:
-    found = off_the_curve(Curve.from_rates(rates({1: 0.1, 2: 0.12, 4: 0.04, 8: 0.2})).points)
+    found = off_the_curve(BatchCurve.from_rates(rates({1: 0.1, 2: 0.12, 4: 0.04, 8: 0.2})).points)
     assert list(found) == [4] and "while fewer take longer" in found[4]
 
 
@@ -88,11 +88,11 @@ def test_unsteady_times_are_not_planned_with() -> None:
         BatchPoint(batch_size=size, seconds_median=0.01 * size, seconds_spread=spread * 0.01 * size, pairs_per_second=1)
         for size, spread in ((1, 0.05), (2, 0.5), (4, 0.1))
     ]
-    sound, remarks = sound_curve(Curve(points=tuple(points)))
+    sound, remarks = sound_curve(BatchCurve(points=tuple(points)))
     assert "times of 2 pairs differ by 50%" in remarks[0]
     assert sound.points[1].seconds_median == pytest.approx(0.02)
     unsteady = points[0].model_copy(update={"seconds_spread": 0.009})
-    curve = Curve(points=(unsteady, points[1], points[2]))
+    curve = BatchCurve(points=(unsteady, points[1], points[2]))
     sound, remarks = sound_curve(curve)
     assert sound is None and "1 pairs by 90%, 2 pairs by 50%" in remarks[0] and "not used" in remarks[0]
     assert sound_calibration(calibration(curve))[0].curves == ()
@@ -100,13 +100,13 @@ def test_unsteady_times_are_not_planned_with() -> None:
 
 def test_memory_does_not_fall() -> None:
     peaks = {1: 10**9, 2: 5 * 10**9, 4: 2 * 10**9}
-    sound, remarks = sound_curve(Curve.from_rates({1: 1.0, 2: 2.0, 4: 3.0}, peaks, 10**10))
+    sound, remarks = sound_curve(BatchCurve.from_rates({1: 1.0, 2: 2.0, 4: 3.0}, peaks, 10**10))
     assert [point.peak_memory_bytes for point in sound.points] == [10**9, 5 * 10**9, 5 * 10**9]
     assert "peak memory of 4 pairs, 2 GB" in remarks[0]
 
 
 def test_a_link_faster_than_any_wire_counts_as_not_measured(tmp_path: Path) -> None:
-    curve = Curve.from_rates({1: 1.0, 2: 2.0})
+    curve = BatchCurve.from_rates({1: 1.0, 2: 2.0})
     wire = Link(backend="mpi", latency_seconds=1e-4, bandwidth_bytes_per_second=5e9)
     stored = Link(backend="mpi", operation="ping_pong", latency_seconds=1e-4, bandwidth_bytes_per_second=4e15)
     path = tmp_path / "mac-a.json"

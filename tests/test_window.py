@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.base import create_causal_mask
 
 from lib.config import schema
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.data import tokenizer as tokenizer_module
 from lib.data.collate import collate
 from lib.data.dataset import Example
@@ -119,7 +119,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path, sh
 
 
 def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
-    settings = schema.Model(path=QUICKSTART, attention_window=6)
+    settings = schema.ModelSettings(path=QUICKSTART, attention_window=6)
     model, tokenizer = load_module.load(settings, 0), tokenizer_module.load_tokenizer_of(settings)
     prompts = [tokenizer.encode(text) for text in ("Add 797 and 370.", "Add 12 and 5 and then some more of it.")]
     texts = answers.greedy(model, tokenizer, prompts, 12, World())
@@ -132,21 +132,21 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
                 ids.pop()
                 break
         assert text == tokenizer.decode(ids[len(prompt) :])
-    wide = load_module.load(schema.Model(path=QUICKSTART), 0)
+    wide = load_module.load(schema.ModelSettings(path=QUICKSTART), 0)
     assert texts != answers.greedy(wide, tokenizer, prompts, 12, World())
-    assert load_module.fingerprint(settings, 0) != load_module.fingerprint(schema.Model(path=QUICKSTART), 0)
+    assert load_module.fingerprint(settings, 0) != load_module.fingerprint(schema.ModelSettings(path=QUICKSTART), 0)
 
 
 def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
     gemma2 = load(tmp_path, "gemma2", attention_window=4)
     with pytest.raises(UserError, match=r"model.attention_window=4 is not for this model: .* would change its outputs"):
-        reference.layout(gemma2, Data(train="-", shared_prompts=False), World())
+        reference.layout(gemma2, DataSettings(train="-", shared_prompts=False), World())
     with pytest.raises(UserError, match=r"a window of 5 tokens of their own; give no less"):
         load(tmp_path, "gemma3_text", attention_window=4)
     recurrent = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
     path = model_folder(tmp_path / "mamba", model_type="mamba", **recurrent)
     with pytest.raises(UserError, match=r"keep a \w+, not keys and values; leave it out"):
-        load_module.load(schema.Model(path=str(path), random_init=True, attention_window=4), 0)
+        load_module.load(schema.ModelSettings(path=str(path), random_init=True, attention_window=4), 0)
 
 
 def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:

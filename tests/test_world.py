@@ -102,7 +102,7 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
         tiny.write_jsonl(folder / "data.valid", tiny.pairs(300, seed=5))
         for seed in (0, 1):
             path = tiny.model_folder(folder / f"model.reference{seed}")
-            models.load(schema.Model(path=str(path), random_init=True), seed).save_weights(
+            models.load(schema.ModelSettings(path=str(path), random_init=True), seed).save_weights(
                 str(path / "model.safetensors")
             )
     world.gather_text("written")

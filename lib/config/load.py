@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from lib.config import hints
 from lib.config.help import accepts, known_settings, settings, type_parts
-from lib.config.schema import RESUMABLE, Config, Train
+from lib.config.schema import RESUMABLE, Config, TrainSettings
 from lib.errors import UserError
 
 MOST_FAULTS = 3  # that one line names
@@ -78,7 +78,7 @@ def _batch_of_learning_rate(tree: dict[str, Any], overrides: Sequence[str]) -> i
         return None
     if not isinstance(train, dict) or train.get("learning_rate_batch_size") is not None:
         return None
-    batch = train.get("global_batch_size", Train().global_batch_size)
+    batch = train.get("global_batch_size", TrainSettings().global_batch_size)
     return batch if isinstance(batch, int) and batch > 0 else None
 
 

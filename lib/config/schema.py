@@ -53,7 +53,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
-class Run(_Section):
+class RunSettings(_Section):
     """Where a run keeps its files."""
 
     dir: str = "runs"
@@ -66,7 +66,7 @@ class Run(_Section):
     """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
 
-class Model(_Section):
+class ModelSettings(_Section):
     """What is trained, and what it is compared with."""
 
     path: str
@@ -103,7 +103,7 @@ class Model(_Section):
     """Allow Python code that comes with the model or tokenizer."""
 
 
-class Data(_Section):
+class DataSettings(_Section):
     """The records, their columns, and how they become tokens."""
 
     train: str | dict[str, PositiveFloat]
@@ -150,7 +150,7 @@ class Data(_Section):
     """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
 
 
-class Train(_Section):
+class TrainSettings(_Section):
     """The optimisation."""
 
     loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"] = "sigmoid"
@@ -205,7 +205,7 @@ class Train(_Section):
     """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer cost more padding."""
 
 
-class Plan(_Section):
+class PlanSettings(_Section):
     """How a step's work is divided among the ranks."""
 
     shares: tuple[Natural, ...] | None = None
@@ -228,7 +228,7 @@ class Plan(_Section):
     """Only where the rest of the run is expected to become so much shorter."""
 
 
-class Cost(_Section):
+class CostSettings(_Section):
     """What training costs, in any one currency."""
 
     watts: NonNegative | dict[str, NonNegative] = 0.0
@@ -239,7 +239,7 @@ class Cost(_Section):
     """Rent of a host: one number for all, or by host."""
 
 
-class Sync(_Section):
+class SyncSettings(_Section):
     """How ranks talk."""
 
     timeout_seconds: PositiveFloat = 600.0
@@ -250,7 +250,7 @@ class Sync(_Section):
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
 
-class Independent(_Section):
+class IndependentSettings(_Section):
     """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
 
     pairs_per_round: Positive | None = None
@@ -263,7 +263,7 @@ class Independent(_Section):
     """Of `outer`: Nesterov momentum over the rounds."""
 
 
-class Checkpoint(_Section):
+class CheckpointSettings(_Section):
     """What is kept on disk while a run goes on."""
 
     every: Positive | None = None
@@ -274,7 +274,7 @@ class Checkpoint(_Section):
     """The newest checkpoints that are kept; the best one is kept as well."""
 
 
-class Evaluate(_Section):
+class EvaluateSettings(_Section):
     """Held-out evaluation."""
 
     every: Positive | None = None
@@ -299,7 +299,7 @@ class Evaluate(_Section):
     """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line; by default an answer is right or wrong (evaluate.answer_pattern)."""
 
 
-class Metal(_Section):
+class MetalSettings(_Section):
     """What is particular to Macs; elsewhere nothing here has an effect."""
 
     display: Literal["advise", "sleep", "ignore"] = "advise"
@@ -312,7 +312,7 @@ class Metal(_Section):
     """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it (mlx#3186). `auto`: where the model takes half of the memory or more."""
 
 
-class Serve(_Section):
+class ServeSettings(_Section):
     """A finished run behind an OpenAI-compatible gateway, `make serve`; docs/serving.md tells the whole story."""
 
     host: str = "127.0.0.1"
@@ -368,20 +368,20 @@ class Serve(_Section):
 class Config(_Section):
     """Tandem's settings."""
 
-    run: Run = Run()
-    model: Model
-    data: Data
-    train: Train = Train()
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    data: DataSettings
+    train: TrainSettings = TrainSettings()
     strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
     """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its own pairs and merges now and then, `sharded` gives each a part of the model; `auto`: sharded where the model does not fit every host, else independent (synchronous with plan.shares, or checkpoint.max_lost_seconds). A resumed run keeps its strategy."""
-    plan: Plan = Plan()
-    cost: Cost = Cost()
-    sync: Sync = Sync()
-    independent: Independent = Independent()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluate: Evaluate = Evaluate()
-    metal: Metal = Metal()
-    serve: Serve = Serve()
+    plan: PlanSettings = PlanSettings()
+    cost: CostSettings = CostSettings()
+    sync: SyncSettings = SyncSettings()
+    independent: IndependentSettings = IndependentSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    metal: MetalSettings = MetalSettings()
+    serve: ServeSettings = ServeSettings()
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:

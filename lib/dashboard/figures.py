@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from lib.config.schema import Cost
+from lib.config.schema import CostSettings
 from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, Run, Series, Warned, Who
-from lib.plan.curves import Curve as BatchCurve
+from lib.plan.curves import BatchCurve
 from lib.telemetry.cost import hosts_cost
 
 # ---- What follows from the records
@@ -197,9 +197,9 @@ def _span(events: Sequence[dict[str, Any]], series: dict[Who, Series]) -> tuple[
 
 def _cost(hosts: Sequence[str], start: dict[str, Any]) -> Any:
     try:
-        settings = Cost.model_validate((start.get("config") or {}).get("cost") or {})
+        settings = CostSettings.model_validate((start.get("config") or {}).get("cost") or {})
     except ValidationError:  # another version's
-        settings = Cost()
+        settings = CostSettings()
     return lambda seconds: hosts_cost(hosts, seconds, settings)
 
 

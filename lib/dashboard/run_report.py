@@ -22,7 +22,7 @@ from lib.dashboard import figures as history
 from lib.dashboard.figures import Figures, figures
 from lib.dashboard.history import Run
 from lib.errors import UserError
-from lib.plan.curves import Curve as BatchCurve
+from lib.plan.curves import BatchCurve
 from lib.telemetry.run_records import read_records
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.data import index, record_files, record_formats, sources
 from lib.data.batch_shapes import need_of, real_tokens, shape_of
 from lib.data.record_formats import Chat, Kind, Plain, Tokens, Unusable, Unwanted
@@ -146,7 +146,7 @@ Pieces = list[np.ndarray]
 
 def load_dataset(
     path: str | Mapping[str, float],
-    settings: Data,
+    settings: DataSettings,
     kind: Kind,
     tokenizer: Any | None,
     *,
@@ -223,13 +223,13 @@ def in_memory(
     return Dataset(name, kind, columns, truncated_count, skipped, digest.hexdigest(), tokens, bounds, unwanted_count)
 
 
-def _parsed(file: Path, settings: Data, kind: Kind) -> Iterator[tuple[str, Record | Unusable]]:
+def _parsed(file: Path, settings: DataSettings, kind: Kind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
     for line, record in record_files.read(str(file), settings):
         yield f"{file}:{line}", record if isinstance(record, Unusable) else parse(record, settings, kind)
 
 
-def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Record | Unusable:
+def parse(record: dict[str, Any], settings: DataSettings, kind: Kind) -> Record | Unusable:
     """The record's form, or why it has none."""
     try:
         return record_formats.parse(record, settings, kind)
@@ -238,7 +238,10 @@ def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Record | Unusab
 
 
 def tokenised(
-    source: Iterable[tuple[str, Record | Unusable]], settings: Data, encoder: Encoder | None, vocab_size: int | None
+    source: Iterable[tuple[str, Record | Unusable]],
+    settings: DataSettings,
+    encoder: Encoder | None,
+    vocab_size: int | None,
 ) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
     """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
 
@@ -258,7 +261,7 @@ def tokenised(
 
 
 def _finish(
-    ids: Ids | Unusable, settings: Data, encoder: Encoder | None, vocab_size: int | None
+    ids: Ids | Unusable, settings: DataSettings, encoder: Encoder | None, vocab_size: int | None
 ) -> tuple[Pieces, bool]:
     """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
     if isinstance(ids, Unusable):

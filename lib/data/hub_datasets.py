@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.errors import UserError
 from lib.system import files
 
@@ -23,12 +23,12 @@ SHARD_BYTES = 64 * 2**20
 STATE = "stream.json"
 
 
-def folder_of(source: str, settings: Data) -> Path:
+def folder_of(source: str, settings: DataSettings) -> Path:
     """Where the shards of a hub's data set lie."""
     return Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}"
 
 
-def fetch(source: str, settings: Data, tell: Callable[[str], None]) -> list[Path]:
+def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
     """The shards of a hub's data set on this disk, fetched where they are not there yet; by one process of a host at a time.
 
     Raises:

@@ -18,7 +18,7 @@ import numpy as np
 from rich.text import Text
 
 from lib.config import command_line, help, load
-from lib.config.schema import Config, Data
+from lib.config.schema import Config, DataSettings
 from lib.data import sources
 from lib.data.dataset import Pieces, parse, tokenised
 from lib.data.record_formats import Kind, Unusable, Unwanted
@@ -117,7 +117,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
 
 
 def _tokenised(
-    found: Records, data: Data, kind: Kind, encoder: Encoder | None, vocab_size: int | None
+    found: Records, data: DataSettings, kind: Kind, encoder: Encoder | None, vocab_size: int | None
 ) -> tuple[np.ndarray, np.ndarray, int, int, list[str], int]:
     """Pieces' tokens before truncation, int64 [n, 1 + K]; their records; rows that are cut; filtered; unusable: named, all."""
     whole = data.model_copy(update={"max_length": 2**31 - 1})  # lengths as they are
@@ -153,7 +153,7 @@ def _tokenised(
 def _facts(
     found: Records,
     kept: np.ndarray,
-    data: Data,
+    data: DataSettings,
     kind: Kind,
     unusable: int,
     truncated: int,
@@ -190,7 +190,7 @@ def _show_percentiles(say: Voice, lengths: dict[str, np.ndarray], unit: str) -> 
     say.line("")
 
 
-def _sanity(found: Records, kept: np.ndarray, pieces: np.ndarray, data: Data) -> Iterator[tuple[str, str]]:
+def _sanity(found: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSettings) -> Iterator[tuple[str, str]]:
     """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
     longer = float((pieces[:, 1] > pieces[:, 2]).mean())
     note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
@@ -236,7 +236,7 @@ def _show_rows(
     say: Voice,
     found: Records,
     numbers: Sequence[int],
-    data: Data,
+    data: DataSettings,
     kind: Kind,
     encoder: Encoder | None,
     tokenizer: Any,

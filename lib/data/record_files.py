@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.data.record_formats import ANSWER, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
 from lib.errors import UserError
 
@@ -44,7 +44,7 @@ def require(file: Path) -> None:
         )
 
 
-def read(path: str, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+def read(path: str, settings: DataSettings) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
     """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
 
     Lines count from 1: the text line of JSON lines (blank lines are no records), the row of parquet. A file that is
@@ -61,7 +61,7 @@ def read(path: str, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unus
             yield line, record
 
 
-def scan(file: Path, settings: Data) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
+def scan(file: Path, settings: DataSettings) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
     """Like `read`, with each record's place in the (unpacked) file in bytes, and its line; a parquet row as it would be one."""
     try:
         if file.suffix == ".parquet":
@@ -144,7 +144,7 @@ def parse_json(raw: bytes) -> dict[str, Any] | Unusable:
     return record
 
 
-def _read_parquet(file: Path, settings: Data) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 
 Kind = Literal["preference", "sft", "prompt"]
 Message = dict[str, Any]
@@ -64,7 +64,7 @@ ANSWER = "answer"
 TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
-def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Tokens | Plain | Chat:
+def parse(record: dict[str, Any], settings: DataSettings, kind: Kind) -> Tokens | Plain | Chat:
     """The record's prompt and completions: (chosen, rejected) for preferences, one completion for SFT, none for a prompt.
 
     Raises Unusable. Columns that no setting names are ignored. Of several forms in one record the first wins:
@@ -96,7 +96,7 @@ def parse(record: dict[str, Any], settings: Data, kind: Kind) -> Tokens | Plain 
     raise Unusable(_missing(record, settings, "completion", "messages", "text"))
 
 
-def _parse_prompt(record: dict[str, Any], settings: Data) -> Tokens | Plain | Chat:
+def _parse_prompt(record: dict[str, Any], settings: DataSettings) -> Tokens | Plain | Chat:
     """The prompt alone; of a conversation, what comes before its last answer."""
     if "prompt_ids" in record:
         return _parse_tokens(record, ())
@@ -123,7 +123,7 @@ def _parse_tokens(record: dict[str, Any], names: tuple[str, ...]) -> Tokens:
     return Tokens(record["prompt_ids"], completions, " + ".join(("prompt_ids", *names)))
 
 
-def _parse_pair(record: dict[str, Any], settings: Data) -> Plain | Chat:
+def _parse_pair(record: dict[str, Any], settings: DataSettings) -> Plain | Chat:
     chosen, rejected = _get(record, settings, "chosen"), _get(record, settings, "rejected")
     if chosen == rejected:
         raise Unusable(f"{settings.chosen!r} is equal to {settings.rejected!r}: nothing to prefer")
@@ -139,7 +139,7 @@ def _parse_pair(record: dict[str, Any], settings: Data) -> Plain | Chat:
     return _join(prompt, (chosen, rejected), ("chosen", "rejected"), columns)
 
 
-def _parse_chosen(record: dict[str, Any], settings: Data) -> Plain | Chat:
+def _parse_chosen(record: dict[str, Any], settings: DataSettings) -> Plain | Chat:
     """SFT on a preference record: the chosen completion."""
     chosen = _get(record, settings, "chosen")
     note = f"{settings.chosen} (preference records: the other completion is not used)"
@@ -149,7 +149,7 @@ def _parse_chosen(record: dict[str, Any], settings: Data) -> Plain | Chat:
     return _join(_get(record, settings, "prompt"), (chosen,), ("chosen",), note)
 
 
-def _parse_messages(value: Any, settings: Data) -> Plain | Chat:
+def _parse_messages(value: Any, settings: DataSettings) -> Plain | Chat:
     messages = _check_messages(value, "messages")
     if len(messages) < 2:
         raise Unusable(f"column {settings.messages!r} has one message; it needs a prompt and an answer")
@@ -168,7 +168,7 @@ def _common_prompt(chosen: list[Message], rejected: list[Message]) -> list[Messa
     return chosen[:-1]
 
 
-def _check_contained(prompt: Any, common: list[Message], settings: Data) -> None:
+def _check_contained(prompt: Any, common: list[Message], settings: DataSettings) -> None:
     """A prompt column beside whole conversations has to be part of them, or it would be dropped unsaid."""
     if isinstance(prompt, str):
         fits = any(prompt.strip() in str(message.get("content")) for message in common)
@@ -244,7 +244,7 @@ def _check_unicode(text: str, name: str) -> str:
     return text
 
 
-def _get(record: dict[str, Any], settings: Data, name: str) -> Any:
+def _get(record: dict[str, Any], settings: DataSettings, name: str) -> Any:
     column = getattr(settings, name)
     if column not in record:
         raise Unusable(_missing(record, settings, name))
@@ -254,7 +254,7 @@ def _get(record: dict[str, Any], settings: Data, name: str) -> Any:
     return value
 
 
-def _missing(record: dict[str, Any], settings: Data, *names: str) -> str:
+def _missing(record: dict[str, Any], settings: DataSettings, *names: str) -> str:
     """Names the columns that are missing, those that are there, and the setting to change."""
     wanted = " or ".join(repr(getattr(settings, name)) for name in names)
     hint = f"name yours with data.{names[0]}=COLUMN"

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.data import hub_datasets, record_files
 from lib.data.index import ENTRY, Index, index, locked
 from lib.data.record_formats import Kind
@@ -36,7 +36,7 @@ learnt from; and characters (token ids, of a record that came tokenised) of its 
 assert struct.calcsize("<qIIQQ3I") == ENTRY.itemsize
 
 
-def files_of(source: str, settings: Data, tell: Callable[[str], None] = lambda text: None) -> list[Path]:
+def files_of(source: str, settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> list[Path]:
     """The files of a source, in the same order everywhere: one file, all of a folder, what a glob matches, a hub's data set.
 
     Raises:
@@ -156,7 +156,7 @@ _CHANGED = "put the file back as it was, or start a new run on what it is now"
 
 
 def open_records(
-    files: Sequence[Path], settings: Data, kind: Kind, tell: Callable[[str], None] = lambda text: None
+    files: Sequence[Path], settings: DataSettings, kind: Kind, tell: Callable[[str], None] = lambda text: None
 ) -> Records:
     """The records of these files, each indexed.
 
@@ -179,7 +179,7 @@ def open_records(
 
 
 def chosen_rows(
-    found: Records, ends: Sequence[int], weights: Sequence[float], settings: Data, held_out: bool
+    found: Records, ends: Sequence[int], weights: Sequence[float], settings: DataSettings, held_out: bool
 ) -> np.ndarray:
     """The records that are a data set's rows, by number: int64 [n].
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
 from lib.errors import UserError
 
@@ -58,7 +58,9 @@ def truncate(
     return prompt, [completion[: max_length - kept] for completion in completions], True
 
 
-def encode_prompt(prompt: str | list[Message], settings: Data, tokenizer: Any, eos_token_id: int | None) -> list[int]:
+def encode_prompt(
+    prompt: str | list[Message], settings: DataSettings, tokenizer: Any, eos_token_id: int | None
+) -> list[int]:
     """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
 
     Raises UserError where the chat template refuses it.

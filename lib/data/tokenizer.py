@@ -12,7 +12,7 @@ from lib.errors import UserError
 from lib.system.model_folder import resolve
 
 
-def load_tokenizer_of(settings: schema.Model) -> Any:
+def load_tokenizer_of(settings: schema.ModelSettings) -> Any:
     """mlx-lm's tokenizer of the model's folder, or None where there is none.
 
     Raises:
@@ -33,7 +33,7 @@ def load_tokenizer_of(settings: schema.Model) -> Any:
         ) from None
 
 
-def vocabulary(settings: schema.Model) -> dict[str, Any]:
+def vocabulary(settings: schema.ModelSettings) -> dict[str, Any]:
     """The ids that the model knows: its vocab_size and its eos_token_id (the first, where it has several)."""
     stored = stored_config(settings)
     text = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
@@ -41,7 +41,7 @@ def vocabulary(settings: schema.Model) -> dict[str, Any]:
     return {"vocab_size": text.get("vocab_size"), "eos_token_id": end[0] if isinstance(end, list) else end}
 
 
-def stored_config(settings: schema.Model) -> dict[str, Any]:
+def stored_config(settings: schema.ModelSettings) -> dict[str, Any]:
     """The model's config.json."""
     stored: dict[str, Any] = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
     return stored

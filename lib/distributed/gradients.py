@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config.schema import Sync
+from lib.config.schema import SyncSettings
 from lib.distributed import compression
 from lib.distributed.world import World
 
@@ -19,7 +19,7 @@ Arrays = dict[str, mx.array]
 
 
 def gather(
-    world: World, arrays: Mapping[str, mx.array], settings: Sync, feedback: Mapping[str, mx.array], what: str
+    world: World, arrays: Mapping[str, mx.array], settings: SyncSettings, feedback: Mapping[str, mx.array], what: str
 ) -> tuple[list[Arrays], Arrays]:
     """Every rank's arrays as they arrive, float32, in rank order; and what was left out, for the next time.
 
@@ -46,7 +46,7 @@ def gather(
 
 
 def sum_gradients(
-    world: World, gradients: Any, sums: mx.array, settings: Sync, feedback: Mapping[str, mx.array]
+    world: World, gradients: Any, sums: mx.array, settings: SyncSettings, feedback: Mapping[str, mx.array]
 ) -> tuple[Any, mx.array, Arrays]:
     """A tree of float32 gradients and a float32 vector summed over all ranks; and what was left out of the gradients.
 

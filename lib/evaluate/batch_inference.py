@@ -25,7 +25,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm import batch_generate
 from mlx_lm.sample_utils import make_sampler
 
-from lib.config.schema import Config, Data
+from lib.config.schema import Config, DataSettings
 from lib.data import sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.collate import collate
@@ -107,7 +107,7 @@ def pull(
     return figures
 
 
-def open_rows(source: str, settings: Data, kind: Kind, say: RunConsole) -> Records:
+def open_rows(source: str, settings: DataSettings, kind: Kind, say: RunConsole) -> Records:
     """All usable records of a source, in order."""
     return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
 

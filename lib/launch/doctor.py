@@ -238,7 +238,7 @@ class Examination:
         return Result("note" if power.on_battery else "ok", power.text, "", "plug it in" if power.on_battery else "")
 
     def disk(self, limit_seconds: float) -> Result:
-        folder = schema.Run().dir
+        folder = schema.RunSettings().dir
         found = host_facts.disk(str(ROOT / folder)) or {}
         where = found["folder"]
         if found["fault"]:
@@ -279,7 +279,7 @@ class Examination:
         return Result("note", message, mend, "; ".join(filter(None, [note, "only several machines need it"])))
 
     def calibration(self, limit_seconds: float) -> Result:
-        kept = host_facts.calibrated(str(ROOT / schema.Plan().calibration_dir)) or {}
+        kept = host_facts.calibrated(str(ROOT / schema.PlanSettings().calibration_dir)) or {}
         if not kept.get("there"):
             return Result("note", "none yet: shares between hosts are estimated", "make calibrate")
         day = str(kept["measured_at"])[:10]

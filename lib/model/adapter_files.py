@@ -40,7 +40,11 @@ def digest(arrays: dict[str, mx.array]) -> str:
 
 
 def save_trained(
-    model: nn.Module, settings: schema.Model, folder: Path, described: Described | None = None, arrays: Arrays = ()
+    model: nn.Module,
+    settings: schema.ModelSettings,
+    folder: Path,
+    described: Described | None = None,
+    arrays: Arrays = (),
 ) -> None:
     """Writes the trained parameters in mlx-lm's adapter layout: `mlx_lm.load(path, adapter_path=folder)` reads it.
 
@@ -144,7 +148,7 @@ def shape_without_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:axis] + shape[axis + 1 :]
 
 
-def adapter_config(model: nn.Module, settings: schema.Model) -> dict[str, Any]:
+def adapter_config(model: nn.Module, settings: schema.ModelSettings) -> dict[str, Any]:
     rank = adapter_rank(model) or settings.rank
     parameters: dict[str, Any] = {"rank": rank, "scale": settings.scale, "dropout": settings.dropout}
     if settings.keys is not None:

@@ -19,7 +19,7 @@ from lib.model.lora import take_low_rank_linear
 from lib.model.swiglu import take_own_swiglu
 
 
-def make_trainable(model: nn.Module, settings: schema.Model, seed: int) -> None:
+def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) -> None:
     """Freezes the model and gives it adapters drawn from `seed`, or unfreezes its blocks for full training.
 
     What is trained is float32 whatever the model's type: an update of 1e-5 of a weight would vanish in bfloat16.
@@ -79,7 +79,7 @@ def set_adapter_rank(model: nn.Module, rank: int) -> None:
     model.update(tree_unflatten(changed))
 
 
-def load_adapter(model: nn.Module, settings: schema.Model) -> None:
+def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
     folder = Path(settings.adapter or "")
     try:
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())

@@ -23,7 +23,7 @@ from lib.model.adapters import make_trainable
 from lib.system.model_folder import resolve
 
 
-def load(settings: schema.Model, seed: int, lazy: bool = False) -> nn.Module:
+def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     """The model as stored, or drawn from `seed` with model.random_init, in model.dtype, in evaluation mode.
 
     Raises:
@@ -76,7 +76,7 @@ def _narrow(model: nn.Module, window: int, path: str) -> None:
     model.make_cache = lambda: [RotatingKVCache(max_size=size) for size in sizes]
 
 
-def load_reference(settings: schema.Model, seed: int, lazy: bool = False) -> nn.Module:
+def load_reference(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     """The frozen model that the policy is compared with: another one, or the policy as training starts.
 
     Raises:
@@ -90,12 +90,12 @@ def load_reference(settings: schema.Model, seed: int, lazy: bool = False) -> nn.
     return model
 
 
-def reference_fingerprint(settings: schema.Model, seed: int) -> str:
+def reference_fingerprint(settings: schema.ModelSettings, seed: int) -> str:
     """`fingerprint` of what `load_reference` loads."""
     return fingerprint(reference_settings(settings), seed)
 
 
-def reference_settings(settings: schema.Model) -> schema.Model:
+def reference_settings(settings: schema.ModelSettings) -> schema.ModelSettings:
     """The settings of the reference model, as those of a policy."""
     if settings.reference == "initial":
         return settings
@@ -103,7 +103,7 @@ def reference_settings(settings: schema.Model) -> schema.Model:
 
 
 @functools.cache  # hashing many gigabytes takes a while
-def fingerprint(settings: schema.Model, seed: int) -> str:
+def fingerprint(settings: schema.ModelSettings, seed: int) -> str:
     """A digest of everything that the model's outputs depend on before training: files, seed, dtype and adapter."""
     folder = resolve(settings.path, settings.revision)
     window = "" if settings.attention_window is None else f" window {settings.attention_window}"

@@ -18,10 +18,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
-from lib.config.schema import Data
+from lib.config.schema import DataSettings
 
 
-def length_multiple(settings: Data) -> int:
+def length_multiple(settings: DataSettings) -> int:
     """What lengths are padded to: as set, else 64 on a GPU, where 1,023 positions took twice as long as 1,024."""
     return settings.length_multiple or (64 if mx.default_device() == mx.gpu else 16)
 

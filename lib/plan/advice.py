@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lib.config.schema import Config, Train
+from lib.config.schema import Config, TrainSettings
 from lib.plan.balance import solo_pairs_per_second
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.divide_work import plan_cluster
@@ -116,7 +116,7 @@ def one_outer_round(config: Config, plan: ClusterPlan) -> str | None:
     )
 
 
-def unscaled_learning_rate(train: Train) -> str | None:
+def unscaled_learning_rate(train: TrainSettings) -> str | None:
     """A learning rate that was chosen for another global batch and is used as it is."""
     chosen_for, batch = train.learning_rate_batch_size, train.global_batch_size
     if train.learning_rate_scaling != "none" or chosen_for is None or chosen_for == batch:
@@ -128,7 +128,7 @@ def unscaled_learning_rate(train: Train) -> str | None:
     )
 
 
-def high_learning_rate(train: Train) -> str | None:
+def high_learning_rate(train: TrainSettings) -> str | None:
     """A learning rate that no model survives under Adam, a slip of the exponent mostly."""
     if train.optimizer == "sgd" or train.learning_rate <= HIGHEST_RATE:
         return None

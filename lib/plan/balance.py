@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lib.errors import UserError
-from lib.plan.curves import MEMORY_HEADROOM, Curve
+from lib.plan.curves import MEMORY_HEADROOM, BatchCurve
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
@@ -27,7 +27,7 @@ class TooLarge(UserError):
         self.needed_bytes = needed_bytes
 
 
-def check_memory(host: str, curve: Curve) -> None:
+def check_memory(host: str, curve: BatchCurve) -> None:
     """Whether the host can run the smallest measured micro-batch.
 
     Raises:
@@ -102,13 +102,13 @@ def split_evenly_sized(share: int, micro_batch_size: int) -> tuple[int, ...]:
     return (micro_batch_size,) * whole + ((rest,) if rest else ())
 
 
-def solo_pairs_per_second(curve: Curve) -> float:
+def solo_pairs_per_second(curve: BatchCurve) -> float:
     """R = max over b of b / tau(b), within memory."""
     sizes = np.arange(1, curve.max_batch_size + 1)
     return float(np.max(sizes / curve.seconds(sizes)))
 
 
-def fastest_micro_batches(curve: Curve, share: int) -> tuple[int, ...]:
+def fastest_micro_batches(curve: BatchCurve, share: int) -> tuple[int, ...]:
     """The micro-batches that attain t(share), the largest first; of equally fast ones, the largest sizes."""
     tau = curve.seconds(np.arange(1, curve.max_batch_size + 1))
     times = step_times(tau[None], share)[0]
@@ -125,7 +125,7 @@ def fastest_micro_batches(curve: Curve, share: int) -> tuple[int, ...]:
 
 def best_shares(
     hosts: Sequence[str],
-    curves: Sequence[Curve],
+    curves: Sequence[BatchCurve],
     global_batch_size: int,
     sync_seconds: float = 0.0,
     micro_batch_sizes: Sequence[int] | None = None,
@@ -186,10 +186,10 @@ def within_memory(weights: Sequence[float], room: Sequence[float]) -> list[float
 class _Kinds:
     """Hosts grouped by equal curves, and the table t(n) of each kind, as long as is needed."""
 
-    def __init__(self, curves: Sequence[Curve], micro_batch_sizes: Sequence[int] | None) -> None:
+    def __init__(self, curves: Sequence[BatchCurve], micro_batch_sizes: Sequence[int] | None) -> None:
         sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
         numbers: dict[tuple[Any, ...], int] = {}
-        members: list[tuple[Curve, int | None]] = []
+        members: list[tuple[BatchCurve, int | None]] = []
         self.of_rank = np.empty(len(curves), dtype=np.int64)
         for rank, (curve, size) in enumerate(zip(curves, sizes, strict=True)):
             identity = (*curve_identity(curve), size)
@@ -346,7 +346,7 @@ def _divide_exactly(times: np.ndarray, near: np.ndarray) -> np.ndarray:
     return shares
 
 
-def curve_identity(curve: Curve) -> tuple[Any, ...]:
+def curve_identity(curve: BatchCurve) -> tuple[Any, ...]:
     """What the planner sees of a curve."""
     return (
         curve.max_batch_size,

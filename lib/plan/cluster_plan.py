@@ -12,13 +12,13 @@ from typing import Any
 
 from lib.config.schema import Config
 from lib.model.partition import Division, Shape, divide, rank_bytes
-from lib.plan.curves import Curve, CurveKey
+from lib.plan.curves import BatchCurve, CurveKey
 
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """One rank's part of every step."""
 
     rank: int
@@ -85,11 +85,11 @@ class ClusterPlan:
 
     strategy: str
     global_batch_size: int
-    ranks: tuple[Plan, ...]
+    ranks: tuple[RankPlan, ...]
     sync_seconds: float  # of one step; a single host needs none
     reason: str
     warnings: tuple[str, ...] = ()
-    curves: tuple[Curve | None, ...] = field(default=(), repr=False)  # what the predictions rest on
+    curves: tuple[BatchCurve | None, ...] = field(default=(), repr=False)  # what the predictions rest on
     calibrated: bool = False  # curves of this very model on every host: their seconds are this run's
     gradient_checkpointing: bool = False  # chosen because one pair does not fit without
     predictions: tuple[Prediction, ...] = ()
@@ -102,7 +102,7 @@ class ClusterPlan:
     key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
 
     @property
-    def workers(self) -> tuple[Plan, ...]:
+    def workers(self) -> tuple[RankPlan, ...]:
         """Those among whom data are divided: all ranks, or, where they hold parts of one model, all as one."""
         return self.ranks[:1] if self.division else self.ranks
 

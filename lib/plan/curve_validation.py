@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lib.plan.curves import BatchPoint, Curve, HostCalibration, Link
+from lib.plan.curves import BatchCurve, BatchPoint, HostCalibration, Link
 
 UNSTEADY = 0.2  # of a point's time, its spread: beyond it the time is not used
 DIP = 1.3  # pairs/s of smaller and of larger sizes over a point's own
@@ -64,7 +64,7 @@ def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tu
     return calibration.model_copy(update=changed), tuple(f"calibration of {host}: {what}; {remedy}" for what in remarks)
 
 
-def sound_curve(curve: Curve) -> tuple[Curve | None, list[str]]:
+def sound_curve(curve: BatchCurve) -> tuple[BatchCurve | None, list[str]]:
     """The curve with believable times and rising memory, or None if fewer than two points are steady; and what was changed.
 
     Whatever is put in place of a time counts as no more certain than the two differ.

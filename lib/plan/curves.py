@@ -82,7 +82,7 @@ class CurveKey(_Record):
         return self.model_copy(update={"sequence_length": sequence_length})
 
 
-class Curve(_Record):
+class BatchCurve(_Record):
     """Time and memory against micro-batch size, on one machine."""
 
     points: tuple[BatchPoint, ...]
@@ -103,7 +103,7 @@ class Curve(_Record):
     )
 
     @model_validator(mode="after")
-    def _is_a_curve(self) -> Curve:
+    def _is_a_curve(self) -> BatchCurve:
         sizes = [point.batch_size for point in self.points]
         if len(sizes) < 2:
             raise ValueError(f"a curve needs at least 2 batch sizes and has {len(sizes)}; calibrate again")
@@ -119,7 +119,7 @@ class Curve(_Record):
         pairs_per_second: Mapping[int, float],
         peak_memory_bytes: Mapping[int, int] | None = None,
         memory_limit_bytes: int | None = None,
-    ) -> Curve:
+    ) -> BatchCurve:
         """The curve of {batch size: pairs/s}."""
         points = [
             {
@@ -163,7 +163,7 @@ class Curve(_Record):
         peak = np.interp(sizes, [point.batch_size for point in self.points], rising_peaks)
         return int(np.sum(peak <= (1 - MEMORY_HEADROOM) * self.memory_limit_bytes))
 
-    def at_length(self, sequence_length: int) -> Curve:
+    def at_length(self, sequence_length: int) -> BatchCurve:
         """This curve for rows of another length: time in proportion to tokens, memory too if that is more."""
         assert self.key is not None
         ratio = sequence_length / self.key.sequence_length
@@ -176,7 +176,7 @@ class Curve(_Record):
             }
             for point in self.points
         ]
-        return Curve.model_validate(
+        return BatchCurve.model_validate(
             {
                 **self.model_dump(),
                 "points": points,
@@ -224,7 +224,7 @@ class HostCalibration(_Record):
     """The content of calibration/HOST.json."""
 
     machine: Machine
-    curves: tuple[Curve, ...]
+    curves: tuple[BatchCurve, ...]
     gflops: PositiveFloat | None = None  # matrix multiplication
     memory_bytes_per_second: PositiveFloat | None = None
     links: tuple[Link, ...] = ()
@@ -303,7 +303,7 @@ def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibra
 class CurveChoice:
     """Curves of all hosts on one footing, or None; what they are, in words for the plan's printout."""
 
-    curves: tuple[Curve, ...] | None
+    curves: tuple[BatchCurve, ...] | None
     reason: str
     warnings: tuple[str, ...] = ()
 
@@ -372,7 +372,7 @@ def choose_curves(
     return CurveChoice(None, f"{lacking}; until then the shares are equal")
 
 
-def nearest_curve(curves: Sequence[Curve], key: CurveKey) -> Curve | None:
+def nearest_curve(curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | None:
     """The curve of the same model, method and dtype whose sequence length is nearest, by ratio."""
     same = [
         (abs(math.log(curve.key.sequence_length / key.sequence_length)), curve.key.sequence_length, curve)
@@ -399,7 +399,7 @@ def nearest_key(keys: Collection[CurveKey], key: CurveKey) -> CurveKey | None:
     return min(keys, key=distance, default=None)
 
 
-def _other_versions(hosts: Sequence[str], curves: Sequence[Curve], versions: Mapping[str, str]) -> tuple[str, ...]:
+def _other_versions(hosts: Sequence[str], curves: Sequence[BatchCurve], versions: Mapping[str, str]) -> tuple[str, ...]:
     warnings = []
     for host, curve in zip(hosts, curves, strict=True):
         changed = [f"{p} {old} (now {versions[p]})" for p, old in curve.versions.items() if versions.get(p, old) != old]

@@ -26,8 +26,8 @@ from lib.plan.balance import (
     split_evenly_sized,
     within_memory,
 )
-from lib.plan.cluster_plan import ClusterPlan, PartOfModel, Plan, training_bytes_per_byte
-from lib.plan.curves import MEMORY_HEADROOM, Curve
+from lib.plan.cluster_plan import ClusterPlan, PartOfModel, RankPlan, training_bytes_per_byte
+from lib.plan.curves import MEMORY_HEADROOM, BatchCurve
 from lib.plan.memory import Model, largest_micro_batch, rank_shape
 from lib.plan.step_arrays import Backend
 
@@ -37,7 +37,7 @@ GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach i
 def make_plan(
     config: Config,
     hosts: Sequence[str],
-    curves: Sequence[Curve | None] | None = None,
+    curves: Sequence[BatchCurve | None] | None = None,
     sync_seconds: float = 0.0,
     speeds: Sequence[float] | None = None,
     default_sizes: Sequence[int] | None = None,
@@ -72,7 +72,7 @@ def plan_cluster(
     *,
     shares: Sequence[int] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
-    curves: Sequence[Curve | None] | None = None,
+    curves: Sequence[BatchCurve | None] | None = None,
     sync_seconds: float = 0.0,
     speeds: Sequence[float] | None = None,
     default_sizes: Sequence[int] | None = None,
@@ -130,7 +130,7 @@ def plan_cluster(
                 f"but at most {curve.max_batch_size} are known to fit"
             )
         ranks.append(
-            Plan(
+            RankPlan(
                 rank=rank,
                 host=host,
                 share=int(share),
@@ -243,7 +243,7 @@ def plan_sharded(
     return ClusterPlan(
         strategy="sharded",
         global_batch_size=batch,
-        ranks=tuple(Plan(rank, host, batch, split_evenly_sized(batch, size)) for rank, host in enumerate(hosts)),
+        ranks=tuple(RankPlan(rank, host, batch, split_evenly_sized(batch, size)) for rank, host in enumerate(hosts)),
         sync_seconds=0.0,
         reason=reason,
         warnings=tuple(warnings),
@@ -335,7 +335,7 @@ def with_micro_batches(plan: ClusterPlan, micro_batch_sizes: Sequence[Sequence[i
 
 def sufficient_global_batch(
     hosts: Sequence[str],
-    curves: Sequence[Curve],
+    curves: Sequence[BatchCurve],
     global_batch_size: int,
     sync_seconds: float = 0.0,
     efficiency: float = GOOD_EFFICIENCY,

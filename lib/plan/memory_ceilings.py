@@ -80,7 +80,7 @@ def bounded(
     if known is None or (not (ceiling and ceiling.max_pairs) and memory_limit_bytes is None):
         return known
 
-    def bounded_curve(curve: curves.Curve) -> curves.Curve:
+    def bounded_curve(curve: curves.BatchCurve) -> curves.BatchCurve:
         changes: dict[str, Any] = {}
         limits = [size for size in (curve.memory_limit_bytes, memory_limit_bytes) if size]
         if limits:

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE, TooLarge
-from lib.plan.curves import MEMORY_HEADROOM, BatchPoint, Curve, CurveChoice, CurveKey, HostCalibration, nearest_curve
+from lib.plan.curves import (
+    MEMORY_HEADROOM,
+    BatchCurve,
+    BatchPoint,
+    CurveChoice,
+    CurveKey,
+    HostCalibration,
+    nearest_curve,
+)
 from lib.plan.memory import Model, largest_micro_batch
 from lib.plan.step_arrays import Backend
 
@@ -56,7 +64,7 @@ class Fitting:
             return choice
         return replace(choice, curves=tuple(self._curve(rank, one, key) for rank, one in enumerate(choice.curves)))
 
-    def _curve(self, rank: int, curve: Curve, key: CurveKey) -> Curve:
+    def _curve(self, rank: int, curve: BatchCurve, key: CurveKey) -> BatchCurve:
         of_this_model = curve.key is not None and curve.key.at_length(key.sequence_length) == key
         if of_this_model and curve.source == "measured":
             return curve

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lib.config.schema import Sync
+from lib.config.schema import SyncSettings
 from lib.model.partition import Shape
 from lib.plan.balance import equal_shares, solo_pairs_per_second
-from lib.plan.cluster_plan import SHOWN_ALONE, ClusterPlan, Plan, Prediction
-from lib.plan.curves import Curve, CurveChoice, CurveKey, HostCalibration, choose_curves
+from lib.plan.cluster_plan import SHOWN_ALONE, ClusterPlan, Prediction, RankPlan
+from lib.plan.curves import BatchCurve, CurveChoice, CurveKey, HostCalibration, choose_curves
 from lib.plan.divide_work import plan_cluster
 from lib.plan.memory_fitting import Fitting
 from lib.plan.strategy import Merging
@@ -54,9 +54,9 @@ class Measured:
         pairs = zip(choice.curves, of_longest.curves, strict=True)
         return replace(choice, curves=tuple(_with_memory_of(curve, other) for curve, other in pairs))
 
-    def of_this_model(self, key: CurveKey) -> list[Curve | None]:
+    def of_this_model(self, key: CurveKey) -> list[BatchCurve | None]:
         """Each host's own curve of this very model, where it has one."""
-        found: list[Curve | None] = []
+        found: list[BatchCurve | None] = []
         for host, calibration in zip(self.hosts, self.calibrations, strict=True):
             choice = replace(self, hosts=[host], calibrations=[calibration], device_names=None, published=()).choose(
                 key, require_calibration=False
@@ -87,7 +87,7 @@ class RoundsPlan:
 def predict_sharded(
     plan: ClusterPlan,
     shape: Shape,
-    curves: Sequence[Curve | None],
+    curves: Sequence[BatchCurve | None],
     tokens_per_pair: int,
     sum_seconds: Callable[[float], float] | None,
 ) -> Prediction:
@@ -184,7 +184,7 @@ def at_work_together(
     return together, tuple(dict.fromkeys(warnings))
 
 
-def slower(curve: Curve, factor: float, ranks_sharing_memory: int = 1) -> Curve:
+def slower(curve: BatchCurve, factor: float, ranks_sharing_memory: int = 1) -> BatchCurve:
     """The curve of a host that takes `factor` times as long."""
     points = [
         point.model_copy(
@@ -202,7 +202,7 @@ def slower(curve: Curve, factor: float, ranks_sharing_memory: int = 1) -> Curve:
     return curve.model_copy(update=changed)
 
 
-def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
+def _with_memory_of(curve: BatchCurve, longest: BatchCurve) -> BatchCurve:
     """The curve's times, with the peak memory and the limit of the longest rows' curve."""
     if longest.memory_limit_bytes is None or longest.points[0].peak_memory_bytes is None:
         return curve
@@ -217,14 +217,14 @@ def _with_memory_of(curve: Curve, longest: Curve) -> Curve:
     return curve.model_copy(update={"points": tuple(points), "memory_limit_bytes": longest.memory_limit_bytes})
 
 
-def compressed_bytes(size_bytes: float, sync: Sync) -> float:
+def compressed_bytes(size_bytes: float, sync: SyncSettings) -> float:
     """What float32 values of that size are on their way (lib/distributed/compression.py)."""
     factor = {"none": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256), "topk": 2 * sync.topk_fraction}
     return size_bytes * factor[sync.compression]
 
 
 def predict_replicas(
-    plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, rounds: RoundsPlan, sync: Sync
+    plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, rounds: RoundsPlan, sync: SyncSettings
 ) -> tuple[Prediction, ...]:
     """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves. apart: without a sync."""
     solo = plan.solo_sum_pairs_per_second
@@ -237,7 +237,7 @@ def predict_replicas(
     to_sum = message * (2 * (size - 1) / size if sync.compression in ("none", "bf16") else size - 1)
 
     def prediction(
-        name: str, ranks: Sequence[Plan], seconds: float, chosen: bool = False, bytes_sent: float = 0.0
+        name: str, ranks: Sequence[RankPlan], seconds: float, chosen: bool = False, bytes_sent: float = 0.0
     ) -> Prediction:
         return Prediction(
             name,
@@ -288,7 +288,7 @@ def _sum_of(shares: Sequence[int]) -> str:
     return " + ".join(map(str, shares[:SHOWN_ALONE])) + (" + ..." if len(shares) > SHOWN_ALONE else "")
 
 
-def independent_seconds(plan: ClusterPlan, working: Sequence[Plan]) -> float:
+def independent_seconds(plan: ClusterPlan, working: Sequence[RankPlan]) -> float:
     """A global batch's time where each rank goes through its steps at its own pace."""
     speeds = []
     for rank in working:
@@ -298,7 +298,7 @@ def independent_seconds(plan: ClusterPlan, working: Sequence[Plan]) -> float:
     return plan.global_batch_size / sum(speeds)
 
 
-def _peak_memory(plan: ClusterPlan, ranks: Sequence[Plan]) -> int | None:
+def _peak_memory(plan: ClusterPlan, ranks: Sequence[RankPlan]) -> int | None:
     """The largest peak of these ranks' micro-batches, in bytes; None where it was not measured."""
     peaks = []
     for rank in ranks:
@@ -310,7 +310,7 @@ def _peak_memory(plan: ClusterPlan, ranks: Sequence[Plan]) -> int | None:
     return max(peaks)
 
 
-def peak_bytes(curve: Curve, micro_batch_size: int) -> int | None:
+def peak_bytes(curve: BatchCurve, micro_batch_size: int) -> int | None:
     """The peak of a micro-batch, in bytes; beyond the measured sizes it grows as between them. None where it was not measured."""
     if curve.points[0].peak_memory_bytes is None:
         return None

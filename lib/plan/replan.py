@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from lib.config.schema import Plan as PlanSettings
+from lib.config.schema import PlanSettings
 from lib.plan import memory_ceilings, share_correction
 from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import Curve
+from lib.plan.curves import BatchCurve
 from lib.plan.divide_work import plan_cluster, with_micro_batches
 
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
@@ -246,7 +246,7 @@ class Schedule:
         sizes = [max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks]
         usual = float(np.median(rates[rates > 0]))
         curves = [
-            Curve.from_rates({1: pace, max(size, 2): pace})
+            BatchCurve.from_rates({1: pace, max(size, 2): pace})
             for rank, (rate, size) in enumerate(zip(rates, sizes, strict=True))
             for pace in [float(rate) or self._paces.get(rank, usual)]
         ]

@@ -14,7 +14,7 @@ from statistics import median_low
 import numpy as np
 
 from lib.plan.balance import fastest_micro_batches
-from lib.plan.curves import Curve
+from lib.plan.curves import BatchCurve
 
 FIRST_LOOK = 3  # steps of a plan, before its shares are corrected for the first time
 LEAST_GAIN = 0.02  # of a step's time, that a correction has to save
@@ -49,7 +49,7 @@ def standard_error(jumps: Sequence[np.ndarray], steps: int) -> float:
     return 1.25 * math.sqrt(variance / steps)
 
 
-def seen_after(curve: Curve, seen: Factors, sizes: Sequence[int], factor: float, usual: float) -> dict[int, float]:
+def seen_after(curve: BatchCurve, seen: Factors, sizes: Sequence[int], factor: float, usual: float) -> dict[int, float]:
     """What is known of a rank after a step of micro-batches of `sizes` took `factor` times the curve's time.
 
     What the sizes that have run before do not explain is due to the new ones, and among these to uncertain points of the
@@ -79,7 +79,7 @@ def seen_after(curve: Curve, seen: Factors, sizes: Sequence[int], factor: float,
     return {**seen, **dict.fromkeys(new, float(np.clip(of_new, factor / 2, 2 * factor)))}
 
 
-def corrected(curve: Curve, seen: Factors, usual: float, is_hopeful: bool = False) -> Curve:
+def corrected(curve: BatchCurve, seen: Factors, usual: float, is_hopeful: bool = False) -> BatchCurve:
     """The curve with the measured times of the sizes that have run, and the others by the host's own factor.
 
     usual: the factor of a host of which nothing certain was seen; is_hopeful: the other sizes are taken to have it.
@@ -88,7 +88,7 @@ def corrected(curve: Curve, seen: Factors, usual: float, is_hopeful: bool = Fals
     return _times(curve, seen, elsewhere)
 
 
-def tried(curve: Curve, seen: Factors, usual: float, planned: Sequence[int]) -> tuple[int, ...] | None:
+def tried(curve: BatchCurve, seen: Factors, usual: float, planned: Sequence[int]) -> tuple[int, ...] | None:
     """Other micro-batches for the same pairs, which may well be faster than the planned ones; None if there are none.
 
     Only for a rank whose every size that has run surprised.
@@ -101,7 +101,7 @@ def tried(curve: Curve, seen: Factors, usual: float, planned: Sequence[int]) -> 
     return sizes if is_new and _seconds(hopeful, sizes) < WORTH_TRYING * _seconds(hopeful, planned) else None
 
 
-def _factor_of_host(curve: Curve, seen: Factors, usual: float) -> float:
+def _factor_of_host(curve: BatchCurve, seen: Factors, usual: float) -> float:
     """Of sizes that have not run: as of those that have, or, where these alone were wrong in the curve, `usual`."""
     uncertain = _uncertain(curve)
     certain = [factor for size, factor in seen.items() if _nearest(curve, size) not in uncertain]
@@ -114,7 +114,7 @@ def _factor_of_host(curve: Curve, seen: Factors, usual: float) -> float:
     return usual if is_point else of_host
 
 
-def _times(curve: Curve, seen: Factors, elsewhere: float) -> Curve:
+def _times(curve: BatchCurve, seen: Factors, elsewhere: float) -> BatchCurve:
     """The curve with each size's factor."""
     points = []
     for point in curve.points:
@@ -131,22 +131,22 @@ def _times(curve: Curve, seen: Factors, elsewhere: float) -> Curve:
     return curve.model_copy(update={"points": tuple(points), "step_overhead_seconds": overhead})
 
 
-def _uncertain(curve: Curve) -> set[int]:
+def _uncertain(curve: BatchCurve) -> set[int]:
     """Sizes whose times differed much, or that were put in place of something else (lib/plan/curve_validation.py)."""
     return {point.batch_size for point in curve.points if point.seconds_spread > UNCERTAIN * point.seconds_median}
 
 
-def _nearest(curve: Curve, size: int) -> int:
+def _nearest(curve: BatchCurve, size: int) -> int:
     """The measured size that is nearest, by ratio."""
     return min((point.batch_size for point in curve.points), key=lambda known: abs(math.log(known / size)))
 
 
-def _roughness(curve: Curve) -> float:
+def _roughness(curve: BatchCurve) -> float:
     """How much the slope of log pairs/s over log batch size changes from point to point."""
     sizes = np.log([point.batch_size for point in curve.points])
     slopes = np.diff(np.log([point.pairs_per_second for point in curve.points])) / np.diff(sizes)
     return float(np.abs(np.diff(slopes)).sum())
 
 
-def _seconds(curve: Curve, sizes: Sequence[int]) -> float:
+def _seconds(curve: BatchCurve, sizes: Sequence[int]) -> float:
     return float(curve.seconds(np.array(sizes)).sum())

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lib.plan.curve_validation import all_sound
-from lib.plan.curves import Curve, CurveKey, HostCalibration, nearest_curve, nearest_key
+from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, nearest_curve, nearest_key
 from lib.system.hardware import Machine
 
 SAME_SPEED = 1.15  # of two matmul rates, below which they say nothing of who is faster
@@ -85,8 +85,8 @@ def relative_speeds(known: Sequence[Known]) -> list[float] | None:
 
 
 def _estimate(
-    one: Known, references: Sequence[tuple[Known, Curve]], key: CurveKey, published: Sequence[HostCalibration]
-) -> tuple[Curve, str] | None:
+    one: Known, references: Sequence[tuple[Known, BatchCurve]], key: CurveKey, published: Sequence[HostCalibration]
+) -> tuple[BatchCurve, str] | None:
     """A curve for a host without one, and what it rests on."""
     for ratio_of in (_by_other_curve, _by_matmul, lambda a, b: _by_chip(a, b, published)):
         ratios = [
@@ -136,7 +136,7 @@ def _by_chip(one: Known, other: Known, published: Sequence[HostCalibration]) -> 
     ], f"estimated from figures published for {chips[0]} and {chips[1]}, {rates[0]:.4g} to {rates[1]:.4g}"
 
 
-def _scaled(curve: Curve, speed: float, memory_bytes: int | None, how: str) -> Curve:
+def _scaled(curve: BatchCurve, speed: float, memory_bytes: int | None, how: str) -> BatchCurve:
     """The curve of a host that is `speed` times as fast and has other memory."""
     points = [
         point.model_copy(

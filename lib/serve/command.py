@@ -35,7 +35,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from lib.config import command_line, help, load
-from lib.config.schema import Config, Serve
+from lib.config.schema import Config, ServeSettings
 from lib.errors import Stopped, UserError
 from lib.launch import agent_link, hostfile
 from lib.serve import api_keys
@@ -142,7 +142,7 @@ def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
     return {host.name: Recipe(tuple(words), None if agent_link.is_this_machine(host) else host) for host in hosts}
 
 
-def limits_of(settings: Serve, name: str, folder: Path) -> Limits:
+def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:
     """What the model allows, by its config.json, and its server."""
     stored = json.loads((folder / "config.json").read_text())
     text = stored.get("text_config") or {}
@@ -202,7 +202,7 @@ async def _serve(
         log("end")
 
 
-def with_cors(gateway: Gateway, told: Serve) -> ASGIApp:
+def with_cors(gateway: Gateway, told: ServeSettings) -> ASGIApp:
     """The application, which browsers may call from the pages that are named, and from no other."""
     if not told.cors_origins:
         return gateway
@@ -210,7 +210,7 @@ def with_cors(gateway: Gateway, told: Serve) -> ASGIApp:
     return CORSMiddleware(gateway, list(told.cors_origins), allow_methods=methods, allow_headers=headers)
 
 
-def _listener(gateway: Gateway, told: Serve) -> Listener:
+def _listener(gateway: Gateway, told: ServeSettings) -> Listener:
     options = uvicorn.Config(
         with_cors(gateway, told),
         http=protocol(told),

@@ -25,7 +25,7 @@ import prometheus_client as prometheus
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from lib.config.schema import Serve
+from lib.config.schema import ServeSettings
 from lib.serve import openai_requests
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Backend, Pool, QueueFull
@@ -113,7 +113,7 @@ class Gateway:
 
     def __init__(
         self,
-        settings: Serve,
+        settings: ServeSettings,
         limits: Limits,
         count_tokens: Callable[[str], int] | None,
         pool: Pool,

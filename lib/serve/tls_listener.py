@@ -10,13 +10,13 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lib.config.schema import Serve
+from lib.config.schema import ServeSettings
 from lib.serve.gateway import Gateway, Log
 
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
 
 
-def protocol(settings: Serve) -> type[H11Protocol]:
+def protocol(settings: ServeSettings) -> type[H11Protocol]:
     """HTTP/1.1 with a limit on connections, on the time for headers, and on the time to read an answer's end."""
 
     class Protocol(H11Protocol):
@@ -65,7 +65,7 @@ def protocol(settings: Serve) -> type[H11Protocol]:
 class Listener(uvicorn.Server):
     """Takes requests until it is told to end: then it says so, finishes what it has, and only then closes."""
 
-    def __init__(self, uvicorn_config: uvicorn.Config, gateway: Gateway, settings: Serve, log: Log):
+    def __init__(self, uvicorn_config: uvicorn.Config, gateway: Gateway, settings: ServeSettings, log: Log):
         super().__init__(uvicorn_config)
         self.gateway, self.settings, self.log = gateway, settings, log
         self.loop = asyncio.get_running_loop()

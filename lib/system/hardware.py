@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
 
 def mlx_device() -> tuple[Device, dict[str, Any]]:
     """What MLX computes on, and what it says of it."""
-    import mlx.core as mx  # here, because lib.runtime.prepare() has to come before it
+    import mlx.core as mx  # here, because mpi_and_blas.prepare() has to come before it
 
     facts = dict(mx.device_info())
     if mx.default_device() == mx.cpu:

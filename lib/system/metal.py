@@ -23,7 +23,7 @@ from lib.system import os_commands
 if TYPE_CHECKING:
     import argparse
 
-    from lib.config.schema import Config, Metal
+    from lib.config.schema import Config, MetalSettings
 
 
 ASK_SECONDS = 15.0  # system_profiler takes one or two
@@ -151,7 +151,7 @@ def relaxes(options: argparse.Namespace) -> bool:
     return True
 
 
-def attend_displays(settings: Metal, is_first_here: bool, only_look: bool) -> list[str]:
+def attend_displays(settings: MetalSettings, is_first_here: bool, only_look: bool) -> list[str]:
     """This Mac's lit displays that someone should know of: put to sleep if that is wanted, none if nobody cares.
 
     is_first_here: of this machine's ranks one does it. only_look: nothing is changed.

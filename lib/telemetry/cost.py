@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lib.config.schema import Cost
+from lib.config.schema import CostSettings
 
 # ---- Costs -------------------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ def calculate_training_cost(total_examples: int, throughput: float, cost_per_hou
     }
 
 
-def hosts_cost(hosts: Sequence[str], seconds: float, cost: Cost) -> dict[str, Any] | None:
+def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> dict[str, Any] | None:
     """Energy, electricity and rent of hosts held for `seconds`, each and together; None without any price.
 
     A host pays while it waits, too. A host of several ranks is named several times and pays once.

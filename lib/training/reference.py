@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib.config.schema import Config, Data
+from lib.config.schema import Config, DataSettings
 from lib.data.collate import collate
 from lib.data.dataset import Dataset
 from lib.data.row_order import micro_batches, split
@@ -89,7 +89,7 @@ class Layout(NamedTuple):
     why_not: str | None  # where it was asked to
 
 
-def layout(model: nn.Module, settings: Data, world: World) -> Layout:
+def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     """How batches for a model are laid out.
 
     Raises:

@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from lib.config.schema import Sync, Train
+from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
 from lib.distributed.world import Lockstep, World
@@ -94,7 +94,7 @@ class OwnGradients:
 
 
 def objective(
-    train: Train, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None
+    train: TrainSettings, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """The loss and the metrics of some examples.
 
@@ -133,7 +133,7 @@ def objective(
     return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
 
 
-def means_of(sums: dict[str, float], train: Train) -> Metrics:
+def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
     """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
     means: Metrics = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
     for name in REWARDS:
@@ -142,7 +142,7 @@ def means_of(sums: dict[str, float], train: Train) -> Metrics:
     return means
 
 
-def learning_rate(train: Train, step: int, steps: int) -> float:
+def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
     """The rate of the step-th of `steps` updates, the first being 0: a linear rise, then the schedule's fall.
 
     For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
@@ -158,7 +158,7 @@ def learning_rate(train: Train, step: int, steps: int) -> float:
     return peak + (final - peak) * fall
 
 
-def make_optimizer(train: Train) -> optim.Optimizer:
+def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     """MLX's optimizer of that name.
 
     Raises:
@@ -180,7 +180,7 @@ def make_optimizer(train: Train) -> optim.Optimizer:
     return kind(learning_rate=train.learning_rate, **options)
 
 
-def is_compiled(train: Train, world: World) -> bool:
+def is_compiled(train: TrainSettings, world: World) -> bool:
     """Whether the step is traced once for every shape of its batches.
 
     Where ranks have parts of one model their graphs differ, and so would their collectives: there it never is.
@@ -188,7 +188,7 @@ def is_compiled(train: Train, world: World) -> bool:
     return not isinstance(world, Lockstep) and _compiles(train)
 
 
-def _compiles(train: Train) -> bool:
+def _compiles(train: TrainSettings) -> bool:
     return train.compile if train.compile is not None else mx.default_device() == mx.gpu
 
 
@@ -230,10 +230,10 @@ class TrainStep:
 
     model: nn.Module
     optimizer: optim.Optimizer
-    train: Train
+    train: TrainSettings
     world: World
     dropout: bool
-    sync: Sync
+    sync: SyncSettings
     feedback: exchange.Arrays
     rank: int
     gradients_of: GradientsOf
@@ -355,10 +355,10 @@ class TrainStep:
 def make_step(
     model: nn.Module,
     optimizer: optim.Optimizer,
-    train: Train,
+    train: TrainSettings,
     world: World,
     dropout: bool,
-    sync: Sync | None = None,
+    sync: SyncSettings | None = None,
     feedback: exchange.Arrays | None = None,
     rank: int | None = None,
 ) -> TrainStep:
@@ -402,7 +402,7 @@ def make_step(
         train,
         world,
         dropout,
-        sync or Sync(),
+        sync or SyncSettings(),
         {} if feedback is None else feedback,
         world.rank if rank is None else rank,
         gradients_of,
