@@ -24,6 +24,7 @@ from lib.system import metal, mpi_and_blas, out_of_memory, terminal
 
 if TYPE_CHECKING:
     from lib.distributed.world import World
+    from lib.training.training_run import TrainingRun
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,29 +66,63 @@ def main(arguments: list[str] | None = None) -> int:
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib.dashboard import run_report
-    from lib.data.streaming import StreamedDataset
+    from lib.evaluate.evaluator import Evaluator
+    from lib.training import reference, report
+    from lib.training.learner import Learner
+    from lib.training.loop import Batches, TrainingLoop
+    from lib.training.resume import resume_run
+
+    launched = time.perf_counter()
+    run = prepare(config, world, resume, dry_run)
+    if run is None:
+        return
+
+    # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
+
+    references = reference.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, run.say.counting)
+
+    # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
+
+    if resume:
+        resume_run(run)
+    report.record_start(run, resume)
+
+    # ---- Training: once in a while the model is evaluated, and a checkpoint is written -------------------------------
+
+    batches = Batches.prepare(run, references.data)
+    evaluator = Evaluator(run, references.valid)
+    loop = TrainingLoop(run, Learner(run, batches.make, references.add), batches, evaluator)
+    if run.progress.step == 0:
+        run.progress.before = loop.evaluate()
+        evaluator.show_before()
+    loop.train()
+    evaluator.show_after()
+
+    # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
+
+    summary = loop.finish(launched)
+    if summary is not None:
+        run_report.leave_pages(run.tracker.log_path, run.folder)
+        report.show_end(run.say, run.folder, summary)
+    if run.lock is not None:
+        run.lock.close()
+
+
+def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> TrainingRun | None:
+    """Data, plan and model, the same on all ranks, and the run's folder; nothing where the run is a dry one."""
     from lib.distributed import heartbeat, sharded_model
     from lib.distributed.world import host_names
-    from lib.evaluate.evaluator import Evaluator
     from lib.evaluate.metrics import digest_of
     from lib.model import adapter_files, adapters, load
     from lib.model.token_stream import length_multiple
-    from lib.plan.first_plan import first_plan, memory_limit
+    from lib.plan.first_plan import first_plan
     from lib.plan.memory import Rows
-    from lib.plan.memory_ceilings import Memory
-    from lib.plan.replan import Schedule
-    from lib.telemetry.run_records import PerformanceTracker
     from lib.telemetry.trackers import Feed
     from lib.training import checkpoint, preload, reference, report
     from lib.training.console import RunConsole
-    from lib.training.learner import Learner
-    from lib.training.local_sgd import LocalSGD
-    from lib.training.loop import PREFETCHED, Batches, TrainingLoop
-    from lib.training.resume import resume_run
     from lib.training.step import make_optimizer
     from lib.training.training_run import TrainingRun
 
-    launched = time.perf_counter()
     folder = Path(config.run.dir) / str(config.run.name)
     say = RunConsole(world, config.run.log_every)
 
@@ -96,9 +131,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     with world.agreeing("reading the data"), say.doing("reading the data"):
         feed = Feed(config.run.sinks if world.rank == 0 else (), folder)
         inputs = preload.inputs(config, say.line)
-    data, valid = inputs.data, inputs.valid
+    data = inputs.data
     world.require_equal("tokenised training data", data.digest)
-    world.require_equal("held-out data or questions", digest_of(valid, inputs.questions))
+    world.require_equal("held-out data or questions", digest_of(inputs.valid, inputs.questions))
     steps = config.train.steps or config.train.epochs * -(-len(data) // config.train.global_batch_size)
 
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
@@ -106,8 +141,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     hosts = host_names(world)
     largest = Rows.of(data.prompts, data.seen, data.scored_tokens, length_multiple(config.data))
     plan = first_plan(config, world, hosts, data.lengths, largest, folder if resume else None)
-    schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=steps)
-    report.show_run(say, config, plan, data, valid, steps)
+    report.show_run(say, config, plan, inputs, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
@@ -120,7 +154,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     report.show_model(say, config, model)
     if dry_run:
         say.line("dry run: nothing is trained or written")
-        return
+        return None
     world = sharded_model.divided(model, plan.division, world, config.metal.wired)
     layout = reference.layout(model, config.data, world)
     if layout.why_not:
@@ -132,49 +166,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     lock = checkpoint.open_run(folder, config, plan.to_dict(), resume, world)  # one rank on every disk has it
     heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
-
-    # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
-
-    data_logps, valid_logps = (
-        None
-        if dataset is None or isinstance(dataset, StreamedDataset)
-        else reference.reference_logps(config, model, dataset, world, plan.shares, say.counting)
-        for dataset in (data, valid)
-    )
-    add_reference = reference.add_as_needed(config, model, world) if data.is_estimated else iter
-
-    # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
-
-    local_sgd = LocalSGD(config, world, plan, model, data.lengths, steps) if plan.strategy == "independent" else None
-    tracker = PerformanceTracker(folder / "logs" / f"rank-{world.rank:03d}.jsonl", world.rank, hosts[world.rank], feed)
-    progress = checkpoint.Progress(data_digest=data.digest)
-    run = TrainingRun(config, folder, world, model, optimizer, schedule, steps, local_sgd, progress, say, tracker)
-    if resume:
-        resume_run(run, keeps_disk=lock is not None)
-    report.record_start(run, plan, resume)
-
-    # ---- Training ----------------------------------------------------------------------------------------------------
-
-    batches = Batches.prepare(run, plan, data, data_logps, layout)
-    limit, memory = memory_limit(config, hosts, world), Memory.of(config, hosts, world.rank, plan)
-    learner = Learner(run, batches.make, add_reference, memory, limit)
-    evaluator = Evaluator(run, inputs, valid_logps)
-    writer = checkpoint.CheckpointWriter(lock is not None, config.checkpoint.max_lost_seconds)
-    loop = TrainingLoop(run, learner, batches, writer, evaluator)
-    if run.progress.step == 0:
-        run.progress.before = loop.evaluate()
-        evaluator.show_before()
-    loop.train()
-    evaluator.show_after()
-
-    # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
-
-    summary = loop.finish(plan, launched)
-    if summary is not None:
-        run_report.leave_pages(tracker.log_path, folder)
-        report.show_end(say, folder, summary)
-    if lock is not None:
-        lock.close()
+    return TrainingRun(config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from mlx_lm import batch_generate
 
 from lib.config.schema import Config
 from lib.data.questions import Question
-from lib.distributed.world import Lockstep, World
+from lib.distributed.sharded_world import Lockstep
+from lib.distributed.world import World
 from lib.evaluate.batch_inference import extract
 from lib.system import out_of_memory
 from lib.telemetry.run_records import PerformanceTracker

@@ -27,7 +27,8 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import load_dataset
 from lib.data.questions import load_questions
 from lib.distributed import sharded_model
-from lib.distributed.world import World, host_names, sharded, start
+from lib.distributed.sharded_world import sharded
+from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference
 from lib.evaluate.answers import exact_match, greedy

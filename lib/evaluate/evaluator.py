@@ -10,7 +10,6 @@ import numpy as np
 from lib.distributed.world import World
 from lib.evaluate import answers
 from lib.evaluate.metrics import metrics_of, policy_logps
-from lib.training.preload import Inputs
 from lib.training.step import Metrics
 from lib.training.training_run import TrainingRun
 
@@ -24,13 +23,12 @@ class Evaluator:
     """
 
     run: TrainingRun
-    inputs: Inputs
     reference: np.ndarray | None
     texts: list[list[str]] = field(default_factory=list)  # answers to the questions, one list an evaluation
 
     def __call__(self, world: World, shares: Sequence[int]) -> Metrics:
         """Metrics of the held-out pairs, and of greedy answers, by the ranks of a world."""
-        run, valid, questions = self.run, self.inputs.valid, self.inputs.questions
+        run, valid, questions = self.run, self.run.inputs.valid, self.run.inputs.questions
         values: Metrics = {}
         texts: list[str] = []
         with run.say.doing("evaluating"):
@@ -40,7 +38,7 @@ class Evaluator:
             if questions:
                 prompts = [question.prompt_ids for question in questions]
                 most = run.config.evaluate.max_tokens
-                texts = answers.greedy(run.model, self.inputs.tokenizer, prompts, most, world)
+                texts = answers.greedy(run.model, self.run.inputs.tokenizer, prompts, most, world)
                 values["exact_match"] = answers.exact_match(questions, texts, run.config)
         self.texts.append(texts)
         if values:
@@ -50,21 +48,23 @@ class Evaluator:
 
     def show_before(self) -> None:
         """Prints and records samples of the model before training, where no questions are asked."""
-        if not self.inputs.questions:
+        if not self.run.inputs.questions:
             self._show_samples("before")
 
     def show_after(self) -> None:
         """Prints and records what training changed: in the answers to questions, else in the samples."""
-        if self.inputs.questions:
+        if self.run.inputs.questions:
             run = self.run
-            answers.show_changes(run.say, run.tracker, self.inputs.questions, self.texts[0], self.texts[-1], run.config)
+            answers.show_changes(
+                run.say, run.tracker, self.run.inputs.questions, self.texts[0], self.texts[-1], run.config
+            )
         else:
             self._show_samples("after")
 
     def _show_samples(self, when: str) -> None:
         """Greedy continuations of the first few prompts, which are the same before and after."""
-        settings, tokenizer = self.run.config.evaluate, self.inputs.tokenizer
-        dataset = self.inputs.valid or self.inputs.data
+        settings, tokenizer = self.run.config.evaluate, self.run.inputs.tokenizer
+        dataset = self.run.inputs.valid or self.run.inputs.data
         examples = dataset.examples(range(min(settings.samples, len(dataset))))
         if tokenizer is None or not examples or any(len(example.prompt_ids) == 0 for example in examples):
             return

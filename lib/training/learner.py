@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -12,37 +11,28 @@ from lib.data.micro_batches import MicroBatches
 from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped
 from lib.model import adapters
-from lib.plan.first_plan import may_checkpoint
+from lib.plan.first_plan import may_checkpoint, memory_limit
 from lib.plan.memory_ceilings import Memory
 from lib.system import network, out_of_memory
-from lib.system.out_of_memory import Limit, OutOfMemory
+from lib.system.out_of_memory import OutOfMemory
 from lib.training import step as train_step
+from lib.training.reference import AddReference
 from lib.training.step import MicroBatch, StepResult
 from lib.training.training_run import TrainingRun
 
 
-class AddReference(Protocol):
-    """Gives micro-batches the reference's log-probabilities that they lack."""
-
-    def __call__(self, batches: Iterable[MicroBatch], /) -> Iterable[MicroBatch]: ...
-
-
 @dataclass
 class Learner:
-    """Takes and records the steps of a run.
-
-    Args:
-        memory: what this host remembers; `limit`: what MLX may hold.
-    """
+    """Takes and records the steps of a run."""
 
     run: TrainingRun
     make: MicroBatches
     add_reference: AddReference
-    memory: Memory
-    limit: Limit
 
     def __post_init__(self) -> None:
         run = self.run
+        self.limit = memory_limit(run.config, run.hosts, run.world)  # what MLX may hold
+        self.memory = Memory.of(run.config, run.hosts, run.world.rank, run.plan)  # what this host remembers
         mx.eval(run.model.state)
         plan = run.schedule.at(run.progress.step + 1)
         self.worker = 0 if plan.division else run.world.rank

@@ -18,17 +18,12 @@ from lib.data.row_order import Position, advance, deal, epoch_order, global_batc
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.model import adapter_files
-from lib.plan.cluster_plan import ClusterPlan
 from lib.system import metal
 from lib.training import checkpoint, report
-from lib.training.checkpoint import CheckpointWriter
 from lib.training.learner import Learner
 from lib.training.local_sgd import LocalSGD
-from lib.training.reference import Layout
 from lib.training.step import Metrics, MicroBatch, StepResult, is_compiled
-from lib.training.training_run import TrainingRun
-
-PREFETCHED = 2  # batches made ahead of the step
+from lib.training.training_run import PREFETCHED, TrainingRun
 
 Show = Callable[[int, StepResult], None]  # (step, result), on the progress line
 
@@ -66,20 +61,13 @@ class Batches:
     cost: Callable[[np.ndarray], float]
 
     @classmethod
-    def prepare(
-        cls,
-        run: TrainingRun,
-        plan: ClusterPlan,
-        data: Dataset | StreamedDataset,
-        reference: np.ndarray | None,
-        layout: Layout,
-    ) -> Batches:
-        """Those of a run that starts with a plan. reference: float32 [n, K], log-probabilities of the rows."""
-        config, world = run.config, run.world
+    def prepare(cls, run: TrainingRun, reference: np.ndarray | None) -> Batches:
+        """Those of a run. reference: float32 [n, K], log-probabilities of the rows."""
+        config, world, data, layout = run.config, run.world, run.inputs.data, run.layout
         # Unlike devices pad unlike, but all ranks assign the same rows.
         multiple = int(world.broadcast_text(str(layout.length_multiple)))
         lengths, cost = tokens_to_deal(data, multiple, layout.shares_prompts)
-        passes = metal.training_passes(config.model.method, bool(plan.gradient_checkpointing))
+        passes = metal.training_passes(config.model.method, bool(run.plan.gradient_checkpointing))
         pace = metal.pace(config, run.model, data.seen.sum() / len(data), passes, world)
         compiled = is_compiled(config.train, world.workers)
         make = MicroBatches(data, reference, config, layout.length_multiple, layout.shares_prompts, compiled, pace)
@@ -115,7 +103,6 @@ class TrainingLoop:
     run: TrainingRun
     learner: Learner
     batches: Batches
-    writer: CheckpointWriter
     evaluate_on: Evaluate
     latest: Metrics = field(default_factory=dict)  # held-out metrics
 
@@ -152,7 +139,7 @@ class TrainingLoop:
                 progress.schedule = schedule.state(step)
                 report.show_schedule(run.say, run.tracker, step, schedule, new_plan)
                 is_last = step == run.steps
-                checkpoint_due = self.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
+                checkpoint_due = self.run.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
                 evaluation_due = is_last or bool(every and step % every == 0)
                 self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
 
@@ -180,16 +167,16 @@ class TrainingLoop:
     def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> None:
         """Held-out metrics, and a checkpoint where one is due or the model is the best so far."""
         run = self.run
-        self.writer.record(run.tracker)
+        self.run.writer.record(run.tracker)
         if evaluation_due:
             self.latest = self.evaluate()
             # Rank 0's: ranks that are never merged have losses of their own.
             loss = json.loads(run.world.broadcast_text(json.dumps(self.latest))).get("loss")
             checkpoint_due = run.progress.is_best(run.progress.step, loss) or checkpoint_due
         if checkpoint_due:
-            run.save(self.writer)
+            run.save()
 
-    def finish(self, plan: ClusterPlan, launched: float) -> dict[str, Any] | None:
+    def finish(self, launched: float) -> dict[str, Any] | None:
         """Saves the result, and closes the log. launched: when the run began, by time.perf_counter().
 
         Returns:
@@ -207,9 +194,9 @@ class TrainingLoop:
             if world.rank == 0:
                 adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                 wall_seconds = time.perf_counter() - launched
-                summary = report.summarise(config, plan, run.progress, self.latest, each, wall_seconds)
+                summary = report.summarise(config, run.plan, run.progress, self.latest, each, wall_seconds)
                 (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.writer.record(tracker)
+        self.run.writer.record(tracker)
         tracker.record("end", step=run.progress.steps_of(world.rank))
         tracker.gather(world, everything=True)
         tracker.close(run.progress.step)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,14 +19,17 @@ from lib.config.schema import Config, DataSettings
 from lib.data.collate import collate
 from lib.data.dataset import Dataset
 from lib.data.row_order import micro_batches, split
+from lib.data.streaming import StreamedDataset
 from lib.distributed import sharded_model
-from lib.distributed.world import Lockstep, World
+from lib.distributed.sharded_world import Lockstep
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_files, load
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of, cannot_share_prompts, length_multiple
 from lib.system import files, metal, out_of_memory
 from lib.training import losses
+from lib.training.preload import Inputs
 from lib.training.step import MicroBatch
 
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
@@ -106,19 +109,43 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     return Layout(multiple, bool(share), why_not)
 
 
+AddReference = Callable[[Iterable[MicroBatch]], Iterator[MicroBatch]]
+
+
+class Counting(Protocol):
+    """`RunConsole.counting`, for a pass that has to be made."""
+
+    def __call__(self, what: str, total: int) -> AbstractContextManager[Callable[[int], None]]: ...
+
+
+class References(NamedTuple):
+    """What a run compares the policy with."""
+
+    data: np.ndarray | None  # float32 [n, K], of the training rows; None where the loss has none, or it comes later
+    valid: np.ndarray | None  # of the held-out rows
+    add: AddReference  # to each step's own micro-batches
+
+
+def of_run(
+    settings: Config, policy: nn.Module, inputs: Inputs, world: World, shares: Sequence[int], counting: Counting
+) -> References:
+    """The reference of a run's rows, asked once and kept on disk; of streamed rows asked in each step.
+
+    policy: before training, which is the reference where no other is named.
+    """
+    data, valid = (
+        None
+        if dataset is None or isinstance(dataset, StreamedDataset)
+        else reference_logps(settings, policy, dataset, world, shares, counting)
+        for dataset in (inputs.data, inputs.valid)
+    )
+    return References(data, valid, add_as_needed(settings, policy, world) if inputs.data.is_estimated else iter)
+
+
 def reference_logps(
-    settings: Config,
-    policy: nn.Module,
-    dataset: Dataset,
-    world: World,
-    shares: Sequence[int],
-    counting: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+    settings: Config, policy: nn.Module, dataset: Dataset, world: World, shares: Sequence[int], counting: Counting
 ) -> np.ndarray | None:
     """The reference's log-probabilities of a data set, asked once and kept on disk; None for a loss that has none.
-
-    Args:
-        policy: before training, which is the reference where no other is named.
-        counting: `RunConsole.counting`, for a pass that has to be made.
 
     Returns:
         float32 [N, K], the same on every rank.
@@ -140,9 +167,7 @@ def reference_logps(
     return logps
 
 
-def add_as_needed(
-    settings: Config, policy: nn.Module, world: World
-) -> Callable[[Iterable[MicroBatch]], Iterator[MicroBatch]]:
+def add_as_needed(settings: Config, policy: nn.Module, world: World) -> AddReference:
     """What gives micro-batches their reference, one when it is taken; for data of which a whole pass would be too long.
 
     policy: before training. Where it is the reference itself, its trained parameters as they are now are kept, and

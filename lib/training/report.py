@@ -11,8 +11,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.config.schema import Config
-from lib.data.dataset import Dataset
-from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.plan import advice
 from lib.plan.cluster_plan import ClusterPlan
@@ -24,6 +22,7 @@ from lib.telemetry.cost import hosts_cost
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training import checkpoint
 from lib.training.console import RunConsole, size_text, three_digits
+from lib.training.preload import Inputs
 from lib.training.round_merge import MergeResult
 from lib.training.training_run import TrainingRun
 
@@ -60,16 +59,9 @@ def show_merge(say: RunConsole, step: int, steps: int, merged: MergeResult, rema
     say.line(f"step {step}: merged by {merged.method}: {', '.join(shown)}")
 
 
-def show_run(
-    say: RunConsole,
-    config: Config,
-    plan: ClusterPlan,
-    data: Dataset | StreamedDataset,
-    valid: Dataset | None,
-    steps: int,
-) -> None:
+def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """Derived, printed, then run: what the data and the settings come to."""
-    batch = config.train.global_batch_size
+    data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
     lengths = data.lengths
     about = "about " * data.is_estimated
     method = (
@@ -180,7 +172,7 @@ def warn_of_displays(say: RunConsole, config: Config, world: World, hosts: Seque
         say.warning(told)
 
 
-def record_start(run: TrainingRun, plan: ClusterPlan, resumed: bool) -> None:
+def record_start(run: TrainingRun, resumed: bool) -> None:
     """Begins this rank's log, with all that decides the run; from now on warnings are records as well."""
     progress, tracker = run.progress, run.tracker
     tracker.record(
@@ -188,7 +180,7 @@ def record_start(run: TrainingRun, plan: ClusterPlan, resumed: bool) -> None:
         **provenance(),
         steps=run.steps,
         config=run.config.model_dump(mode="json"),
-        plan=plan.to_dict(),
+        plan=run.plan.to_dict(),
         resumes=progress.resumes,
         resume_ids=progress.resume_ids,
         kernel_kills=out_of_memory.kernel_kills(),

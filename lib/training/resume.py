@@ -44,13 +44,13 @@ class Offer(TypedDict):
     whole: bool  # whether the ranks had the same weights
 
 
-def resume_run(run: TrainingRun, keeps_disk: bool) -> None:
-    """Takes a run to the last good checkpoint, on every rank. keeps_disk: whether this rank has the run's files.
+def resume_run(run: TrainingRun) -> None:
+    """Takes a run to the last good checkpoint, on every rank.
 
     Raises:
         AgreedError: it does not fit the run as it is now.
     """
-    folder, was_checkpointing = run.folder / "checkpoints", run.schedule.at(1).gradient_checkpointing
+    folder = run.folder / "checkpoints"
     path, with_parts, warnings = choose(folder, run.world)
     for warning in warnings:
         run.say.warning(warning)
@@ -67,9 +67,9 @@ def resume_run(run: TrainingRun, keeps_disk: bool) -> None:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     if run.progress.schedule and not run.schedule.restore(run.progress.schedule):
         run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
-    if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not was_checkpointing:
+    if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not run.plan.gradient_checkpointing:
         adapters.checkpoint_blocks(run.model)
-    go_back(run.folder / "logs", run.progress, run.world, keeps_disk)
+    go_back(run.folder / "logs", run.progress, run.world, run.lock is not None)
     run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
 
 

@@ -20,7 +20,8 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
-from lib.distributed.world import Lockstep, World
+from lib.distributed.sharded_world import Lockstep
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -11,11 +12,17 @@ import mlx.optimizers as optim
 from lib.config.schema import Config
 from lib.distributed.gradients import Arrays
 from lib.distributed.world import World
+from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.telemetry.run_records import PerformanceTracker
+from lib.telemetry.trackers import Feed
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all, share
 from lib.training.console import RunConsole
 from lib.training.local_sgd import LocalSGD
+from lib.training.preload import Inputs
+from lib.training.reference import Layout
+
+PREFETCHED = 2  # batches made ahead of the step
 
 
 @dataclass
@@ -23,30 +30,44 @@ class TrainingRun:
     """One run on this rank.
 
     Args:
+        lock: of the run's folder, on the rank that keeps the files on its disk.
+        plan: that the run starts with.
         steps: of the whole run.
-        local_sgd: where ranks are independent; None where they take every step together.
-        feedback: what compression left out of this rank's gradients so far, by name.
+        feed: what passes records on to run.sinks.
     """
 
     config: Config
     folder: Path
+    lock: IO[str] | None
     world: World
+    hosts: list[str]
+    inputs: Inputs
+    plan: ClusterPlan
+    steps: int
     model: nn.Module
     optimizer: optim.Optimizer
-    schedule: Schedule
-    steps: int
-    local_sgd: LocalSGD | None
-    progress: Progress
+    layout: Layout
     say: RunConsole
-    tracker: PerformanceTracker
-    feedback: Arrays = field(default_factory=dict)
+    feed: Feed
+
+    def __post_init__(self) -> None:
+        config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
+        self.progress = Progress(data_digest=data.digest)
+        self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
+        self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
+        self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
+        if plan.strategy == "independent":
+            self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
+        log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
+        self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.feed)
+        self.writer = CheckpointWriter(self.lock is not None, config.checkpoint.max_lost_seconds)
 
     @property
     def is_never_merged(self) -> bool:
         """Whether every rank ends with a model of its own."""
         return self.local_sgd is not None and self.local_sgd.method == "none"
 
-    def save(self, writer: CheckpointWriter) -> None:
+    def save(self) -> None:
         """Writes a checkpoint; where none can be written, says why, and training goes on.
 
         Raises:
@@ -62,5 +83,5 @@ class TrainingRun:
         plan = self.schedule.at(progress.step + 1).to_dict()
         state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own)
         is_last = progress.step == self.steps
-        if fault := save_all(self.folder, state, self.world, writer, self.tracker, is_last):
+        if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, is_last):
             self.say.warning(fault, progress.step)
