@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.dashboard import charts
 from lib.dashboard.figures import Figures, RankFigures, figures
-from lib.dashboard.history import Run, runs_in
+from lib.dashboard.history import RunHistory, runs_in
 from lib.errors import UserError
 
 POLL_SECONDS = 0.5  # between looks at the logs
@@ -47,7 +47,7 @@ class Watcher:
 
     def __init__(self, folder: Path, given: Sequence[Path] = ()):
         self.folder, self.given = folder, [Path(path) for path in given]
-        self.runs: dict[str, Run] = {}  # by folder
+        self.runs: dict[str, RunHistory] = {}  # by folder
         self.lock = threading.Lock()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="logs", daemon=True)
@@ -57,13 +57,13 @@ class Watcher:
         """Runs to choose from: those given, or the newest of the folder."""
         return self.given or runs_in(self.folder)[:LISTED_RUNS]
 
-    def look(self, folder: str) -> Run | None:
+    def look(self, folder: str) -> RunHistory | None:
         """A run that is watched from now on; None where it is none of those listed."""
         if folder not in self.runs and folder not in map(str, self.listed()):
             return None
         with self.lock:
             if folder not in self.runs:
-                self.runs[folder] = Run(Path(folder))
+                self.runs[folder] = RunHistory(Path(folder))
                 self.runs[folder].read()  # a first piece at once, the rest in the thread
             return self.runs[folder]
 
@@ -283,7 +283,7 @@ def _nothing(watcher: Watcher) -> str:
     return f"No run in {watcher.folder.resolve()} has logs yet; this page shows the first one as soon as it begins."
 
 
-def _values(run: Run, now: Figures) -> dict[str, str]:
+def _values(run: RunHistory, now: Figures) -> dict[str, str]:
     shown = {
         name: text.format(value) for name, _, text in charts.LEARNING if (value := now.latest.get(name)) is not None
     }
@@ -301,7 +301,7 @@ def _values(run: Run, now: Figures) -> dict[str, str]:
     return {name: shown.get(name, "") for name in (*GRAPHS, *OPTIONAL)}
 
 
-def _state(html: Any, run: Run, now: Figures) -> Any:
+def _state(html: Any, run: RunHistory, now: Figures) -> Any:
     words = now.state
     if now.state == "silent":
         words = f"silent for {duration(min(rank.heard_seconds for rank in now.ranks))}" if now.ranks else "silent"
@@ -389,7 +389,7 @@ def _plan(html: Any, now: Figures) -> Any:
     return html.Section([*text, html.P(now.reason or "none yet", className="note")], className="panel")
 
 
-def _machines(html: Any, run: Run, now: Figures) -> list[Any]:
+def _machines(html: Any, run: RunHistory, now: Figures) -> list[Any]:
     columns: list[tuple[str, Any]] = [
         ("rank", lambda rank: [_key(html, charts.place(run, (rank.rank, rank.host))), str(rank.rank)]),
         ("host", lambda rank: rank.host),
@@ -415,7 +415,7 @@ def _machines(html: Any, run: Run, now: Figures) -> list[Any]:
     return [html.H2("Ranks and hosts"), html.Div(table, className="scroll"), *_missing(html, run, now)]
 
 
-def _missing(html: Any, run: Run, now: Figures) -> list[Any]:
+def _missing(html: Any, run: RunHistory, now: Figures) -> list[Any]:
     """Whose records are elsewhere, and what brings them: a page that leaves ranks out has to say so."""
     if not now.missing:
         return []
@@ -470,7 +470,7 @@ def _meter(html: Any, part: float, full: bool = False) -> Any:
     return html.Span(html.I(style={"width": width}), className="meter full" if full else "meter")
 
 
-def _events(html: Any, run: Run) -> list[Any]:
+def _events(html: Any, run: RunHistory) -> list[Any]:
     told = charts.told_once(run.events)[-SHOWN_EVENTS:]
     return [
         html.Li(
@@ -483,7 +483,7 @@ def _events(html: Any, run: Run) -> list[Any]:
     ]
 
 
-def _comparison(html: Any, runs: Sequence[Run], now: Sequence[Figures]) -> Any:
+def _comparison(html: Any, runs: Sequence[RunHistory], now: Sequence[Figures]) -> Any:
     titles = ("run", "state", "strategy", "step", "loss", "accuracy", "held-out loss", "pairs/s", "η", "time", "cost")
     rows = []
     for number, (run, one) in enumerate(zip(runs, now, strict=True)):

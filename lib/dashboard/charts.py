@@ -16,7 +16,7 @@ import numpy as np
 
 from lib.dashboard import figures
 from lib.dashboard.figures import Figures
-from lib.dashboard.history import SENSORS, Curve, Run, Who
+from lib.dashboard.history import SENSORS, MetricCurve, RunHistory, Who
 
 Figure = dict[str, Any]
 
@@ -58,7 +58,7 @@ HIGHEST_DRAWN = 1e30  # Matplotlib cannot divide an axis that is much longer
 LANE_POINTS = 500  # of more events of a kind some are left out, at even distances
 
 
-def learning(runs: Sequence[Run], name: str) -> Figure:
+def learning(runs: Sequence[RunHistory], name: str) -> Figure:
     """One quantity of training over the steps; held-out values as points. Ranks that train apart have a line each.
 
     Of several runs the smooth lines alone, in the styles of `style`, with no key: the page's table of runs is that.
@@ -100,7 +100,7 @@ def learning(runs: Sequence[Run], name: str) -> Figure:
     return figure
 
 
-def learners(run: Run) -> list[Who]:
+def learners(run: RunHistory) -> list[Who]:
     """Whose curves tell how a run learns: rank 0, wherever it was, or all ranks where they train apart."""
     everyone = list(run.series)
     if is_apart(run):
@@ -108,13 +108,13 @@ def learners(run: Run) -> list[Who]:
     return [who for who in everyone if who[0] == everyone[0][0]]
 
 
-def is_apart(run: Run) -> bool:
+def is_apart(run: RunHistory) -> bool:
     """Whether the ranks have weights of their own between merges."""
     starts = [event for event in run.events if event["kind"] == "start" and event.get("plan")]
     return bool(starts) and starts[-1]["plan"].get("strategy") == "independent"
 
 
-def speed(run: Run, now: Figures) -> Figure:
+def speed(run: RunHistory, now: Figures) -> Figure:
     """Pairs a second of every rank over the steps; the plan's as dotted lines."""
     traces = []
     planned = {(rank.rank, rank.host): rank.planned_pairs_per_second for rank in now.ranks}
@@ -141,7 +141,7 @@ def seconds(now: Figures) -> Figure:
     return figure
 
 
-def network(run: Run) -> Figure:
+def network(run: RunHistory) -> Figure:
     """Milliseconds of every step's sync by rank."""
     traces = []
     for index, who in enumerate(run.series):
@@ -150,7 +150,7 @@ def network(run: Run) -> Figure:
     return _figure(traces, "step", {"rangemode": "tozero"}, "ms")
 
 
-def measured(run: Run, name: str) -> Figure | None:
+def measured(run: RunHistory, name: str) -> Figure | None:
     """One of MEASURED over the time, a rank a line, or a host where ranks ask their host; None where nobody tells it."""
     _, factor, unit = MEASURED[name]
     traces: dict[str, dict[str, Any]] = {}
@@ -164,13 +164,13 @@ def measured(run: Run, name: str) -> Figure | None:
     return _figure(list(traces.values()), None, axis, unit) if traces else None
 
 
-def place(run: Run, who: Who) -> int:
+def place(run: RunHistory, who: Who) -> int:
     """Which of a run's ranks it is, so that it looks alike in every chart; one more where it is none of them."""
     everyone = list(run.series)
     return everyone.index(who) if who in everyone else len(everyone)
 
 
-def batch_curves(run: Run) -> Figure | None:
+def batch_curves(run: RunHistory) -> Figure | None:
     """Pairs a second by the size of a micro-batch, as every host was measured, and where on it the plan is."""
     traces = []
     for who, taken, curve in figures.batch_curves(run):
@@ -189,7 +189,7 @@ def batch_curves(run: Run) -> Figure | None:
     return figure
 
 
-def timeline(run: Run) -> Figure:
+def timeline(run: RunHistory) -> Figure:
     """What happened when, a lane a kind."""
     traces, told = [], told_once(run.events)
     for index, (lane, symbol) in enumerate(LANES.items()):
@@ -315,7 +315,7 @@ def _line(x: Any, y: Any, name: str, line: dict[str, Any], **more: Any) -> dict[
     }
 
 
-def _band(curve: Curve, colour: str) -> list[dict[str, Any]]:
+def _band(curve: MetricCurve, colour: str) -> list[dict[str, Any]]:
     """Least to greatest value of every bucket."""
     edge = {"width": 0, "color": colour}
     quiet: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "fillcolor": f"{colour}33"}

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from lib.config.schema import Cost
-from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, Run, Series, Warned, Who
+from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, RunHistory, Series, Warned, Who
 from lib.plan.curves import Curve as BatchCurve
 from lib.telemetry.cost import hosts_cost
 
@@ -69,7 +69,7 @@ class Figures:
     missing: list[Who] = field(default_factory=list)  # ranks of the plan whose records are not here, while others' are
 
 
-def figures(run: Run, now: float) -> Figures:
+def figures(run: RunHistory, now: float) -> Figures:
     """Everything that a person asks first. now: Unix seconds."""
     events, series = run.events, run.series
     starts = [event for event in events if event["kind"] == "start"]
@@ -212,7 +212,7 @@ def _or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def batch_curves(run: Run) -> list[tuple[Who, list[int], BatchCurve]]:
+def batch_curves(run: RunHistory) -> list[tuple[Who, list[int], BatchCurve]]:
     """What the plan of a run rests on: every rank's micro-batches and batch curve; one of those of a host that are alike."""
     plans = [event["plan"] for event in run.events if event["kind"] == "start" and event.get("plan")]
     plan = plans[-1] if plans else {}

@@ -1,6 +1,6 @@
 """A run's records in bounded memory, as its logs grow: curves, events, and the figures that follow from them.
 
-    run = Run(Path("runs/NAME"))
+    run = RunHistory(Path("runs/NAME"))
     while run.read():                            # False: all that was written has been read
         ...
     run.curve(0, "loss"), run.events, figures(run, time.time())
@@ -296,7 +296,7 @@ def _is_event(record: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """One quantity of one rank over its steps; all arrays have the same length."""
 
     steps: np.ndarray
@@ -306,7 +306,7 @@ class Curve:
     width: int  # records in a bucket; 1: every record
 
 
-class Run:
+class RunHistory:
     """A run's folder, read as it grows: its ranks' logs, and copies of those of other hosts."""
 
     def __init__(self, folder: Path):
@@ -354,7 +354,7 @@ class Run:
         """Records of the network and of sensors, as `series`."""
         return _longest([log.measured for log in self._shown()])
 
-    def curve(self, who: Who, name: str, over: str | None = None) -> Curve:
+    def curve(self, who: Who, name: str, over: str | None = None) -> MetricCurve:
         """A column over the steps; divided by another one, as the mean of the one over the mean of the other.
 
         Steps that a crash undid are left out, where a host that was lost still has them.
@@ -367,10 +367,10 @@ class Run:
         steps, column = greatest[keep, INDEX["step"]], INDEX[name]
         values = means[keep, column]
         if over is None:
-            return Curve(steps, values, least[keep, column], greatest[keep, column], series.width)
+            return MetricCurve(steps, values, least[keep, column], greatest[keep, column], series.width)
         below = means[keep, INDEX[over]]
         ratio = np.divide(values, below, out=np.full(len(values), np.nan), where=below > 0)
-        return Curve(steps, ratio, ratio, ratio, series.width)
+        return MetricCurve(steps, ratio, ratio, ratio, series.width)
 
     def measure(self, who: Who, name: str) -> tuple[np.ndarray, np.ndarray]:
         """When, in Unix seconds, and how much: one of MEASURES as a rank told it, without what it did not tell."""
@@ -409,7 +409,7 @@ def runs_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def config_of(run: Run) -> Config | None:
+def config_of(run: RunHistory) -> Config | None:
     """The settings that a run was started with, as its records have them."""
     starts = [event for event in run.events if event["kind"] == "start" and event.get("config")]
     return Config.model_validate(starts[-1]["config"]) if starts else None

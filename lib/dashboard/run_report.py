@@ -20,9 +20,10 @@ import numpy as np
 from lib.dashboard import charts
 from lib.dashboard import figures as history
 from lib.dashboard.figures import Figures, figures
-from lib.dashboard.history import Run
+from lib.dashboard.history import RunHistory
 from lib.errors import UserError
 from lib.plan.curves import Curve as BatchCurve
+from lib.system.model_folder import ADAPTER_WEIGHTS
 from lib.telemetry.run_records import read_records
 
 
@@ -132,7 +133,7 @@ def write(folder: Path) -> list[Path]:
         UserError: the folder has no records.
         OSError: the disk is full or not writable.
     """
-    run = Run(folder)
+    run = RunHistory(folder)
     while run.read():
         pass
     if not run.events and not run.series:
@@ -142,14 +143,14 @@ def write(folder: Path) -> list[Path]:
     report = folder / REPORT
     report.write_text(report_html(run, now, summary), encoding="utf-8")
     written = [report]
-    if (folder / "adapters.safetensors").exists():
+    if (folder / ADAPTER_WEIGHTS).exists():
         card = folder / CARD
         card.write_text(model_card(run, now, summary), encoding="utf-8")
         written.append(card)
     return written
 
 
-def report_html(run: Run, now: Figures, summary: dict[str, Any]) -> str:
+def report_html(run: RunHistory, now: Figures, summary: dict[str, Any]) -> str:
     """One page: figures, curves, plan, samples, environment, costs. Nothing in it is fetched from anywhere."""
     start = _start(run)
     table = _table(["held out", "before", "after"], held_out(run))
@@ -180,7 +181,7 @@ def report_html(run: Run, now: Figures, summary: dict[str, Any]) -> str:
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
 
 
-def model_card(run: Run, now: Figures, summary: dict[str, Any]) -> str:
+def model_card(run: RunHistory, now: Figures, summary: dict[str, Any]) -> str:
     """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -218,7 +219,7 @@ def model_card(run: Run, now: Figures, summary: dict[str, Any]) -> str:
 # ---- What both tell --------------------------------------------------------------------------------------------------
 
 
-def held_out(run: Run) -> list[tuple[str, str, str]]:
+def held_out(run: RunHistory) -> list[tuple[str, str, str]]:
     """Metric, before, after: of rank 0's first and last evaluation."""
     found = [event for event in run.events if event["kind"] == "evaluation" and event.get("rank") == 0]
     rows = []
@@ -229,7 +230,7 @@ def held_out(run: Run) -> list[tuple[str, str, str]]:
     return rows
 
 
-def facts(run: Run, now: Figures, summary: dict[str, Any]) -> list[tuple[str, str]]:
+def facts(run: RunHistory, now: Figures, summary: dict[str, Any]) -> list[tuple[str, str]]:
     """How the run went, name and value."""
     config = _start(run).get("config") or {}
     train, data = config.get("train") or {}, config.get("data") or {}
@@ -267,7 +268,7 @@ def ranks(now: Figures) -> tuple[list[str], list[list[str]]]:
     return columns, rows
 
 
-def samples(run: Run) -> list[str]:
+def samples(run: RunHistory) -> list[str]:
     """Prompts with the answers before and after, as rank 0 recorded them."""
     found = [event for event in run.events if event["kind"] == "samples" and event.get("rank") == 0]
     texts: dict[str, list[str]] = {}
@@ -278,14 +279,14 @@ def samples(run: Run) -> list[str]:
     return ["\n".join([prompt, *dict.fromkeys(answers)]) for prompt, answers in texts.items()]
 
 
-def environment(run: Run) -> dict[str, str]:
+def environment(run: RunHistory) -> dict[str, str]:
     """What a run was made with, name and value."""
     start = _start(run)
     found = {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
     return {name: str(value) for name, value in found.items() if value}
 
 
-def curves_svg(run: Run) -> str:
+def curves_svg(run: RunHistory) -> str:
     """A panel a quantity of training, held-out values as points; text takes the page's colour."""
     import matplotlib
 
@@ -405,7 +406,7 @@ def _missing(now: Figures) -> list[str]:
     ] * bool(hosts)
 
 
-def _start(run: Run) -> dict[str, Any]:
+def _start(run: RunHistory) -> dict[str, Any]:
     starts = [event for event in run.events if event["kind"] == "start" and event.get("rank") == 0]
     return starts[-1] if starts else {}
 

@@ -20,7 +20,7 @@ from lib.config.schema import Data
 from lib.data import index as index_module
 from lib.data import record_files, record_formats, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
-from lib.data.record_formats import Kind, Unusable, Unwanted
+from lib.data.record_formats import RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.token_cache import TokenCache
 from lib.data.tokenize import Encoder
@@ -35,7 +35,7 @@ UNPACKED = {".gz": 4, ".parquet": 4}
 
 
 def open_training(
-    settings: Data, kind: Kind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+    settings: Data, kind: RecordKind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
 ) -> Dataset | StreamedDataset:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
 
@@ -56,7 +56,7 @@ def open_training(
 
 
 def open_held_out(
-    settings: Data, kind: Kind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+    settings: Data, kind: RecordKind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
 ) -> Dataset | None:
     """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
 
@@ -101,7 +101,9 @@ def is_streamed(settings: Data, tell: Callable[[str], None] = lambda text: None)
     return sum(file.stat().st_size * UNPACKED.get(file.suffix, 1) for file in files) >= index_module.STREAMED_BYTES
 
 
-def _choose(settings: Data, kind: Kind, held_out: bool, tell: Callable[[str], None]) -> tuple[Records, np.ndarray]:
+def _choose(
+    settings: Data, kind: RecordKind, held_out: bool, tell: Callable[[str], None]
+) -> tuple[Records, np.ndarray]:
     """data.train's records, and those of them that are rows, int64 [n]."""
     weights = sources.weights_of(settings.train)
     files = [sources.files_of(source, settings, tell) for source in weights]
@@ -140,7 +142,7 @@ class StreamedDataset(Sized):
         found: Records,
         rows: np.ndarray,
         settings: Data,
-        kind: Kind,
+        kind: RecordKind,
         encoder: Encoder | None,
         vocab_size: int | None,
     ):
