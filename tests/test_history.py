@@ -14,7 +14,7 @@ from dash import html
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.dashboard import app, charts, history, run_report
+from lib.dashboard import charts, components, history, run_report
 from lib.dashboard import figures as figures_module
 from lib.dashboard.figures import figures
 from lib.dashboard.history import COLUMNS, INDEX, RunHistory, Series
@@ -161,15 +161,15 @@ def test_no_record_whatever_it_holds_breaks_a_page(found: list[tuple[str, dict[s
         drawn += [charts.speed(run, now), charts.seconds(now), charts.network(run), charts.batch_curves(run)]
         drawn += [charts.measured(run, name) for name in charts.MEASURED]
         json.dumps(drawn)
-        shown = [app._headline(html, now), app._machines(html, run, now), app._events(html, run)]
+        shown = [components.headline(html, now), components.machines(html, run, now), components.events(html, run)]
         shown += [
-            app._comparison(html, [run], [now]),
-            app._warnings(html, now),
-            app._values(run, now),
+            components.comparison(html, [run], [now]),
+            components.warnings(html, now),
+            components.chart_values(now),
         ]
         assert shown
         assert run_report.facts(run, now, {}) and isinstance(
-            run_report.samples(run) + charts.told_once(run.events), list
+            run_report.samples(run) + charts.distinct_events(run.events), list
         )
 
 
