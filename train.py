@@ -77,10 +77,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     import numpy as np
 
     from lib import errors
-    from lib.data.dataset import tokens_to_deal
+    from lib.data.dataset import lengths_and_cost
     from lib.data.micro_batches import MicroBatches
     from lib.data.prefetch import prefetch
-    from lib.data.row_order import Position, advance, deal, epoch_order, global_batch
+    from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch
     from lib.data.row_order import micro_batches as micro_batches_of
     from lib.data.streaming import StreamedDataset
     from lib.distributed import heartbeat, sharded_model
@@ -203,8 +203,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         among, rank = (workers, None) if apart is None else (world.alone(), world.rank)
         return make_step(model, optimizer, config.train, among, config.model.dropout > 0, config.sync, feedback, rank)
 
-    # Unlike devices pad unlike, but all ranks deal alike.
-    lengths, cost = tokens_to_deal(data, int(world.broadcast_text(str(multiple))), shares_prompts)
+    # Unlike devices pad unlike, but all ranks assign rows alike.
+    lengths, cost = lengths_and_cost(data, int(world.broadcast_text(str(multiple))), shares_prompts)
     passes = metal.training_passes(config.model.method, bool(plan.gradient_checkpointing))
     pace = metal.pace(config, model, data.seen.sum() / len(data), passes, world)
     make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers), pace)
@@ -219,8 +219,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
                 epoch = position.epoch
                 order = epoch_order(data.lengths, config.train.seed, epoch, batch_size, config.data.length_window)
             rows = global_batch(order, position, batch_size)
-            dealt, tokens = deal(rows, lengths, schedule.at(step).micro_batch_sizes, cost)
-            own, sizes = dealt[workers.rank], schedule.at(step).micro_batch_sizes[workers.rank]
+            assigned, tokens = assign_micro_batches(rows, lengths, schedule.at(step).micro_batch_sizes, cost)
+            own, sizes = assigned[workers.rank], schedule.at(step).micro_batch_sizes[workers.rank]
             position = advance(position, len(rows), len(data))
             made = make.of(own, max(sizes, default=1))
             own_rows = [int(row) for batch, _ in made for row in batch.rows]

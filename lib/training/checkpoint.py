@@ -228,7 +228,7 @@ def save(
         if not writer.keeps_disk:
             return
         final = folder / f"step-{progress.step:08d}"
-        arrays: dict[str, tuple[Described, models.Arrays]] = {models.WEIGHTS: weights, OPTIMIZER: state}
+        arrays: dict[str, tuple[Described, models.Arrays]] = {models.ADAPTER_WEIGHTS: weights, OPTIMIZER: state}
         texts = {
             models.ADAPTER_CONFIG: json.dumps(models.adapter_config(model, config.model), indent=2) + "\n",
             "plan.json": json.dumps(plan, indent=2) + "\n",

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from lib.data.row_order import Position, divide, epoch_order, global_batch
+from lib.data.row_order import Position, divide_rows, epoch_order, global_batch
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def deal_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> li
     for start, end in pairwise(round.edges.tolist()):
         if not len(pending) or end <= pending[0]:
             continue
-        parts = np.split(np.arange(start, end), np.cumsum(divide(end - start, shares))[:-1])
+        parts = np.split(np.arange(start, end), np.cumsum(divide_rows(end - start, shares))[:-1])
         for queue, part in zip(queues, parts, strict=True):
             if len(part):
                 queue.append(Chunk(part, start))
