@@ -65,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
-    from lib.dashboard import run_report
     from lib.evaluate.evaluator import Evaluator
     from lib.training import reference, report
     from lib.training.learner import Learner
@@ -102,6 +101,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     summary = loop.finish(launched)
     if summary is not None:
+        from lib.dashboard import run_report
+
         run_report.leave_pages(run.tracker.log_path, run.folder)
         report.show_end(run.say, run.folder, summary)
     if run.lock is not None:

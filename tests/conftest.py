@@ -93,8 +93,8 @@ def pictures() -> None:
 def no_other_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing a tiny run's curves takes four times as long as training it: runs in this process leave their pages without."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("lib.dashboard.run_report.curves_svg", lambda run: "")
-        monkeypatch.setattr("lib.dashboard.run_report.plot_curves", lambda log, picture: None)
+        monkeypatch.setattr("lib.dashboard.pictures.curves_svg", lambda run: "")
+        monkeypatch.setattr("lib.dashboard.pictures.plot_curves", lambda log, picture: None)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import record_files, record_formats
-from lib.data.record_formats import Chat, Kind, Plain, Tokens, Unusable
+from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 
 # Larger sources are read as they are needed, smaller ones whole.
@@ -109,7 +109,9 @@ class Index:
     """All of them, a line each."""
 
 
-def index(file: Path, settings: DataSettings, kind: Kind, tell: Callable[[str], None] = lambda text: None) -> Index:
+def index(
+    file: Path, settings: DataSettings, kind: RecordKind, tell: Callable[[str], None] = lambda text: None
+) -> Index:
     """The index of a file, made if there is none, or the file is another than it was.
 
     Raises:
@@ -160,7 +162,7 @@ def _read_meta(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSettings, kind: Kind) -> dict[str, Any]:
+def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSettings, kind: RecordKind) -> dict[str, Any]:
     """One pass over a file: every record checked, the usable ones entered."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

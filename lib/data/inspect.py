@@ -21,7 +21,7 @@ from lib.config import command_line, help, load
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
 from lib.data.dataset import Pieces, parse, tokenised
-from lib.data.record_formats import Kind, Unusable, Unwanted
+from lib.data.record_formats import RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
 from lib.errors import UserError
@@ -117,7 +117,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
 
 
 def _tokenised(
-    found: Records, data: DataSettings, kind: Kind, encoder: Encoder | None, vocab_size: int | None
+    found: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, vocab_size: int | None
 ) -> tuple[np.ndarray, np.ndarray, int, int, list[str], int]:
     """Pieces' tokens before truncation, int64 [n, 1 + K]; their records; rows that are cut; filtered; unusable: named, all."""
     whole = data.model_copy(update={"max_length": 2**31 - 1})  # lengths as they are
@@ -154,7 +154,7 @@ def _facts(
     found: Records,
     kept: np.ndarray,
     data: DataSettings,
-    kind: Kind,
+    kind: RecordKind,
     unusable: int,
     truncated: int,
     filtered: int,
@@ -237,7 +237,7 @@ def _show_rows(
     found: Records,
     numbers: Sequence[int],
     data: DataSettings,
-    kind: Kind,
+    kind: RecordKind,
     encoder: Encoder | None,
     tokenizer: Any,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lib.config.schema import DataSettings
 
-Kind = Literal["preference", "sft", "prompt"]
+RecordKind = Literal["preference", "sft", "prompt"]
 Message = dict[str, Any]
 
 
@@ -64,7 +64,7 @@ ANSWER = "answer"
 TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
-def parse(record: dict[str, Any], settings: DataSettings, kind: Kind) -> Tokens | Plain | Chat:
+def parse(record: dict[str, Any], settings: DataSettings, kind: RecordKind) -> Tokens | Plain | Chat:
     """The record's prompt and completions: (chosen, rejected) for preferences, one completion for SFT, none for a prompt.
 
     Raises Unusable. Columns that no setting names are ignored. Of several forms in one record the first wins:

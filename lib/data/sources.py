@@ -24,7 +24,7 @@ import numpy as np
 from lib.config.schema import DataSettings
 from lib.data import hub_datasets, record_files
 from lib.data.index import ENTRY, Index, index, locked
-from lib.data.record_formats import Kind
+from lib.data.record_formats import RecordKind
 from lib.errors import UserError
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".parquet")
@@ -156,7 +156,7 @@ _CHANGED = "put the file back as it was, or start a new run on what it is now"
 
 
 def open_records(
-    files: Sequence[Path], settings: DataSettings, kind: Kind, tell: Callable[[str], None] = lambda text: None
+    files: Sequence[Path], settings: DataSettings, kind: RecordKind, tell: Callable[[str], None] = lambda text: None
 ) -> Records:
     """The records of these files, each indexed.
 

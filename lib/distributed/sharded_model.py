@@ -10,7 +10,7 @@ from lib.data import tokenizer
 from lib.distributed.sharded_world import ShardedWorld, sharded
 from lib.distributed.world import World
 from lib.model import load, tensor_parallel
-from lib.model.partition import Division, divide, shape_of
+from lib.model.partition import Division, divide, model_shape_of
 from lib.system import metal
 
 
@@ -43,7 +43,7 @@ def load_reference(settings: Config, world: World) -> nn.Module:
     with world.agreeing("loading the reference"):
         model = load.load_reference(settings.model, settings.train.seed, lazy=weights is not None)
         stored = tokenizer.stored_config(load.reference_settings(settings.model))
-        shape = shape_of(stored, settings.model.dtype) if weights else None
+        shape = model_shape_of(stored, settings.model.dtype) if weights else None
         division = divide(shape, weights, settings.model.shard_vocabulary) if shape and weights else None
     divided(model, division, world)
     return model

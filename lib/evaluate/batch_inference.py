@@ -30,7 +30,7 @@ from lib.data import sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.collate import collate
 from lib.data.dataset import Example, parse, tokenised
-from lib.data.record_formats import ANSWER, Kind, Unusable
+from lib.data.record_formats import ANSWER, RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder, encode_prompt
@@ -107,7 +107,7 @@ def pull(
     return figures
 
 
-def open_rows(source: str, settings: DataSettings, kind: Kind, say: RunConsole) -> Records:
+def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:
     """All usable records of a source, in order."""
     return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
 

@@ -209,8 +209,8 @@ def _read_config(options: argparse.Namespace) -> Config:
         model = {"path": options.model, "reference": options.reference or "initial"}
         return load.load(None, options.overrides, base={"model": model, "data": {"train": options.data}})
     path = Path(options.run) / "config.yaml"
-    if not (Path(options.run) / adapter_files.WEIGHTS).is_file():
-        raise UserError(f"--run {options.run}: no finished run there ({adapter_files.WEIGHTS} is missing)")
+    if not (Path(options.run) / adapter_files.ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"--run {options.run}: no finished run there ({adapter_files.ADAPTER_WEIGHTS} is missing)")
     extra = [f"model.reference={options.reference}"] if options.reference else []
     extra += [f"data.valid={options.data}"] if options.data else []
     settings = load.load(path, [*extra, *options.overrides])

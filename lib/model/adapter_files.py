@@ -16,10 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config import schema
 from lib.errors import UserError
-
-WEIGHTS = "adapters.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-
+from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 Arrays = Iterable[tuple[str, mx.array | np.ndarray]]  # or the raw bytes
@@ -55,7 +52,7 @@ def save_trained(
     if described is None:
         own = sorted(trainable(model).items())
         described, arrays = {name: (array.shape, array.dtype) for name, array in own}, own
-    write_arrays(folder / WEIGHTS, described, arrays)
+    write_arrays(folder / ADAPTER_WEIGHTS, described, arrays)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model, settings), indent=2) + "\n")
 
 
@@ -114,9 +111,9 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
         UserError: they are not those of the wanted names and shapes; names the first of them.
     """
     try:
-        loaded = mx.load(str(folder / WEIGHTS))
+        loaded = mx.load(str(folder / ADAPTER_WEIGHTS))
     except (RuntimeError, OSError) as error:
-        raise UserError(f"{where} {folder}: {WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
             raise UserError(

@@ -14,9 +14,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import schema
 from lib.errors import UserError
-from lib.model.adapter_files import ADAPTER_CONFIG, adapter_config, load_trained, rank_axis, trainable
+from lib.model.adapter_files import adapter_config, load_trained, rank_axis, trainable
 from lib.model.lora import take_low_rank_linear
 from lib.model.swiglu import take_own_swiglu
+from lib.system.model_folder import ADAPTER_CONFIG
 
 
 def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) -> None:

@@ -27,7 +27,7 @@ def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
     """
     hidden = mx.take(hidden_states(model, inputs, getattr(model, "attention_window", None)), inputs["scored"], axis=0)
     logps = token_logps(model, hidden, inputs["targets"])
-    return mx.where(inputs["mask"], mx.take(logps, inputs["places"]), 0.0).sum(axis=-1)
+    return mx.where(inputs["mask"], mx.take(logps, inputs["logp_indices"]), 0.0).sum(axis=-1)
 
 
 # ---- The head and the loss ---------------------------------------------------------------------------------

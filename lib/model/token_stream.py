@@ -40,7 +40,7 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any], window: int | None =
     window: tokens that each attends to, itself included; for models that take a stream.
     """
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
-    if inputs["prefix_length"] == 0 and "slots" not in inputs and window is None:
+    if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
         hidden = _run_backbone(model, tokens.reshape(rows * completions, -1))
     else:
         stream = Stream(
@@ -48,8 +48,8 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any], window: int | None =
             rows,
             completions,
             inputs["prefix_length"],
-            inputs.get("slots"),
-            inputs.get("sources"),
+            inputs.get("suffix_indices"),
+            inputs.get("suffix_uses"),
             window,
         )
         hidden = _run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
@@ -61,7 +61,7 @@ class Stream:
 
     Args:
         offset: int32 [N], the name by which blocks ask for the positions.
-        prefix: P; slots, sources: of a ragged stream (see Batch).
+        prefix: P; suffix_indices, suffix_uses: of a ragged stream (see Batch).
         window: tokens that each attends to, itself included.
     """
 
@@ -71,19 +71,19 @@ class Stream:
         rows: int,
         completions: int,
         prefix: int,
-        slots: mx.array | None,
-        sources: mx.array | None,
+        suffix_indices: mx.array | None,
+        suffix_uses: mx.array | None,
         window: int | None = None,
     ):
         self.offset, self.rows, self.completions, self.prefix = offset, rows, completions, prefix
-        self.slots, self.sources, self.window = slots, sources, window
-        self.behind = offset.size - rows * prefix
-        self.length = self.behind // (rows * completions) if slots is None else slots.shape[-1]
-        if slots is not None and sources is not None:
+        self.suffix_indices, self.suffix_uses, self.window = suffix_indices, suffix_uses, window
+        self.suffix_tokens = offset.size - rows * prefix
+        self.length = self.suffix_tokens // (rows * completions) if suffix_indices is None else suffix_indices.shape[-1]
+        if suffix_indices is not None and suffix_uses is not None:
             # A token that several sequences share takes its output from the first of them.
-            flat = slots.reshape(-1)
-            first = mx.take(sources[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
-            self.slots, self.owned = flat, mx.where(first, flat, -1)
+            flat = suffix_indices.reshape(-1)
+            first = mx.take(suffix_uses[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
+            self.suffix_indices, self.owned = flat, mx.where(first, flat, -1)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:  # noqa: N803
         return None if window_size is None else Window(window_size)
@@ -124,11 +124,15 @@ class Stream:
 
     def _spread(self, x: mx.array) -> mx.array:
         """[N - b * P, ...] ➜ [b * K * T, ...]; what stands at a sequence's padding is looked at by nobody."""
-        return x if self.slots is None or self.sources is None else _move(x, self.slots, self.sources)
+        return (
+            x
+            if self.suffix_indices is None or self.suffix_uses is None
+            else _move(x, self.suffix_indices, self.suffix_uses)
+        )
 
     def _gather(self, x: mx.array) -> mx.array:
         """The way back."""
-        return x if self.sources is None else _move(x, self.sources[:, 0], self.owned[:, None])
+        return x if self.suffix_uses is None else _move(x, self.suffix_uses[:, 0], self.owned[:, None])
 
 
 class Window:
@@ -151,9 +155,9 @@ def local_attention(
     sequences, length = queries.shape[0], keys.shape[2]
     if window is None or length <= window:
         return sdpa(queries, keys, values, mask="causal", **options)
-    behind = length - queries.shape[2]
-    start = max(behind, window)  # from here on every window is full
-    early = start - behind
+    query_start = length - queries.shape[2]
+    start = max(query_start, window)  # from here on every window is full
+    early = start - query_start
     rest = length - start
     padding = [(0, 0), (0, 0), (0, -rest % window), (0, 0)]
 
@@ -234,8 +238,8 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
         "prefix_length": 2,
         "tokens": mx.array([*prompt, *long, *short]),
         "offsets": mx.array([0, 1, 2, 3, 4, 5, 6, 7, 5]),
-        "slots": mx.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]]),
-        "sources": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
+        "suffix_indices": mx.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]]),
+        "suffix_uses": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
         "mask": mask,
     }
     was_training = model.training

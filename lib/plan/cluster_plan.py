@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lib.config.schema import Config
-from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.curves import BatchCurve, CurveKey
 
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
@@ -184,7 +184,7 @@ class ClusterPlan:
         }
 
 
-def training_bytes_per_byte(config: Config, shape: Shape) -> float:
+def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
     """What training adds to the weights: full training keeps for each that it trains, whatever its type, four float32 numbers.
 
     They are the gradient's sum, the two moments of an Adam, and what an update makes of them before the old is let go.
@@ -194,7 +194,7 @@ def training_bytes_per_byte(config: Config, shape: Shape) -> float:
     return 4 * 4 / shape.weight_bytes * min(config.model.blocks or shape.blocks, shape.blocks) / shape.blocks
 
 
-def whole_bytes(config: Config, shape: Shape) -> int:
+def whole_bytes(config: Config, shape: ModelShape) -> int:
     """What a host that keeps the whole model needs at least: all but activations."""
     weights, others = rank_bytes(shape, divide(shape, [1.0]), 0)
     return round((1 + training_bytes_per_byte(config, shape)) * (weights + others))

@@ -10,7 +10,7 @@ import numpy as np
 
 from lib.config.schema import Config
 from lib.errors import UserError
-from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.balance import (
     DEFAULT_MICRO_BATCH_SIZE,
     best_shares,
@@ -157,7 +157,7 @@ def plan_cluster(
 def plan_sharded(
     config: Config,
     hosts: Sequence[str],
-    shape: Shape,
+    shape: ModelShape,
     memory_bytes: Sequence[int | None],
     gflops: Sequence[float | None],
     model: Model | None = None,

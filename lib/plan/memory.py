@@ -24,10 +24,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lib.data.batch_shapes import NEED, real_tokens
-from lib.data.batch_shapes import Shape as BatchShape
-from lib.data.batch_shapes import shape_of as batch_shape_of
-from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
+from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.step_arrays import Backend, Step, Training
 
 MARGIN = 1.05  # for what is small and not written down: views, sums, indices, the rounding of allocations
@@ -48,7 +46,9 @@ class StepBytes:
         return self.weights + self.trained + self.gradients + self.activations
 
 
-def step_bytes(shape: Shape, training: Training, batch: BatchShape, backend: Backend, weight_bytes: int) -> StepBytes:
+def step_bytes(
+    shape: ModelShape, training: Training, batch: BatchShape, backend: Backend, weight_bytes: int
+) -> StepBytes:
     """What a step of micro-batches of this shape needs at its largest moment.
 
     Args:
@@ -116,7 +116,7 @@ class Rows:
 class Model:
     """What is trained, and on what: enough to say what any micro-batch of it needs on any host."""
 
-    shape: Shape
+    shape: ModelShape
     training: Training
     rows: Rows
 
@@ -127,7 +127,7 @@ class Model:
         )
 
     def of_part(
-        self, part: Shape, weight_bytes: int, pairs: int, backend: Backend, checkpointing: bool | None = None
+        self, part: ModelShape, weight_bytes: int, pairs: int, backend: Backend, checkpointing: bool | None = None
     ) -> StepBytes:
         """The same for a rank's part of the model."""
         training = self.training if checkpointing is None else replace(self.training, checkpointing=checkpointing)
@@ -154,7 +154,7 @@ def metal_limit_bytes(memory_bytes: int) -> int:
     return memory_bytes * 3 // 4 if memory_bytes > 36 * 2**30 else memory_bytes * 2 // 3
 
 
-def rank_shape(shape: Shape, division: Division, rank: int) -> Shape:
+def rank_shape(shape: ModelShape, division: Division, rank: int) -> ModelShape:
     """A rank's part of a divided model, as a model of its own."""
     heads = division.kv_heads[rank]
     return replace(

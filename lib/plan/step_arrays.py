@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from lib.data.batch_shapes import Shape as BatchShape
-from lib.model.partition import Shape
+from lib.data.batch_shapes import BatchShape
+from lib.model.partition import ModelShape
 
 Backend = Literal["cpu", "metal", "cuda"]
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/token_stream.py has it
@@ -111,7 +111,7 @@ class Tape:
 class Step:
     """Writes down one micro-batch of a step."""
 
-    def __init__(self, shape: Shape, training: Training, batch: BatchShape, backend: Backend):
+    def __init__(self, shape: ModelShape, training: Training, batch: BatchShape, backend: Backend):
         self.shape, self.training, self.batch, self.backend = shape, training, batch, backend
         self.tape = Tape()
         self.tokens: float = batch.tokens

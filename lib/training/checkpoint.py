@@ -251,7 +251,7 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
         if not writer.keeps_disk:
             return
         final = folder / f"step-{progress.step:08d}"
-        arrays: dict[str, tuple[Described, models.Arrays]] = {models.WEIGHTS: weights, OPTIMIZER: moments}
+        arrays: dict[str, tuple[Described, models.Arrays]] = {models.ADAPTER_WEIGHTS: weights, OPTIMIZER: moments}
         texts = {
             models.ADAPTER_CONFIG: json.dumps(models.adapter_config(model, config.model), indent=2) + "\n",
             "plan.json": json.dumps(state.plan, indent=2) + "\n",

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lib.data.dataset import Dataset, tokens_to_deal
+from lib.data.dataset import Dataset, lengths_and_cost
 from lib.data.micro_batches import MicroBatches
 from lib.data.prefetch import prefetch
-from lib.data.row_order import Position, advance, deal, epoch_order, global_batch, micro_batches
+from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.model import adapter_files
@@ -66,7 +66,7 @@ class Batches:
         config, world, data, layout = run.config, run.world, run.inputs.data, run.layout
         # Unlike devices pad unlike, but all ranks assign the same rows.
         multiple = int(world.broadcast_text(str(layout.length_multiple)))
-        lengths, cost = tokens_to_deal(data, multiple, layout.shares_prompts)
+        lengths, cost = lengths_and_cost(data, multiple, layout.shares_prompts)
         passes = metal.training_passes(config.model.method, bool(run.plan.gradient_checkpointing))
         pace = metal.pace(config, run.model, data.seen.sum() / len(data), passes, world)
         compiled = is_compiled(config.train, world.workers)
@@ -84,7 +84,7 @@ class Batches:
                 order = epoch_order(data.lengths, settings.train.seed, epoch, batch_size, settings.data.length_window)
             rows = global_batch(order, position, batch_size)
             sizes = run.schedule.at(step).micro_batch_sizes
-            parts, costs = deal(rows, self.lengths, sizes, self.cost)
+            parts, costs = assign_micro_batches(rows, self.lengths, sizes, self.cost)
             position = advance(position, len(rows), len(data))
             made = self.make.of(parts[rank], max(sizes[rank], default=1))
             own_rows = [int(row) for batch, _ in made for row in batch.rows]

@@ -191,4 +191,6 @@ def _fault(path: Path) -> str | None:
                 return f"{name} does not match its hash"
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
-    return None if {STATE, OPTIMIZER, models.WEIGHTS} <= hashes.keys() else "files are missing from its manifest"
+    return (
+        None if {STATE, OPTIMIZER, models.ADAPTER_WEIGHTS} <= hashes.keys() else "files are missing from its manifest"
+    )

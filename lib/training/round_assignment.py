@@ -14,7 +14,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from lib.data.row_order import Position, divide, epoch_order, global_batch
+from lib.data.row_order import Position, divide_rows, epoch_order, global_batch
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def assign_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> 
     for start, end in pairwise(round.edges.tolist()):
         if not len(pending) or end <= pending[0]:
             continue
-        parts = np.split(np.arange(start, end), np.cumsum(divide(end - start, shares))[:-1])
+        parts = np.split(np.arange(start, end), np.cumsum(divide_rows(end - start, shares))[:-1])
         for queue, part in zip(queues, parts, strict=True):
             if len(part):
                 queue.append(Chunk(part, start))

@@ -84,10 +84,9 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class OwnGradients:
-    """What one rank brings to the sum: float32 gradients and SUMS, tokens, and the bytes it held if memory ran out."""
+class OwnPart:
+    """What one rank brings to the sum beside its gradients: SUMS, tokens, and the bytes it held if memory ran out."""
 
-    gradients: Tree
     sums: mx.array
     tokens: int
     padded_tokens: int
@@ -253,10 +252,11 @@ class TrainStep:
         self.model.train()
         if self.dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
             mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
-        own, failure = self._own_gradients(f"step {index + 1}", batches)
+        gradients, own, failure = self._own_gradients(f"step {index + 1}", batches)
         compute_seconds = time.perf_counter() - started
 
-        gradients, totals, left_out = self._sum_over_ranks(own, compute_seconds, elapsed)
+        # Names are bound anew: a rank has no room for its own gradients beside the sum.
+        gradients, totals, left_out = self._sum_over_ranks(gradients, own, compute_seconds, elapsed)
         gradients, squares = self.mean_of(gradients, totals[SUMS.index("count")])
         norm = mx.sqrt(self.world.sum_of_all(squares))
         mx.eval(norm, totals)
@@ -293,8 +293,8 @@ class TrainStep:
             traces=len(self.shapes),
         )
 
-    def _own_gradients(self, what: str, batches: Iterable[MicroBatch]) -> tuple[OwnGradients, str | None]:
-        """This rank's part of the sum. Zeros, and what went wrong, where memory ran out and other ranks wait in the sum."""
+    def _own_gradients(self, what: str, batches: Iterable[MicroBatch]) -> tuple[Tree, OwnPart, str | None]:
+        """This rank's part of the sum; zeros, and what went wrong, where memory ran out and others wait in the sum."""
         counted: list[Batch] = []
         tokens = padded_tokens = failed_bytes = 0
         gradients, sums, failure = _tried(
@@ -307,7 +307,7 @@ class TrainStep:
             padded_tokens = sum(batch.computed_tokens for batch in counted)
         if gradients is None:  # no row of this step is this rank's
             gradients = tree_map(lambda p: mx.zeros(p.shape, mx.float32), self.model.trainable_parameters())
-        return OwnGradients(gradients, sums, tokens, padded_tokens, failed_bytes), failure
+        return gradients, OwnPart(sums, tokens, padded_tokens, failed_bytes), failure
 
     def _forward_backward(
         self, what: str, batches: Iterable[MicroBatch], counted: list[Batch]
@@ -332,7 +332,7 @@ class TrainStep:
         return gradients, sums
 
     def _sum_over_ranks(
-        self, own: OwnGradients, compute_seconds: float, elapsed_seconds: float
+        self, gradients: Tree, own: OwnPart, compute_seconds: float, elapsed_seconds: float
     ) -> tuple[Tree, mx.array, exchange.Arrays]:
         """Gradients summed over the ranks; a float32 vector; and what compression left out of the gradients.
 
@@ -344,7 +344,7 @@ class TrainStep:
         seconds, failed_bytes = [0.0] * size, [0.0] * size
         seconds[rank], failed_bytes[rank] = compute_seconds, float(own.failed_bytes)
         vector = mx.concatenate([own.sums, mx.array([*seconds, *failed_bytes, float(own.tokens), elapsed_seconds])])
-        return exchange.sum_gradients(self.world, own.gradients, vector, self.sync, self.feedback)
+        return exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
 
     def _apply(self, gradients: Tree, norm: mx.array, rate: float) -> None:
         self.optimizer.learning_rate = rate
