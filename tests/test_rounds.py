@@ -45,20 +45,20 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
                 batches = [{len(queue) for queue in queues}]
                 cut = int(rng.integers(1, len(this.edges)))
                 end = this.edges[min(int(np.searchsorted(this.edges, pending[0])) + cut, len(this.edges) - 1)]
-                done = [sum(chunk.places[-1] < end for chunk in queue) for queue in queues]
+                done = [sum(chunk.indices[-1] < end for chunk in queue) for queue in queues]
                 assert batches
             else:
                 queues = round_assignment.assign_by_speed(this, pending, shares, rng.uniform(0.1, 9, ranks).tolist())
                 done = [int(rng.integers(0, len(queue) + 1)) for queue in queues]
-            dealt = [chunk.places for queue in queues for chunk in queue]
+            dealt = [chunk.indices for queue in queues for chunk in queue]
             assert sorted(np.concatenate(dealt).tolist()) == pending.tolist(), "dealt twice, or not at all"
             for rank, queue in enumerate(queues):
                 for chunk in queue:
-                    assert 0 < len(chunk.places) <= shares[rank]
-                    assert len({int(this.epochs[place]) for place in chunk.places}) == 1
+                    assert 0 < len(chunk.indices) <= shares[rank]
+                    assert len({int(this.epochs[place]) for place in chunk.indices}) == 1
             for queue, count in zip(queues, done, strict=True):
                 for chunk in queue[:count]:
-                    seen += [(int(this.epochs[place]), int(this.rows[place])) for place in chunk.places]
+                    seen += [(int(this.epochs[place]), int(this.rows[place])) for place in chunk.indices]
             pending = round_assignment.left_over(pending, queues, done)
             state = json.loads(json.dumps(round_assignment.to_state(pending, held)))
             assert round_assignment.from_state(**state, size=held).tolist() == pending.tolist()
@@ -80,7 +80,7 @@ def test_dealt_by_speed_all_end_within_a_chunk_of_each_other(shares: list[int], 
     speeds = speeds[: len(shares)]
     this = round_assignment.open_round(0, 10**6, size, np.ones(size, int), 0, size, 1)
     queues = round_assignment.assign_by_speed(this, np.arange(size), shares, speeds)
-    ends = [sum(len(c.places) for c in queue) / speed for queue, speed in zip(queues, speeds, strict=True)]
+    ends = [sum(len(c.indices) for c in queue) / speed for queue, speed in zip(queues, speeds, strict=True)]
     longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
     assert max(ends) <= size / sum(speeds) + longest * (1 + 1e-9)
     befores = [chunk.before for queue in queues for chunk in queue]
@@ -91,8 +91,8 @@ def test_planned_shares_are_those_of_a_synchronous_step() -> None:
     this = round_assignment.open_round(3, 9, 40, np.arange(21), 0, 8, 1)
     queues = round_assignment.assign_planned(this, np.arange(len(this.rows)), [6, 2])
     batches = np.diff(this.edges).tolist()
-    assert batches == [8, 8, 5, 8, 8, 5][: len(batches)] and [len(c.places) for c in queues[0]][:3] == [6, 6, 4]
-    assert [len(c.places) for c in queues[1]][:3] == [2, 2, 1]
+    assert batches == [8, 8, 5, 8, 8, 5][: len(batches)] and [len(c.indices) for c in queues[0]][:3] == [6, 6, 4]
+    assert [len(c.indices) for c in queues[1]][:3] == [2, 2, 1]
     assert [chunk.before for chunk in queues[0]] == this.edges[:-1].tolist()
 
 

@@ -1,8 +1,8 @@
 """Arrays made small for the network, and large again: pure functions on MLX arrays.
 
 Kinds: `none` (float32), `bf16`, `int8` (a scale for each block of 256 values) and `topk` (the largest values and their
-places). What int8 and topk leave out is handed back by `encode`; whoever adds it to the next array loses nothing in the
-long run (error feedback: arXiv:1809.07599, algorithm 1; arXiv:1901.09847).
+indices). What int8 and topk leave out is handed back by `encode`; whoever adds it to the next array loses nothing in
+the long run (error feedback: arXiv:1809.07599, algorithm 1; arXiv:1901.09847).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def encode(array: mx.array, kind: Kind, fraction: float = 1.0) -> list[mx.array]
         values = mx.round(blocks / mx.where(scales == 0, 1.0, scales))
         return [values.astype(mx.int8).reshape(-1)[: flat.size], scales.reshape(-1)]
     count = kept(flat.size, fraction)
-    places = mx.argpartition(-mx.abs(flat), count - 1)[:count].astype(mx.uint32)
+    indices = mx.argpartition(-mx.abs(flat), count - 1)[:count].astype(mx.uint32)
     # A value that is not finite need not be among the largest, but has to be noticed.
-    return [places, flat[places] + (0 * flat).sum()]
+    return [indices, flat[indices] + (0 * flat).sum()]
 
 
 def decode(parts: list[mx.array], kind: Kind, shape: tuple[int, ...]) -> mx.array:
@@ -50,9 +50,9 @@ def decode(parts: list[mx.array], kind: Kind, shape: tuple[int, ...]) -> mx.arra
         blocks = mx.pad(values, (0, -size % BLOCK)).astype(mx.float32).reshape(-1, BLOCK)
         return (blocks * scales[:, None]).reshape(-1)[:size].reshape(shape)
     if kind == "topk":
-        places, values = parts
+        indices, values = parts
         flat = mx.zeros(size, mx.float32)
-        flat[places] = values
+        flat[indices] = values
         return flat.reshape(shape)
     return parts[0].astype(mx.float32).reshape(shape)
 

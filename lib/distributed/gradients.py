@@ -23,7 +23,7 @@ def gather(
 ) -> tuple[list[Arrays], Arrays]:
     """Every rank's arrays as they arrive, float32, in rank order; and what was left out, for the next time.
 
-    arrays: by name, alike on all ranks. feedback: what the last time left out of these; empty at first.
+    arrays: by name, with the same names and shapes on all ranks. feedback: what the last time left out of these.
     """
     names, kind = sorted(arrays), settings.compression
     wanted = {name: _with(arrays[name], feedback.get(name)) for name in names}

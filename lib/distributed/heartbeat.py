@@ -1,9 +1,9 @@
 """What a rank says of itself while it works: that it lives, and what it waits for.
 
-The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT` and this machine's own name). A thread of its own tells it, twice a second,
-how many waits for other ranks are over, which one goes on, and which pass through the model, so that a rank that was stopped,
-one that is late, one that hangs and one that waits for a dead peer look different from outside. Where nobody listens nothing
-is sent.
+The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT` and this machine's own name). A thread of
+its own tells it, twice a second, how many waits for other ranks are over, which one goes on, and which pass through the
+model. So a rank that was stopped, one that is late, one that hangs and one that waits for a dead peer look different
+from outside. Where nobody listens nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,22 +16,42 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict, Unpack
 
 from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
 SECONDS = 0.5
-NO_PASS: dict[str, Any] = {"passing": None, "passing_since": 0.0, "passes": 1}
 
 
-_facts: dict[str, Any] = {}
+class Facts(TypedDict, total=False):
+    """What a rank says of itself; nothing where nobody listens."""
+
+    rank: int
+    pid: int
+    waits: int  # that are over
+    waiting: str | None  # for what, now
+    since: float  # by time.monotonic()
+    passing: str | None  # what pass through the model goes on
+    passing_since: float
+    passes: int  # that it is long
+    run: str  # the folder to resume from
+    checkpoint: int  # its newest step
+    micro_batch_size: int
+    gradient_checkpointing: bool
+    machine: str
+    ended: bool  # by itself: nobody killed it
+
+
+NO_PASS: Facts = {"passing": None, "passing_since": 0.0, "passes": 1}
+
+_facts: Facts = {}
 _ended = threading.Event()
 _changed = threading.Event()
 
 
 def agent_folder() -> str:
-    """The folder of this host's agent. It has the host's name, because hosts may share /tmp; a variable that mpirun hands to all has not."""
+    """The folder of this host's agent, with the host's name: hosts may share /tmp, and mpirun's variables."""
     return f"{os.environ[ADDRESS]}-{network.own_name()}"
 
 
@@ -39,7 +59,7 @@ def start(rank: int) -> None:
     """Begins to beat, if a launcher's agent listens."""
     if ADDRESS not in os.environ or _facts:
         return
-    _facts.update(rank=rank, pid=os.getpid(), waits=0, waiting=None, since=time.monotonic(), **NO_PASS)
+    _facts.update({"rank": rank, "pid": os.getpid(), "waits": 0, "waiting": None, "since": time.monotonic(), **NO_PASS})
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.connect(f"{agent_folder()}/agent")
@@ -50,7 +70,7 @@ def start(rank: int) -> None:
     thread.start()
 
     def end() -> None:  # a thread that lives on would spoil the exit status under mpirun
-        _facts["ended"] = True  # by itself: nobody killed it
+        _facts["ended"] = True
         _ended.set()
         _changed.set()
         thread.join(2)
@@ -58,8 +78,8 @@ def start(rank: int) -> None:
     atexit.register(end)
 
 
-def tell(**facts: Any) -> None:
-    """Adds to what is told, at once: `run`, the folder to resume from; `checkpoint`, its newest step."""
+def tell(**facts: Unpack[Facts]) -> None:
+    """Adds to what is said, at once."""
     if _facts:
         _facts.update(facts)
         _changed.set()
@@ -68,31 +88,34 @@ def tell(**facts: Any) -> None:
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Says that this rank waits for others while the block runs."""
-    _facts.update(waiting=what, since=time.monotonic()) if _facts else None
+    if _facts:
+        _facts.update({"waiting": what, "since": time.monotonic()})
     try:
         yield
     finally:
-        _facts.update(waiting=None, since=time.monotonic(), waits=_facts["waits"] + 1) if _facts else None
+        if _facts:
+            _facts.update({"waiting": None, "since": time.monotonic(), "waits": _facts["waits"] + 1})
 
 
 @contextlib.contextmanager
 def passing(what: str, passes: int = 1) -> Iterator[None]:
     """Says that this rank computes while the block runs, which is so many passes long: without end, it hangs."""
-    _facts.update(passing=what, passing_since=time.monotonic(), passes=passes) if _facts else None
+    if _facts:
+        _facts.update({"passing": what, "passing_since": time.monotonic(), "passes": passes})
     try:
         yield
     finally:
-        _facts.update(NO_PASS) if _facts else None
+        if _facts:
+            _facts.update(NO_PASS)
 
 
 def _beat(listener: socket.socket) -> None:
     with listener, contextlib.suppress(OSError):  # the agent is gone
         listener.sendall(b'{"kind": "beat"}\n')
         while True:
-            facts = dict(_facts)
-            now = time.monotonic()
-            facts["seconds"], facts["passing_seconds"] = now - facts.pop("since"), now - facts.pop("passing_since")
-            listener.sendall(json.dumps(facts).encode() + b"\n")
+            facts, now = _facts.copy(), time.monotonic()
+            seconds = {"seconds": now - facts.pop("since"), "passing_seconds": now - facts.pop("passing_since")}
+            listener.sendall(json.dumps({**facts, **seconds}).encode() + b"\n")
             if _ended.is_set():
                 return
             _changed.wait(SECONDS)

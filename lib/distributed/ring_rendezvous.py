@@ -1,13 +1,13 @@
 """The ranks of a ring wait for each other before MLX connects them, in whatever order they were started.
 
 MLX's last rank connects to the first, the first then to the second, and so on; a rank that is refused asks again after
-1, 2, 4, 8 and 16 s, and then gives up. So a greeting goes round first: rank 0 calls rank 1, which then calls rank 2, and
-the last one calls rank 0. Once rank 0 has been called, every rank is there and about to listen.
+1, 2, 4, 8 and 16 s, and then gives up. So a greeting goes round first: rank 0 calls rank 1, which then calls rank 2,
+and the last one calls rank 0. Once rank 0 has been called, every rank is there and about to listen.
 
-Each rank is called by the one before it only, at its first address: MLX's configurator gives a host of a Thunderbolt ring
-the address that faces its previous neighbour, which no other host reaches. Callers and listeners use the ring's own ports,
-which a firewall lets through. A connection counts when both ends have said their words: strangers are passed over, and no
-call is left over that MLX could take for a neighbour's.
+Each rank is called by the one before it only, at its first address: MLX's configurator gives a host of a Thunderbolt
+ring the address that faces its previous neighbour, which no other host reaches. Callers and listeners use the ring's
+own ports, which a firewall lets through. A connection counts when both ends have said their words: strangers are passed
+over, and no call is left over that MLX could take for a neighbour's.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _be_called(address: Address) -> None:
         listener = socket.create_server(address, reuse_port=True)
     except OSError as error:
         raise UserError(
-            f"this rank cannot listen at {address[0]}:{address[1]}: {error.strerror}; in the host file give an address that this "
-            "host has, or another port by --starting-port"
+            f"this rank cannot listen at {address[0]}:{address[1]}: {error.strerror}; in the host file give an address "
+            "that this host has, or another port by --starting-port"
         ) from None
     with listener:
         while True:

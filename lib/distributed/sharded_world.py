@@ -73,7 +73,7 @@ class Lockstep(World):
 
     @contextlib.contextmanager
     def together(self, what: str, passes: int = 1) -> Iterator[None]:
-        """Ranks meet on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
+        """Ranks synchronise on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
 
         Raises:
             OutOfMemory: a rank gave up instead.
@@ -84,5 +84,5 @@ class Lockstep(World):
             yield
 
     def give_up(self, what: str) -> None:
-        """Meets the others, who are about to pass through the model, to say that this rank's memory does not allow it."""
+        """Tells the others, who are about to pass through the model, that this rank's memory does not allow it."""
         self.ranks.all_sum(mx.array(1.0), what)

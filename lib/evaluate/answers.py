@@ -30,12 +30,12 @@ def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_t
     mine = list(range(world.rank, len(prompts), world.size))
     tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
 
-    def answers(places: Sequence[int]) -> list[list[int]]:
-        with world.together("greedy answers", passes=len(places)):
+    def answers(indices: Sequence[int]) -> list[list[int]]:
+        with world.together("greedy answers", passes=len(indices)):
             response = batch_generate(
                 model,
                 tokenizer,
-                [prompts[i] for i in places],
+                [prompts[i] for i in indices],
                 max_tokens=max_tokens,
                 return_token_ids=True,
                 sampler=lambda logps: world.decide(mx.argmax(logps, axis=-1)),
@@ -53,9 +53,8 @@ def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_t
 
 def exact_match(questions: list[Question], texts: list[str], settings: Config) -> float:
     """The share of questions whose continuation gives the right answer; the pattern's last match is what it gives."""
-    return sum(_is_right(question, text, settings) for question, text in zip(questions, texts, strict=True)) / len(
-        questions
-    )
+    right = [_is_right(question, text, settings) for question, text in zip(questions, texts, strict=True)]
+    return sum(right) / len(questions)
 
 
 def _is_right(question: Question, text: str, settings: Config) -> bool:

@@ -1,8 +1,8 @@
 """A whole file scored, answered or made into pairs, by all ranks at their own pace.
 
-Every rank has the whole model, pulls chunks of rows (lib/evaluate/work_queue.py), reads them by the file's index, and hands in a line
-of JSON for each row. What a chunk's rows come to depends on the chunk alone, not on who does it, so that one rank's
-output is that of many; what is drawn follows from train.seed and the chunk.
+Every rank has the whole model, pulls chunks of rows (lib/evaluate/work_queue.py), reads them by the file's index, and
+hands in a line of JSON for each row. What a chunk's rows come to depends on the chunk alone, not on who does it, so
+that one rank's output is that of many; what is drawn follows from train.seed and the chunk.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -49,12 +49,22 @@ from lib.training.step import objective
 KINDS = ("logps", "rewards", "greedy", "samples")
 
 
+class Figures(TypedDict):
+    """What became of a file; empty on all ranks but rank 0."""
+
+    rows: int
+    scored: int  # by this command, without what was there already
+    seconds: float
+    rows_per_second: float
+    chunks_by_rank: dict[str, int]
+
+
 def pull(
-    kind: str, key: str, found: Records, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
-) -> dict[str, Any]:
+    kind: str, key: str, records: Records, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
+) -> Figures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
-    key: digest of all that the lines depend on. do: lines for some rows.
+    key: digest of all that the lines depend on. do: makes lines for some rows.
 
     Returns:
         On rank 0, the figures for people and machines; elsewhere nothing.
@@ -62,7 +72,7 @@ def pull(
     Raises:
         AgreedError, UserError: on one rank, so on all.
     """
-    size, total = settings.evaluate.batch_size, len(found)
+    size, total = settings.evaluate.batch_size, len(records)
     say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
     server = dispatcher = None
@@ -83,9 +93,9 @@ def pull(
     if dispatcher is None:
         # From here on no rank waits for another in a collective: who is gone is missed by nobody.
         work(Remote(address, world.rank, world.timeout_seconds), lines_of)
-        return {}
+        return None
     with say.counting(kind, total) as progress:
-        dispatcher.told = lambda done, by_rank: progress(min(done * size, total))
+        dispatcher.report = lambda done, by_rank: progress(min(done * size, total))
         work(Local(dispatcher), lines_of)
     try:
         dispatcher.journal.finish(out)
@@ -96,13 +106,7 @@ def pull(
         server.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
     rows = total - min(before * size, total)
-    figures = {
-        "rows": total,
-        "scored": rows,
-        "seconds": seconds,
-        "rows_per_second": rows / seconds,
-        "chunks_by_rank": by_rank,
-    }
+    figures = Figures(rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank)
     say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
     return figures
 
@@ -117,8 +121,8 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def digest_of(found: Records) -> str:
-    return key_of(*((index.digest, len(index.entries)) for index in found.indices))
+def digest_of(records: Records) -> str:
+    return key_of(*((index.digest, len(index.entries)) for index in records.indices))
 
 
 # ---- Log-probabilities and rewards
@@ -128,19 +132,20 @@ class Scorer:
     """Log-probabilities of records' completions, and with a reference DPO's rewards.
 
     Args:
-        reference: a model; or the policy's trained parameters as they were before training; None for log-probabilities alone.
+        reference: a model; or the policy's trained parameters as they were before training; None for log-probabilities
+            alone.
     """
 
     def __init__(
         self,
         model: nn.Module,
         reference: nn.Module | dict[str, mx.array] | None,
-        found: Records,
+        records: Records,
         settings: Config,
         tokenizer: Any,
         world: World,
     ):
-        self.model, self.reference, self.found, self.settings = model, reference, found, settings
+        self.model, self.reference, self.records, self.settings = model, reference, records, settings
         self.world = world
         words = tokenizer_module.vocabulary(settings.model)
         self.vocab_size = words["vocab_size"]
@@ -155,19 +160,21 @@ class Scorer:
             UserError: a row is unusable.
         """
         settings = self.settings
-        read = ((self.found.place(row), parse(self.found[row], settings.data, settings.record_kind)) for row in rows)
+        read = (
+            (self.records.place(row), parse(self.records[row], settings.data, settings.record_kind)) for row in rows
+        )
         examples, failures = [], {}
         results = tokenised(read, settings.data, self.encoder, self.vocab_size)
         for row, (place, _, result) in zip(rows, results, strict=True):
             if not isinstance(result, Unusable):
                 examples.append(Example(row, result[0][0], tuple(result[0][1:])))
             elif settings.data.skip_invalid:
-                failures[row] = {"row": row, "line": self.found.line(row), "error": f"{place}: {result}"}
+                failures[row] = {"row": row, "line": self.records.line(row), "error": f"{place}: {result}"}
             else:
                 raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
         values = self._values(examples) if examples else {}
         scored = {
-            e.row: {"row": e.row, "line": self.found.line(e.row), **{name: float(v[i]) for name, v in values.items()}}
+            e.row: {"row": e.row, "line": self.records.line(e.row), **{name: float(v[i]) for name, v in values.items()}}
             for i, e in enumerate(examples)
         }
         return [json.dumps((scored | failures)[row]) for row in rows]
@@ -212,8 +219,8 @@ class Scorer:
         tokens = float(lengths.mean()) * logps.shape[1]
         pace = metal.pace(self.settings, model, tokens, metal.FORWARD, World())
 
-        def of(places: Sequence[int]) -> np.ndarray:
-            batch = collate([examples[i] for i in places], self.multiple, self.shares_prompts)
+        def of(indices: Sequence[int]) -> np.ndarray:
+            batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
             return np.array(completion_logps(model, arrays_of(batch.inputs)))
 
         mx.eval(model.state)
@@ -229,8 +236,8 @@ class Scorer:
 class CompletionWriter:
     """Completions of records' prompts: the greedy one, or so many drawn ones."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, found: Records, settings: Config, draws: int | None):
-        self.model, self.tokenizer, self.found, self.settings, self.draws = model, tokenizer, found, settings, draws
+    def __init__(self, model: nn.Module, tokenizer: Any, records: Records, settings: Config, draws: int | None):
+        self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
         self.eos_token_id = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
         self.model.eval()
 
@@ -238,7 +245,7 @@ class CompletionWriter:
         """A line for each of some rows."""
         written = zip(rows, self.completions(rows), strict=True)
         return [
-            json.dumps({"row": row, "line": self.found.line(row), "completions": texts}, ensure_ascii=False)
+            json.dumps({"row": row, "line": self.records.line(row), "completions": texts}, ensure_ascii=False)
             for row, texts in written
         ]
 
@@ -262,9 +269,9 @@ class CompletionWriter:
         return [texts[start : start + (self.draws or 1)] for start in range(0, len(texts), self.draws or 1)]
 
     def _prompt_ids(self, row: int) -> list[int]:
-        record = parse(self.found[row], self.settings.data, "prompt")
+        record = parse(self.records[row], self.settings.data, "prompt")
         if isinstance(record, Unusable):
-            raise UserError(f"{self.found.place(row)}: {record}")
+            raise UserError(f"{self.records.place(row)}: {record}")
         prompt: Any = record.prompt
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
@@ -278,14 +285,14 @@ class PairMaker:
         self.writer, self.settings = writer, writer.settings
 
     def __call__(self, rows: range) -> Lines:
-        """One line for each of some rows: a pair, or nothing where all completions are alike.
+        """One line for each of some rows: a pair, or nothing where all completions are the same.
 
         Raises:
             UserError: a record without an answer, where there is no judge; or what the judge did wrong.
         """
-        found = self.writer.found
+        records = self.writer.records
         drawn = [list(dict.fromkeys(texts)) for texts in self.writer.completions(rows)]
-        kept = [found[row] for row in rows]
+        kept = [records[row] for row in rows]
         scores = self._judged(kept, drawn) if self.settings.evaluate.judge else self._checked(rows, kept, drawn)
         lines = []
         for record, texts, of_texts in zip(kept, drawn, scores, strict=True):
@@ -296,19 +303,20 @@ class PairMaker:
                 lines.append(json.dumps(pair, ensure_ascii=False))
         return lines
 
-    def _checked(self, rows: range, kept: Sequence[dict[str, Any]], drawn: list[list[str]]) -> list[list[float]]:
+    def _checked(self, rows: range, kept: Sequence[Mapping[str, object]], drawn: list[list[str]]) -> list[list[float]]:
         """1 for a right answer, 0 for a wrong one."""
         pattern, scores = self.settings.evaluate.answer_pattern, []
         for row, record, texts in zip(rows, kept, drawn, strict=True):
             answer = record.get(ANSWER)
             if not isinstance(answer, str | int | float):
                 raise UserError(
-                    f"{self.writer.found.place(row)}: no {ANSWER!r} to check completions by (columns: {', '.join(record)}); add it, or set evaluate.judge"
+                    f"{self.writer.records.place(row)}: no {ANSWER!r} to check completions by "
+                    f"(columns: {', '.join(record)}); add it, or set evaluate.judge"
                 )
             scores.append([float(extract(pattern, text) == str(answer).strip()) for text in texts])
         return scores
 
-    def _judged(self, kept: Sequence[dict[str, Any]], drawn: list[list[str]]) -> list[list[float]]:
+    def _judged(self, kept: Sequence[Mapping[str, object]], drawn: list[list[str]]) -> list[list[float]]:
         """What the judge's command says."""
         command, name = shlex.split(str(self.settings.evaluate.judge)), f"evaluate.judge={self.settings.evaluate.judge}"
         asked = [
@@ -341,14 +349,13 @@ class PairMaker:
             sum(map(sum, scores))
         ):
             raise UserError(
-                f"{name}: wrote {len(answers)} lines for {len(drawn)} questions; each has to be a list of a score for each completion"
+                f"{name}: wrote {len(answers)} lines for {len(drawn)} questions; "
+                "each has to be a list of a score for each completion"
             )
         return scores
 
 
 def extract(pattern: str, text: str) -> str | None:
     """The first group (the whole, where there is none) of the pattern's last match, or None."""
-    found = None
-    for found in re.finditer(pattern, text, re.MULTILINE):
-        pass
-    return None if found is None else found.group(min(1, found.re.groups)).strip()
+    matches = list(re.finditer(pattern, text, re.MULTILINE))
+    return matches[-1].group(min(1, matches[-1].re.groups)).strip() if matches else None

@@ -93,10 +93,10 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     shares = [1] * world.workers.size
     reference = None
     if wants_reference:
-        judge = sharded_model.load_reference(settings, world)
+        reference_model = sharded_model.load_reference(settings, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
-            reference = scoring.dataset_logps(judge, dataset, world, shares, settings, progress)
-        del judge  # two models need not lie in memory at once
+            reference = scoring.dataset_logps(reference_model, dataset, world, shares, settings, progress)
+        del reference_model  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
         model = load_module.load(settings.model, settings.train.seed, lazy=division is not None)
         if options.run is not None:
@@ -130,7 +130,8 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     with world.agreeing("reading the data and the model"):
         if settings.strategy == "sharded" and world.size > 1:
             raise UserError(
-                f"--{'score' if options.score else 'make-pairs'}: every rank has the whole model; leave strategy=sharded out"
+                f"--{'score' if options.score else 'make-pairs'}: every rank has the whole model; "
+                "leave strategy=sharded out"
             )
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
@@ -138,7 +139,9 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         if writes and tokenizer is None:
             raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")
         source = options.data or settings.data.valid or settings.data.train
-        found = batch_inference.open_rows(str(source), settings.data, "prompt" if writes else settings.record_kind, say)
+        records = batch_inference.open_rows(
+            str(source), settings.data, "prompt" if writes else settings.record_kind, say
+        )
         model = load_module.load(settings.model, settings.train.seed)
         sharded_model.divided(model, None, world, settings.metal.wired)
         reference: Any = {} if kind == "rewards" else None
@@ -155,17 +158,18 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
             reference = load_module.load_reference(settings.model, settings.train.seed)
             parts.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
         model.eval()
-    key = batch_inference.key_of(kind, *parts, batch_inference.digest_of(found), load.learning_digest(settings))
+    key = batch_inference.key_of(kind, *parts, batch_inference.digest_of(records), load.learning_digest(settings))
     world.require_equal("model, data or settings", key)
     do: Callable[[range], list[str]]
     if writes:
         draws = None if kind == "greedy" else settings.evaluate.completions
-        do = batch_inference.CompletionWriter(model, tokenizer, found, settings, draws)
+        do = batch_inference.CompletionWriter(model, tokenizer, records, settings, draws)
         do = batch_inference.PairMaker(do) if kind == "pairs" else do
     else:
-        do = batch_inference.Scorer(model, reference, found, settings, tokenizer, world.alone())
-    figures = batch_inference.pull(kind, key, found, out, settings, world, do)
-    say.record(figures)
+        do = batch_inference.Scorer(model, reference, records, settings, tokenizer, world.alone())
+    figures = batch_inference.pull(kind, key, records, out, settings, world, do)
+    if figures is not None:
+        say.record(dict(figures))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -187,7 +191,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=batch_inference.KINDS,
         nargs="?",
         const="rewards",
-        help="a line for every row of --data: rewards and log-probabilities, log-probabilities alone, the greedy answer, or drawn ones",
+        help="a line for every row of --data: rewards and log-probabilities, log-probabilities alone, "
+        "the greedy answer, or drawn ones",
     )
     parser.add_argument("--out", metavar="OUT", help="where --score writes")
     parser.add_argument(

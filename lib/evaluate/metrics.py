@@ -23,7 +23,7 @@ from lib.training.step import SUMS, Metrics, means_of, objective
 def policy_logps(
     model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]
 ) -> np.ndarray:
-    """log pi of every completion, float32 [N, K], as `scoring.dataset_logps` gives them at the evaluation batch size."""
+    """log pi of every completion, float32 [N, K], as `dataset_logps` gives them at the evaluation batch size."""
     return scoring.dataset_logps(model, dataset, world, shares, settings)
 
 

@@ -1,8 +1,8 @@
 """Chunks of a file's rows, pulled by ranks at their own pace: each is done once, whoever does it, and kept on disk.
 
 Rank 0 has the queue and the journal; others reach it over TCP, where a line of JSON goes each way for every chunk. When
-nothing is left to begin, an idle rank begins what another has not finished, and the first result counts: a slow, stopped
-or dead rank costs at most the chunk in its hands.
+nothing is left to begin, an idle rank begins what another has not finished, and the first result counts: a slow,
+stopped or dead rank costs at most the chunk in its hands.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Journal:
             OSError: the disk is full or not writable.
         """
         self.path = path
-        self.places = np.full(chunks, -1, np.int64)  # of each chunk's line, in bytes
+        self.offsets = np.full(chunks, -1, np.int64)  # of each chunk's line, in bytes
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
@@ -78,14 +79,14 @@ class Journal:
                 )
             end = file.tell()
             while (line := file.readline()).endswith(b"\n"):
-                self.places[json.loads(line)["chunk"]] = end
+                self.offsets[json.loads(line)["chunk"]] = end
                 end = file.tell()
             return end
 
     @property
     def done(self) -> np.ndarray:
         """bool [chunks]."""
-        return self.places >= 0
+        return self.offsets >= 0
 
     def put(self, chunk: int, lines: Lines) -> None:
         """Keeps a chunk's lines.
@@ -101,13 +102,13 @@ class Journal:
         except OSError:
             self._file.truncate(place)  # else another chunk's line would go on where this one broke off
             raise
-        self.places[chunk] = place
+        self.offsets[chunk] = place
 
     def finish(self, out: Path) -> None:
         """Writes all lines in the order of the input, whole or not at all; the journal goes."""
         unfinished = out.with_name(f".{out.name}.unfinished")
         with self.path.open("rb") as file, unfinished.open("w", encoding="utf-8") as whole:
-            for place in self.places.tolist():
+            for place in self.offsets.tolist():
                 file.seek(place)
                 whole.writelines(line + "\n" for line in json.loads(file.readline())["lines"])
             whole.flush()
@@ -124,11 +125,11 @@ class Dispatcher:
     """Which rank does what: the state behind the queue, for any number of threads.
 
     Args:
-        told: called with chunks done and, by rank, how many it did, after each that counts.
+        report: called with chunks done and, by rank, how many it did, after each that counts.
     """
 
-    def __init__(self, journal: Journal, told: Callable[[int, dict[int, int]], None] = lambda done, by: None):
-        self.journal, self.told = journal, told
+    def __init__(self, journal: Journal, report: Callable[[int, dict[int, int]], None] = lambda done, by: None):
+        self.journal, self.report = journal, report
         self.fresh: deque[int] = deque(np.flatnonzero(~journal.done).tolist())
         self.held: dict[int, list[int]] = {}  # chunk ➜ ranks that work at it, in the order in which they began
         self.by_rank: dict[int, int] = {}
@@ -148,7 +149,7 @@ class Dispatcher:
                 except OSError as error:
                     self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
                 self.by_rank[rank] = self.by_rank.get(rank, 0) + 1
-                self.told(int(self.journal.done.sum()), dict(self.by_rank))
+                self.report(int(self.journal.done.sum()), dict(self.by_rank))
                 self._changed.notify_all()
             while True:
                 if self.fault:
@@ -199,6 +200,32 @@ class Local:
 # ---- Over the network
 
 
+class Address(TypedDict):
+    """Where the queue is, for other processes."""
+
+    port: int
+    secret: str
+    hosts: list[str]
+
+
+class Request(TypedDict, total=False):
+    """A line of JSON to the queue: first who asks, then what it finished, or met."""
+
+    secret: str
+    rank: int
+    finished: int | None
+    lines: Lines
+    fault: str
+
+
+class Answer(TypedDict, total=False):
+    """A line of JSON from the queue: first its proof, then a chunk, or what some rank met."""
+
+    proof: str
+    chunk: int | None
+    fault: str
+
+
 class Server:
     """Lets other processes at the queue. Only those that know the secret are heard."""
 
@@ -209,7 +236,7 @@ class Server:
         threading.Thread(target=self._accept, name="queue", daemon=True).start()
 
     @property
-    def address(self) -> dict[str, Any]:
+    def address(self) -> Address:
         """What a Remote needs to know."""
         return {"port": self._socket.getsockname()[1], "secret": self.secret, "hosts": network.own_addresses()}
 
@@ -268,7 +295,7 @@ class Remote:
         UserError: rank 0 is not reached.
     """
 
-    def __init__(self, address: dict[str, Any], rank: int, timeout_seconds: float):
+    def __init__(self, address: Address, rank: int, timeout_seconds: float):
         for host in address["hosts"]:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 connection = socket.create_connection((host, address["port"]), CONNECT_SECONDS)
@@ -278,30 +305,30 @@ class Remote:
                     connection.settimeout(timeout_seconds)
                     return
         raise UserError(
-            f"rank {rank} reaches rank 0 at none of {', '.join(address['hosts'])}, port {address['port']}; open the firewall between them"
+            f"rank {rank} reaches rank 0 at none of {', '.join(address['hosts'])}, port {address['port']}; "
+            "open the firewall between them"
         )
 
     def next(self, finished: int | None, lines: Lines) -> int | None:
         answer = self._ask({"finished": finished, "lines": lines})
         if "fault" in answer:
             raise UserError(answer["fault"])
-        chunk: int | None = answer["chunk"]
-        return chunk
+        return answer["chunk"]
 
     def fail(self, reason: str) -> None:
         self._ask({"fault": reason})
 
-    def _ask(self, words: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Request) -> Answer:
         try:
-            _send(self._file, words)
-            answer: dict[str, Any] = json.loads(self._file.readline())
+            _send(self._file, request)
+            answer: Answer = json.loads(self._file.readline())
             return answer
         except (OSError, ValueError):
             raise UserError("rank 0, which has the queue, is gone; start again, what is finished is kept") from None
 
 
-def _send(file: Any, words: dict[str, Any]) -> None:
-    file.write(json.dumps(words).encode() + b"\n")
+def _send(file: BufferedRWPair, message: Request | Answer) -> None:
+    file.write(json.dumps(message).encode() + b"\n")
     file.flush()
 
 

@@ -206,7 +206,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def record(self, tracker: PerformanceTracker) -> None:
-        """Records the checkpoints that became whole since the last call, of all disks rank 0, and those that did not."""
+        """Records the checkpoints that became whole since the last call (rank 0: of all disks), and the failures."""
         while self._faults:
             step, text = self._faults.pop(0)
             tracker.record("warning", step=step, text=text)
@@ -224,7 +224,7 @@ class CheckpointWriter:
 class TrainingState:
     """What a checkpoint holds of a run.
 
-    plan: of the step after it, as ClusterPlan.to_dict has it. own: what this rank alone has; None where ranks are replicas.
+    plan: of the step after it, as ClusterPlan.to_dict has it. own: what this rank alone has; None of replicas.
     """
 
     config: Config

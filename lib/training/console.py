@@ -23,7 +23,7 @@ SHORTEST_BAR, LONGEST_BAR = 5, 30
 
 
 class RunConsole(Voice):
-    """Rank 0's voice; other ranks are silent. On a terminal a line that stays and changes, elsewhere one now and then."""
+    """Rank 0's voice; other ranks are silent. A terminal has one line that changes, a file one now and then."""
 
     def __init__(self, world: World, log_every: int = 10):
         super().__init__(silent=world.rank != 0)
@@ -31,10 +31,10 @@ class RunConsole(Voice):
         self.tracker: PerformanceTracker | None = None
         self.unrecorded: list[str] = []
         self.progress_line: ProgressLine | None = None  # of the training that goes on
-        self.merge_shown = 0  # the step of the last merge that was told
+        self.merge_shown = 0  # the step of the last merge that was shown
 
     def record_in(self, tracker: PerformanceTracker, step: int, each_rank: bool) -> None:
-        """From now on, and from the beginning, warnings are records as well: rank 0's, or of ranks that train apart each one's."""
+        """Makes warnings records as well, also those before: rank 0's, or each rank's where ranks are independent."""
         if tracker.rank == 0 or each_rank:
             self.tracker = tracker
         if tracker.rank == 0:

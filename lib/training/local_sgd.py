@@ -76,7 +76,7 @@ class LocalSGD:
         self.former_steps: list[int] = []  # of ranks that took part before and do no more: their logs end there
         self.start: Arrays = {}  # the weights with which the round began
         self.round: round_assignment.Round | None = None  # None between rounds
-        self.pending = np.zeros(0, np.int64)  # places of the round that nobody has trained
+        self.pending = np.zeros(0, np.int64)  # indices into the round's stream that nobody has trained
         self.trained = RoundWork([], [])  # of the round
         self.waited_seconds = self.last_wait_seconds = 0.0  # of the round; at its last synchronisation
         self._warm = False
@@ -185,7 +185,7 @@ class LocalSGD:
         self._raise_faults(Stopped, [report.stopped for report in reports])
         self._raise_faults(AgreedError, [report.failed for report in reports])
         steps = [report.steps for report in reports]
-        pairs = [sum(len(chunk.places) for chunk in queue[:count]) for queue, count in zip(queues, steps, strict=True)]
+        pairs = [sum(len(chunk.indices) for chunk in queue[:count]) for queue, count in zip(queues, steps, strict=True)]
         self.pending = round_assignment.left_over(self.pending, queues, steps)
         self.trained = RoundWork(_sums(self.trained.pairs, pairs), _sums(self.trained.steps, steps))
         self.local_steps = _sums(self.local_steps, steps)
@@ -221,7 +221,7 @@ class LocalSGD:
             first = int(np.searchsorted(self.round.edges, self.pending[0]))
             last = min(first + max(1, min(batches, to_checkpoint)), len(self.round.edges) - 1)
             end = self.round.edges[last]
-            return [[chunk for chunk in queue if chunk.places[-1] < end] for queue in queues], None
+            return [[chunk for chunk in queue if chunk.indices[-1] < end] for queue in queues], None
         if not self.ranks.are_known():
             queues = round_assignment.assign_by_speed(self.round, self.pending, self.ranks.shares, self.ranks.shares)
             return [queue[:FIRST_STEPS] for queue in queues], None
@@ -244,13 +244,13 @@ class LocalSGD:
             elapsed = time.perf_counter() - began
             if seconds is not None and report.steps and elapsed * (1 + 0.5 / report.steps) > seconds:
                 break
-            step_began, size, most = time.perf_counter(), len(chunk.places), self.ranks.micro_batch_sizes[rank]
+            step_began, size, most = time.perf_counter(), len(chunk.indices), self.ranks.micro_batch_sizes[rank]
             try:
                 result = local_step(
                     self.local_steps[rank] + report.steps + 1,
                     self.round.first_step + chunk.before // batch_size,
-                    int(self.round.epochs[chunk.places[0]]),
-                    self.round.rows[chunk.places],
+                    int(self.round.epochs[chunk.indices[0]]),
+                    self.round.rows[chunk.indices],
                     -(-size // -(-size // most)),  # of about one size: a last one of a pair or two is slow
                 )
             except Stopped as stop:

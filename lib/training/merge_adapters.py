@@ -1,9 +1,9 @@
-"""Adapters that were trained apart go in, one comes out: pure functions, computed in float64.
+"""One adapter from the adapters of independent ranks: pure functions, computed in float64.
 
-An adapter maps names to arrays, float [...], as lib/model/load.py names the trained parameters. A LoRA layer has two of them,
-`X.lora_a` [in, r] and `X.lora_b` [r, out] (of a layer of E experts [E, r, in] and [E, out, r]), and changes its weight by
-scale * A B: what the ranks did is the weighted mean of their products, which the mean of A times the mean of B is not.
-All other parameters are changed as they stand, and their mean is exact.
+An adapter maps names to arrays, float [...], as lib/model/adapter_files.py names the trained parameters. A LoRA layer
+has two of them, `X.lora_a` [in, r] and `X.lora_b` [r, out] (of a layer of E experts [E, r, in] and [E, out, r]), and
+changes its weight by scale * A B: what the ranks did is the weighted mean of their products, which the mean of A times
+the mean of B is not. All other parameters are changed as they stand, and their mean is exact.
 
 Weights are the ranks' parts of what was trained, float [ranks], adding up to 1.
 """
@@ -29,8 +29,8 @@ def example_weights(pairs: Sequence[int]) -> np.ndarray:
 def normalised_weights(pairs: Sequence[int], steps: Sequence[int]) -> np.ndarray:
     """The factor of each rank's change where ranks took unlike numbers of steps: float64 [ranks].
 
-    FedNova (arXiv:2007.07481, equation 6): a rank's change counts by the step, and the mean step is taken as often as the
-    ranks did on average. Else a rank that took many small steps would pull the mean towards its own optimum.
+    FedNova (arXiv:2007.07481, equation 6): a rank's change counts by the step, and the mean step is taken as often as
+    the ranks did on average. Else a rank that took many small steps would pull the mean towards its own optimum.
     """
     weights, taken = example_weights(pairs), np.array(steps, np.float64)
     factors: np.ndarray = np.divide(weights * (weights @ taken), taken, out=np.zeros_like(weights), where=taken > 0)
@@ -43,9 +43,9 @@ def average(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.nd
 
 
 def stack(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndarray]:
-    """LoRA layers side by side, [sqrt(w_1) A_1, sqrt(w_2) A_2, ...] and the same of B: the weighted mean of A B, exactly.
+    """LoRA layers whose A B is the weighted mean of the A B, exactly; their rank is the sum of the ranks.
 
-    The rank of the result is the sum of the ranks.
+    They lie side by side: [sqrt(w_1) A_1, sqrt(w_2) A_2, ...], and the same of B.
     """
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
@@ -71,7 +71,7 @@ def svd(adapters: Sequence[Adapter], weights: np.ndarray, rank: int | None = Non
 def outer(
     start: Adapter, change: Adapter, momentum: Adapter, learning_rate: float, momentum_factor: float
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The averaged change as an outer gradient, followed with Nesterov momentum (DiLoCo, arXiv:2311.08105, algorithm 1).
+    """An outer step along the averaged change, with Nesterov momentum (DiLoCo, arXiv:2311.08105, algorithm 1).
 
     Args:
         start: the parameters before the round; `change`: what the ranks, averaged, did to them; `momentum`: as returned
@@ -94,9 +94,9 @@ def distance(merged: Adapter, start: Adapter, adapters: Sequence[Adapter], weigh
     """How far a merge is from the exact weighted mean of the ranks' changes to the weights.
 
     Returns:
-        The squared Frobenius norms of (merged change - exact mean change) and of the exact mean change, for the sum over
-        parameters; LoRA's layers as products, without the scale that both have in common. The merge error is the root
-        of the first over the second.
+        The squared Frobenius norms of (merged change - exact mean change) and of the exact mean change, for the sum
+        over parameters; LoRA's layers as products, without the scale that both have in common. The merge error is the
+        root of the first over the second.
     """
     missed = exact = 0.0
     layers = low_rank_layers(start)
@@ -167,8 +167,8 @@ Factors = tuple[np.ndarray, np.ndarray]  # A, B
 def _near(after: Factors, begun: Factors, each: Sequence[Factors], weights: np.ndarray) -> tuple[float, float]:
     """`distance` of one layer, from what has changed of A and B: with A_i = A + a_i and B_i = B + b_i
 
-    the mean change is sum of w_i (A b_i + a_i B + a_i b_i). Products of the small factors alone say how large that is: merges
-    are frequent, and a QR of every layer's factors took longer than all else in them.
+    the mean change is sum of w_i (A b_i + a_i B + a_i b_i). Products of the small factors alone say how large that is:
+    merges are frequent, and a QR of every layer's factors took longer than all else in them.
     """
     moved = [*each, after]
     left = np.concatenate([begun[0], *(a - begun[0] for a, _ in moved)], axis=-1)

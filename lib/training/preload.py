@@ -1,7 +1,8 @@
 """What a run reads before it needs the others, and what a process that waits for its work has read ahead.
 
-A spare process (lib/launch/standby.py) knows the command that it will be given, so it reads data and model before. `inputs` and
-`policy` then hand these on if they are still what the files say: by settings, and by size, time and inode of every file.
+A standby process (lib/launch/standby.py) knows the command that it will be given, so it reads data and model before.
+`inputs` and `policy` then hand these on if they are still what the files say: by settings, and by size, time and inode
+of every file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Inputs:
     data: Dataset | StreamedDataset
     valid: Dataset | None
     questions: list[Question]
-    told: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()  # what reading them had to say
 
 
 @dataclass
@@ -62,7 +63,7 @@ def inputs(config: Config, tell: Callable[[str], None]) -> Inputs:
     known = _current(config)
     if known is None or known.inputs is None:
         return _read(config, tell)
-    for text in known.inputs.told:
+    for text in known.inputs.messages:
         tell(text)
     return known.inputs
 
@@ -138,13 +139,13 @@ def _current(config: Config) -> Ahead | None:
 
 
 def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
-    told: list[str] = []
-    say = tell or told.append
+    messages: list[str] = []
+    say = tell or messages.append
     tokenizer = tokenizer_module.load_tokenizer_of(config.model)
     words = tokenizer_module.vocabulary(config.model)
     data = open_training(config.data, config.record_kind, tokenizer, tell=say, **words)
     valid = open_held_out(config.data, config.record_kind, tokenizer, tell=say, **words)
-    return Inputs(tokenizer, data, valid, evaluate.load_questions(config, tokenizer), tuple(told))
+    return Inputs(tokenizer, data, valid, evaluate.load_questions(config, tokenizer), tuple(messages))
 
 
 def _files(config: Config) -> Iterator[Path]:

@@ -196,7 +196,7 @@ def add_as_needed(settings: Config, policy: nn.Module, world: World) -> AddRefer
 
 
 def cache_key(model_fingerprint: str, dataset: Dataset) -> str:
-    """Names a reference pass: the model's files, and the tokens it saw (so tokenizer, template, data and truncation)."""
+    """Names a reference pass: the model's files, and the tokens it saw (tokenizer, template, data, truncation)."""
     return hashlib.sha256(f"{model_fingerprint} {dataset.digest}".encode()).hexdigest()[:32]
 
 

@@ -75,8 +75,8 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         ),
         (
             "data",
-            f"{data.path}: {len(data):,} rows, {about}{int(lengths.sum()):,} tokens, longest {about}{int(lengths.max())}"
-            + ", read as they are needed" * data.is_estimated,
+            f"{data.path}: {len(data):,} rows, {about}{int(lengths.sum()):,} tokens, "
+            f"longest {about}{int(lengths.max())}" + ", read as they are needed" * data.is_estimated,
         ),
     ]
     if valid is not None:
@@ -101,12 +101,13 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     for dataset in (data, valid):
         if dataset is not None and dataset.truncated_count:
             say.warning(
-                f"{dataset.path}: {'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)} rows cut to data.max_length={config.data.max_length} tokens"
+                f"{dataset.path}: {'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)} rows "
+                f"cut to data.max_length={config.data.max_length} tokens"
             )
         if dataset is not None and dataset.skipped:
             say.warning(
-                f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): {'; '.join(dataset.skipped[:5])}"
-                + (" ..." if dataset.skipped_count > 5 else "")
+                f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): "
+                f"{'; '.join(dataset.skipped[:5])}" + (" ..." if dataset.skipped_count > 5 else "")
             )
 
 
@@ -164,12 +165,12 @@ def _duration(seconds: float) -> str:
 
 
 def warn_of_displays(say: RunConsole, config: Config, world: World, hosts: Sequence[str], dry_run: bool) -> None:
-    """Looks after the displays of hosts that are Macs, as metal.display says, and tells of those that stay lit. All ranks call it."""
+    """Looks after the displays of Macs, as metal.display says, and warns of those that stay lit. All ranks call it."""
     is_first_here = list(hosts).index(hosts[world.rank]) == world.rank
     mine = metal.attend_displays(config.metal, is_first_here, only_look=dry_run)
     displays = world.gather_long_text(json.dumps(mine), "the hosts' displays")
-    if (told := metal.advice(hosts, [json.loads(text) for text in displays])) is not None:
-        say.warning(told)
+    if (advice_text := metal.advice(hosts, [json.loads(text) for text in displays])) is not None:
+        say.warning(advice_text)
 
 
 def record_start(run: TrainingRun, resumed: bool) -> None:
@@ -236,7 +237,7 @@ def summarise(
 
 
 def _efficiency(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> float | None:
-    """Speed since the run was started or resumed (before, it may have had other hosts) over what these hosts do alone, added up."""
+    """Speed over what these hosts do alone, added up; since a resume, before which there may have been others."""
     seconds = max(rank["seconds"] for rank in ranks)
     if not seconds or not plan.calibrated or not plan.solo_sum_pairs_per_second:
         return None
@@ -258,7 +259,7 @@ def warn_of_the_end(say: RunConsole, step: int, kl: float | None) -> None:
 
 
 def show_end(say: RunConsole, folder: Path, summary: dict[str, Any]) -> None:
-    """The closing tables, where the files are, which it leaves there, what to type next, and in a file the summary as JSON."""
+    """The closing tables, where the files are, what to type next, and in a file the summary as JSON."""
     rows = []
     for key, label, form in (
         ("loss", "loss", ".4f"),
@@ -342,6 +343,7 @@ def _costs(cost: dict[str, Any] | None) -> list[str]:
         return []
     hosts = [*cost["hosts"], {"host": "all hosts", **cost}] if len(cost["hosts"]) > 1 else cost["hosts"]
     return [
-        f"{host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, together {host['cost']:.2f}"
+        f"{host['host']}: {host['energy_kwh']:.3g} kWh for {host['electricity']:.2f}, rent {host['rent']:.2f}, "
+        f"together {host['cost']:.2f}"
         for host in hosts
     ]

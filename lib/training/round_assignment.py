@@ -1,4 +1,4 @@
-"""Who takes which pairs of a round, so that each is trained exactly once: pure functions over places in its stream.
+"""Who takes which pairs of a round, so that each is trained exactly once: pure functions over indices into its stream.
 
 A round is a stream of whole global batches, in the order in which one machine would train them. Ranks take chunks of
 it, a chunk for each local step; what is left when the ranks synchronise is assigned again.
@@ -21,7 +21,7 @@ from lib.data.row_order import Position, divide_rows, epoch_order, global_batch
 class Chunk:
     """What one rank trains in one local step."""
 
-    places: np.ndarray  # int64, ascending, in the round's stream
+    indices: np.ndarray  # int64 [n], ascending, into the round's stream
     before: int  # pairs of the round that all ranks together take before it, as planned
 
 
@@ -47,8 +47,8 @@ def open_round(
 ) -> Round:
     """The round that begins after `first_step` global batches: the fewest whole ones that hold `pairs`, until `steps`.
 
-    The batches are those of a synchronous run (lib/data/row_order.py); within a batch, where that order ascends in length, rows
-    stand in a random order, so that every part of it is a fair sample.
+    The batches are those of a synchronous run (lib/data/row_order.py); within a batch, where that order ascends in
+    length, rows stand in a random order, so that every part of it is a fair sample.
     """
     in_epoch = -(-len(lengths) // global_batch_size)
     batches, epochs, held, step = [], [], 0, first_step
@@ -90,8 +90,8 @@ def assign_by_speed(
 ) -> list[list[Chunk]]:
     """Every rank's chunks, at most its share each: the next one goes to the rank that would be done with it first.
 
-    pending: int64 [n], ascending places of the stream that nobody has trained. speeds: pairs a second, by rank, of which
-    one at least is positive; a rank without speed or share gets nothing.
+    pending: int64 [n], ascending indices into the stream that nobody has trained. speeds: pairs a second, by rank, of
+    which one at least is positive; a rank without speed or share gets nothing.
     """
     queues: list[list[Chunk]] = [[] for _ in shares]
     seconds = [share / speed if share and speed else 0.0 for share, speed in zip(shares, speeds, strict=True)]
@@ -102,28 +102,28 @@ def assign_by_speed(
     for start, end in pairwise(epoch_ends):  # a step belongs to one epoch
         while start < end:
             done, rank = upcoming[0]
-            places = pending[start : min(start + shares[rank], end)]
-            queues[rank].append(Chunk(places, taken))
-            start, taken = start + len(places), taken + len(places)
+            indices = pending[start : min(start + shares[rank], end)]
+            queues[rank].append(Chunk(indices, taken))
+            start, taken = start + len(indices), taken + len(indices)
             heapq.heapreplace(upcoming, (done + seconds[rank], rank))
     return queues
 
 
 def left_over(pending: np.ndarray, queues: Sequence[Sequence[Chunk]], done: Sequence[int]) -> np.ndarray:
     """What is pending after each rank has trained the first `done` chunks of its queue: int64, ascending."""
-    trained = [chunk.places for queue, count in zip(queues, done, strict=True) for chunk in queue[:count]]
+    trained = [chunk.indices for queue, count in zip(queues, done, strict=True) for chunk in queue[:count]]
     return np.setdiff1d(pending, np.concatenate(trained)) if trained else pending
 
 
 class PendingState(TypedDict):
-    """Pending places, as a checkpoint keeps them: a few scattered ones, and all from `tail` on."""
+    """Pending indices, as a checkpoint keeps them: a few scattered ones, and all from `tail` on."""
 
     scattered: list[int]
     tail: int
 
 
 def to_state(pending: np.ndarray, size: int) -> PendingState:
-    """Pending places of a stream of `size`, for a checkpoint."""
+    """Pending indices of a stream of `size`, for a checkpoint."""
     expected = np.arange(size - len(pending), size)
     scattered = int(np.flatnonzero(pending != expected)[-1]) + 1 if (pending != expected).any() else 0
     tail = int(expected[scattered]) if scattered < len(pending) else size

@@ -1,4 +1,4 @@
-"""One model from what independent ranks trained in a round: changes travel, and every rank merges them alike."""
+"""One model from what independent ranks trained in a round: their changes travel, and every rank merges them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Merger:
 
 
 def to_rank(model: nn.Module, rank: int) -> bool:
-    """Brings a stacked adapter back to the rank that training goes on with, as well as that can be; whether it was one."""
+    """Brings a stacked adapter back to the rank that training goes on with, as well as can be; whether it was one."""
     if adapter_files.adapter_rank(model) in (None, rank):
         return False
     adapter = {name: np.array(array) for name, array in adapter_files.trainable(model).items()}

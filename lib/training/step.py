@@ -198,7 +198,7 @@ def _tried(
     """Gradients and sums, or None, zeros, and what went wrong where memory ran out: all that was made is let go then.
 
     Raises:
-        OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot meet there.
+        OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
     """
     before = model.trainable_parameters()
     try:
