@@ -29,9 +29,9 @@ MODEL = Model(SHAPE, Training(), ROWS)
 CASES = [
     benchmark.Case("wide MLP", dtype="float32", prompt=128, completion=128, pairs=4),
     benchmark.Case("many heads", dtype="float32", prompt=128, completion=128, checkpointing=True),
-    benchmark.Case("wide MLP", method="dora", prompt=128, completion=64, pairs=2),
+    benchmark.Case("wide MLP", method="dora", prompt=64, completion=64, pairs=1),
     benchmark.Case("wide MLP", method="full", dtype="float32", prompt=64, completion=128),
-    benchmark.Case("many heads", bits=4, dtype="float32", prompt=192, completion=64),
+    benchmark.Case("many heads", bits=4, dtype="float32", prompt=96, completion=32, pairs=2),
 ]
 
 
