@@ -22,7 +22,8 @@ from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as sync
-from lib.distributed.world import ShardedWorld, World
+from lib.distributed.sharded_world import ShardedWorld, sharded
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command
 from lib.model import adapter_files, partition, tensor_parallel, token_stream
@@ -98,7 +99,7 @@ def divide(
     world: World, path: Path, model: nn.Module, weights: tuple[float, ...], vocabulary: bool = False
 ) -> ShardedWorld:
     dealt = division_of(path, weights, vocabulary)
-    return sync.sharded(world, dealt, *tensor_parallel.shard(model, dealt, world))
+    return sharded(world, dealt, *tensor_parallel.shard(model, dealt, world))
 
 
 def gathered(world: World, tree: Any) -> dict[str, mx.array]:
