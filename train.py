@@ -91,7 +91,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.model.token_stream import length_multiple
     from lib.plan.first_plan import first_plan, memory_limit
     from lib.plan.memory import Rows
-    from lib.plan.memory_ceilings import Memory
+    from lib.plan.memory_ceilings import HostCeilings
     from lib.plan.replan import Schedule
     from lib.system import provenance
     from lib.telemetry import trackers
@@ -208,7 +208,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     passes = metal.training_passes(config.model.method, bool(plan.gradient_checkpointing))
     pace = metal.pace(config, model, data.seen.sum() / len(data), passes, world)
     make = MicroBatches(data, reference, config, multiple, shares_prompts, is_compiled(config.train, workers), pace)
-    limit, remembers = memory_limit(config, hosts, world), Memory.of(config, hosts, world.rank, plan)
+    limit, remembers = memory_limit(config, hosts, world), HostCeilings.of(config, hosts, world.rank, plan)
     learner = Learner(config, model, optimizer, schedule, say, tracker, progress, build, make, asked, remembers, limit)
 
     def batches() -> Iterator[tuple[int, Position, int, list[float], list[int], list[Any]]]:

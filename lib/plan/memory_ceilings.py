@@ -126,7 +126,7 @@ def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_chec
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostCeilings:
     """What this rank's host remembers. folder: plan.calibration_dir."""
 
     folder: Path
@@ -135,7 +135,7 @@ class Memory:
     key: CurveKey
 
     @classmethod
-    def of(cls, config: Config, hosts: Sequence[str], rank: int, plan: ClusterPlan) -> Memory:
+    def of(cls, config: Config, hosts: Sequence[str], rank: int, plan: ClusterPlan) -> HostCeilings:
         """That of a run with this plan."""
         assert plan.key is not None
         return cls(Path(config.plan.calibration_dir), hosts, rank, plan.key)

@@ -14,8 +14,8 @@ from typing import Literal
 
 from lib.data.batch_shapes import Shape as BatchShape
 from lib.model.partition import Shape
+from lib.system.hardware import Device
 
-Backend = Literal["cpu", "metal", "cuda"]
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/token_stream.py has it
 TASKS = 11  # that MLX has under way: ten, and the one that is being filled
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
@@ -85,11 +85,11 @@ class Tape:
         while operations:
             operations.pop()()
 
-    def peak_bytes(self, backend: Backend) -> float:
+    def peak_bytes(self, device: Device) -> float:
         """The most bytes held at a time."""
         last = {array: i for i, operation in enumerate(self.operations) for array in (*operation[0], *operation[1])}
         forever = set(self.kept_to_the_end)
-        most_operations, most_elements = TASK_SIZES[backend]
+        most_operations, most_elements = TASK_SIZES[device]
         tasks: deque[float] = deque()  # what each lets go, once it is done
         held = peak = freed = elements = 0.0
         count = 0
@@ -111,11 +111,11 @@ class Tape:
 class Step:
     """Writes down one micro-batch of a step."""
 
-    def __init__(self, shape: Shape, training: Training, batch: BatchShape, backend: Backend):
-        self.shape, self.training, self.batch, self.backend = shape, training, batch, backend
+    def __init__(self, shape: Shape, training: Training, batch: BatchShape, device: Device):
+        self.shape, self.training, self.batch, self.device = shape, training, batch, device
         self.tape = Tape()
         self.tokens: float = batch.tokens
-        self.on_cpu = backend == "cpu"
+        self.on_cpu = device == "cpu"
         self.is_full = training.method == "full"
         self.item = 4 if self.is_full else shape.other_bytes
         self.trained_blocks = min(training.blocks or shape.blocks, shape.blocks)
@@ -282,7 +282,7 @@ class Step:
         return y
 
     def is_fused(self) -> bool:
-        return self.backend == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
+        return self.device == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
 
     def products(
         self, q: _Array, ks: list[_Array], own: float, scores: float, queries: int

@@ -16,7 +16,7 @@ from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped
 from lib.model import adapters as models
 from lib.plan.first_plan import may_checkpoint
-from lib.plan.memory_ceilings import Memory
+from lib.plan.memory_ceilings import HostCeilings
 from lib.plan.replan import Schedule
 from lib.system import network, out_of_memory
 from lib.system.out_of_memory import Limit, OutOfMemory
@@ -49,7 +49,7 @@ class Learner:
     build: Callable[[], Callable[..., StepResult]]
     make: MicroBatches
     asked: Callable[[Made], Iterable[Any]]
-    memory: Memory
+    memory: HostCeilings
     limit: Limit
 
     def __post_init__(self) -> None:
