@@ -209,17 +209,17 @@ def test_a_plan_stays_below_what_its_hosts_remember() -> None:
 
 
 def test_a_host_remembers_the_smallest_even_without_a_calibration_and_old_files_stay_readable(tmp_path: Path) -> None:
-    memory = memory_ceilings.Memory(tmp_path / "new", ["h0", "h0"], 0, KEY)
+    memory = memory_ceilings.HostCeilings(tmp_path / "new", ["h0", "h0"], 0, KEY)
     assert memory.remember(8, False, "why") is None and memory.remember(16, False, "why") is None
     assert memory.remember(2, True, "why") is None and remembered(tmp_path / "new") == {False: 8, True: 2}
     curves.write_calibration(tmp_path / "old" / "h0.json", known(None))
     assert "ceilings" not in (tmp_path / "old" / "h0.json").read_text()
-    assert memory_ceilings.Memory(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
+    assert memory_ceilings.HostCeilings(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
     kept = curves.read_calibration(tmp_path / "old" / "h0.json")
     assert kept.curves and kept.ceilings[0].max_pairs == 4
     (tmp_path / "file").write_text("")
     assert "does not remember" in (
-        memory_ceilings.Memory(tmp_path / "file", ["h0"], 0, KEY).remember(4, False, "") or ""
+        memory_ceilings.HostCeilings(tmp_path / "file", ["h0"], 0, KEY).remember(4, False, "") or ""
     )
 
 
