@@ -24,7 +24,7 @@ from lib.distributed import gradients as exchange
 from lib.distributed.world import Lockstep, World
 from lib.errors import UserError
 from lib.model.logps import completion_logps
-from lib.model.token_stream import arrays_of
+from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import losses
@@ -228,7 +228,7 @@ def make_step(
     sync, feedback = sync or Sync(), {} if feedback is None else feedback
     rank = world.rank if rank is None else rank
 
-    def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
+    def forward(inputs: StreamInputs, reference: mx.array | None) -> tuple[mx.array, mx.array]:
         logps = completion_logps(model, inputs)
         counts = inputs["mask"].sum(axis=-1)
         _, sums = objective(train, logps, counts, reference)
