@@ -24,8 +24,9 @@ from typing import Any
 import httpx2
 
 from lib.errors import Stopped
-from lib.launch import agent_link, ranks
+from lib.launch import ssh
 from lib.launch.hostfile import Host
+from lib.launch.job import ROOT
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_process import SECRET_HEADER
 
@@ -52,10 +53,10 @@ class Recipe:
         words = [sys.executable, "-m", "lib.serve.backend_process", "--port", str(port), *self.words]
         if self.host is None:
             return words
-        *ssh, end, name = agent_link.ssh_words(self.host)
+        *options, end, name = ssh.ssh_command(self.host)
         # Not through a connection that others share: it would keep the tunnel when this one ends.
         tunnel = ["-S", "none", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local_port}:127.0.0.1:{port}"]
-        return [*ssh, *tunnel, end, name, f"cd {shlex.quote(str(ranks.ROOT))} && exec {shlex.join(words)}"]
+        return [*options, *tunnel, end, name, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
 
 
 def pause_seconds(failures: int) -> float:
@@ -76,7 +77,7 @@ class Process:
     async def start(cls, command: Sequence[str], secret: str) -> Process:
         process = await asyncio.create_subprocess_exec(
             *command,
-            cwd=ranks.ROOT,
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

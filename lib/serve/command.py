@@ -37,7 +37,7 @@ from starlette.types import ASGIApp
 from lib.config import command_line, help, load
 from lib.config.schema import Config, Serve
 from lib.errors import Stopped, UserError
-from lib.launch import agent_link, hostfile
+from lib.launch import hostfile, ssh
 from lib.serve import api_keys
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_supervisor import Keeper, Recipe
@@ -139,7 +139,7 @@ def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
     if told.hostfile is None:
         return {"local": Recipe(tuple(words))}
     hosts = hostfile.read(Path(told.hostfile)).hosts
-    return {host.name: Recipe(tuple(words), None if agent_link.is_this_machine(host) else host) for host in hosts}
+    return {host.name: Recipe(tuple(words), None if ssh.is_this_machine(host) else host) for host in hosts}
 
 
 def limits_of(settings: Serve, name: str, folder: Path) -> Limits:
