@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from lib.launch import agent_link, host_facts, preflight, remote_process, supervisor
+from lib.launch import ssh as ssh_module
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.run_needs import Needs
@@ -103,7 +104,7 @@ def test_what_a_login_shell_prints_is_passed_over(tmp_path: Path, monkeypatch: p
 
 def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh = stand_in(tmp_path, STUCK, monkeypatch)
-    monkeypatch.setattr(ssh, "CONNECT_SECONDS", -1.0)
+    monkeypatch.setattr(ssh_module, "CONNECT_SECONDS", -1.0)
     with pytest.raises(ConnectionError, match="no answer"):
         asyncio.run(asyncio.wait_for(agent_link.connect(Job((FAR,), "ring", ("true",)), FAR), 10))
     process = launch(sys.executable, "launch", "--hosts", FAR.name, "--preflight-only", "--", "true")

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from lib.launch.hostfile import Host
 from lib.launch.job import ROOT
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_process import SECRET_HEADER
+from lib.serve.log import Log
 
 HEALTH_EVERY_SECONDS = 2.0
 HEALTH_SECONDS = 10.0
@@ -36,9 +37,6 @@ EXIT_SECONDS = 0.1  # between looks whether a backend's process has ended
 STEADY_SECONDS = 60.0  # up for so long, and the failures before are forgotten
 LONGEST_PAUSE_SECONDS = 30.0
 PROBE = {"prompt": "1", "max_tokens": 1, "temperature": 0.0}
-
-
-Log = Callable[..., None]
 
 
 @dataclass(frozen=True)
