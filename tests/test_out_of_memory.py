@@ -22,7 +22,7 @@ from lib.config.schema import PlanSettings
 from lib.data import micro_batches
 from lib.distributed.world import World
 from lib.launch import diagnose
-from lib.launch.host_ranks import Look
+from lib.launch.memory_watch import MemoryWatch
 from lib.model import adapters as models
 from lib.plan import curves, memory_ceilings
 from lib.plan.cluster_plan import ClusterPlan
@@ -377,9 +377,9 @@ def test_ranks_agree_on_what_one_of_them_met(tmp_path: Path, strategy: str, size
 
 def test_a_fault_names_who_ran_out_of_memory_and_not_who_ended_with_it() -> None:
     seen = [
-        diagnose.RankSeen(-1, "a", status=137),
-        diagnose.RankSeen(0, "a", status=0),
-        diagnose.RankSeen(1, "b", memory="why"),
+        diagnose.RankState(-1, "a", status=137),
+        diagnose.RankState(0, "a", status=0),
+        diagnose.RankState(1, "b", memory="why"),
     ]
     fault = diagnose.diagnose(0.0, {}, seen, 10, 10)
     assert fault == diagnose.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
@@ -391,13 +391,13 @@ def test_the_agent_leaves_a_note_and_the_resumed_run_takes_half(
     _, words = free
     words = [*words, f"plan.calibration_dir={tmp_path}/cal", f"run.dir={tmp_path}/runs", "run.name=killed"]
     tiny.train(tmp_path, [*words, "train.steps=4"])
-    run, look = tmp_path / "runs/killed", Look()
+    run, look = tmp_path / "runs/killed", MemoryWatch()
     counters = tmp_path / "vmstat"
     counters.write_text("pgfault 12\noom_kill 3\n")
     monkeypatch.setattr(out_of_memory, "VMSTAT", counters)
     monkeypatch.setattr(out_of_memory, "CGROUPS", tmp_path)
     process = subprocess.Popen(["sleep", "60"])
-    look.at_living(process.pid)
+    look.see_alive(process.pid)
     look.facts = {"rank": 0, "run": str(run), "micro_batch_size": 16, "gradient_checkpointing": False}
     look.facts["machine"] = network.host_name()
     process.kill()
