@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import httpx2
 
-from lib.config.schema import Serve
+from lib.config.schema import ServeSettings
 from lib.serve import openai_answers, openai_requests
 from lib.serve.backend_pool import Backend, Pool, QueueFull
 from lib.serve.backend_process import SECRET_HEADER
@@ -38,7 +38,7 @@ class Completions:
 
     def __init__(
         self,
-        settings: Serve,
+        settings: ServeSettings,
         limits: Limits,
         count_tokens: Callable[[str], int] | None,
         pool: Pool,
