@@ -32,6 +32,7 @@ from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
 from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
 from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
+from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402
 from lib.plan.run_plan import plan_run  # noqa: E402
 
 HOSTS = ("m4-max", "m3-ultra")
@@ -93,20 +94,13 @@ def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"model": name, "link": link_name, "sync_cost": None}
     found |= dict.fromkeys((*WAYS, "steps_per_round"))
-    memory = [one.machine.memory_bytes for one in calibrations]
+    hosts = [
+        RankHost(name, one, memory_bytes=one.machine.memory_bytes)
+        for name, one in zip(HOSTS, calibrations, strict=True)
+    ]
+    facts = RunFacts(key, longest=TOKENS, backend="ring", dataset_size=DATASET, shape=shape)
     try:
-        plan = plan_run(
-            settings,
-            HOSTS,
-            calibrations,
-            key,
-            longest=TOKENS,
-            backend="ring",
-            versions={},
-            dataset_size=DATASET,
-            shape=shape,
-            memory_bytes=memory,
-        )
+        plan = plan_run(settings, hosts, facts)
     except UserError as error:
         return {**found, "taken": "nothing: too large", "error": str(error)}
     ways = {**predicted(plan), "steps_per_round": plan.steps_per_round}

@@ -34,7 +34,8 @@ from lib.config import (
 from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
 from lib.plan.curves import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
-from lib.plan.memory import Model, Rows, metal_limit_bytes  # noqa: E402
+from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes  # noqa: E402
+from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402
 from lib.plan.run_plan import plan_run  # noqa: E402
 from lib.plan.step_arrays import Training  # noqa: E402
 
@@ -98,23 +99,22 @@ def plan_for(
     can_divide = stored.get("model_type") in partition.FAMILIES
     shared = Training(method=config.model.method, rank=config.model.rank, shared_prompts=can_divide)
     limits = [limit_bytes(host) for host in hosts]
+    machines = [host.machine for host in hosts]
+    ranks = [
+        RankHost(machine.host, None, machine.device_name, machine.device, memory_bytes=limit)
+        for machine, limit in zip(machines, limits, strict=True)
+    ]
+    facts = RunFacts(
+        CurveKey(model=name, method=config.model.method, dtype="bfloat16", sequence_length=rows.seen),
+        longest=rows.seen,
+        backend="ring",
+        published=list(read_published().values()),
+        dataset_size=10_000,
+        shape=shape if can_divide else None,
+        memory_model=MemoryModel(shape, shared, rows),
+    )
     try:
-        plan = plan_run(
-            config,
-            [host.machine.host for host in hosts],
-            [None] * len(hosts),
-            CurveKey(model=name, method=config.model.method, dtype="bfloat16", sequence_length=rows.seen),
-            longest=rows.seen,
-            backend="ring",
-            versions={},
-            device_names=[host.machine.device_name for host in hosts],
-            published=list(read_published().values()),
-            dataset_size=10_000,
-            shape=shape if can_divide else None,
-            memory_bytes=limits,
-            model=Model(shape, shared, rows),
-            devices=[host.machine.device for host in hosts],
-        )
+        plan = plan_run(config, ranks, facts)
     except UserError as error:
         return {"model": name, "strategy": None, "error": str(error), "ranks": []}
     parts = plan.parts or [None] * len(hosts)

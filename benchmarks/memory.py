@@ -171,7 +171,7 @@ def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.S
     training = step_arrays.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
     seen, scored = case.prompt + case.completion, 2 * (case.completion + 1)
     rows = memory.Rows(case.prompt, seen, case.prompt + 2 * case.completion, scored, length_multiple=multiple)
-    return memory.Model(shape, training, rows).bytes(case.pairs, hardware.mlx_device()[0])
+    return memory.MemoryModel(shape, training, rows).bytes(case.pairs, hardware.mlx_device()[0])
 
 
 def main() -> int:

@@ -66,7 +66,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 # Their seconds are most of all; under xdist (make test), which hands out files, the longest have to begin first.
-LONGEST = ("server", "recovery", "launch", "train", "rounds", "preflight", "dashboard", "calibrate", "shapes", "step")
+LONGEST = (
+    "server",
+    "recovery",
+    "launch",
+    "out_of_memory",
+    "train",
+    "rounds",
+    "preflight",
+    "dashboard",
+    "calibrate",
+    "memory",
+    "mistakes",
+)
+LONGEST += ("shapes", "step")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from lib.plan import advice
 from lib.plan.curves import BatchCurve, read_published
 from lib.plan.divide_work import make_plan, plan_sharded
 from lib.plan.replan import Schedule
+from lib.plan.run_facts import RankHost
 from lib.plan.strategy import plan_merging
 from tests import tiny
 from tests.test_plan import LLAMA_8B
@@ -83,7 +84,8 @@ def test_micro_batches_beyond_the_knee() -> None:
 def test_a_model_that_fits_need_not_be_divided(memory: list[int | None], words: list[str], is_said: bool) -> None:
     settings = configured(*words)
     sizes = [size and size * 10**9 for size in memory]
-    plan = plan_sharded(settings, HOSTS, SHAPE, sizes, [None, None])
+    hosts = [RankHost(host, memory_bytes=size) for host, size in zip(HOSTS, sizes, strict=True)]
+    plan = plan_sharded(settings, hosts, SHAPE)
     said = advice.advised(settings, plan).warnings
     assert bool(said) == is_said, said
     if is_said:

@@ -13,7 +13,7 @@ import pytest
 from lib.launch import agent_link, agent_messages
 from lib.launch.agent_messages import ForeignTexts, decoded, encoded
 from lib.launch.hostfile import Host
-from lib.launch.ranks import Launching
+from lib.launch.job import Job
 from tests.test_launch import python, words
 from tests.test_local_launch import FAR, launch, stand_in
 from tests.tiny import ROOT
@@ -118,9 +118,9 @@ def test_a_question_under_way_ends_with_its_agent(tmp_path: Path, monkeypatch: p
     stand_in(tmp_path, CUT, monkeypatch)
 
     async def ask() -> None:
-        link = await agent_link.connect(Launching((FAR,), "ring", ("true",)), FAR)
+        link = await agent_link.connect(Job((FAR,), "ring", ("true",)), FAR)
         closed = asyncio.Event()
-        link.hear = lambda kind, _: closed.set() if kind == "closed" else None
+        link.on_message = lambda kind, _: closed.set() if kind == "closed" else None
         asking = [asyncio.ensure_future(link.ask("probe", 1000.0, address="", port=0, seconds=0)) for _ in range(20)]
         answers = await asyncio.gather(*asking, return_exceptions=True)
         await closed.wait()
@@ -166,7 +166,7 @@ def test_a_greeting_that_is_json_or_endless_is_no_hello(tmp_path: Path, monkeypa
     stand_in(tmp_path, greeting, monkeypatch)
 
     async def reach() -> str:
-        link = await agent_link.connect(Launching((FAR,), "ring", ("true",)), Host(FAR.name))
+        link = await agent_link.connect(Job((FAR,), "ring", ("true",)), Host(FAR.name))
         await link.close()
         return link.machine
 

@@ -17,6 +17,7 @@ from lib.evaluate import command
 from lib.model import partition
 from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
 from lib.plan.curves import BatchCurve, BatchPoint, HostCalibration, Link, write_calibration
+from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.system.hardware import Machine
 from lib.system.network import host_name
@@ -41,9 +42,21 @@ def host(name: str, limit_gb: float | None, first_pair_gb: float | None = 20, gf
 
 
 def planned(hosts: list[HostCalibration | None], *words: str, **options: Any) -> ClusterPlan:
-    options = {"shape": SHAPE, "longest": KEY.sequence_length, **options}
-    names = [chr(ord("a") + rank) for rank in range(len(hosts))]
-    return plan_run(configured(*words), names, hosts, KEY, backend="mpi", versions={}, **options)
+    per_rank = {
+        field: options.pop(plural)
+        for plural, field in {
+            "memory_bytes": "memory_bytes",
+            "devices": "device",
+            "device_names": "device_name",
+        }.items()
+        if plural in options
+    }
+    ranks = [
+        RankHost(chr(ord("a") + rank), one, **{field: values[rank] for field, values in per_rank.items()})
+        for rank, one in enumerate(hosts)
+    ]
+    facts = RunFacts(KEY, **{"longest": KEY.sequence_length, "backend": "mpi", "shape": SHAPE, **options})
+    return plan_run(configured(*words), ranks, facts)
 
 
 def ways(plan: ClusterPlan) -> dict[str, Prediction]:

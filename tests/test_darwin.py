@@ -16,8 +16,9 @@ import pytest
 
 from lib.launch import host_facts, hostfile, preflight, verdicts
 from lib.launch.hostfile import Host
-from lib.launch.ranks import Launching
-from lib.launch.verdicts import Context, Finding, Needs, judge, mend_ssh
+from lib.launch.job import Job
+from lib.launch.run_needs import Needs
+from lib.launch.verdicts import Context, Finding, findings_of, ssh_remedy
 from lib.system import files, hardware, network
 from tests import darwin
 from tests.sources import strings
@@ -135,10 +136,10 @@ def test_what_a_cable_gave_itself_comes_last(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_ring_of_cables_is_measured_from_neighbour_to_neighbour() -> None:
     hosts = tuple(Host(name, 1, (f"192.168.0.{4 * index + 2}",)) for index, name in enumerate("abcd"))
-    ring = Launching(hosts, "ring", ("train.py",))
+    ring = Job(hosts, "ring", ("train.py",))
 
-    def pairs(launching: Launching, reached: tuple[Host, ...] = hosts) -> list[str]:
-        return [one.name + other.name for one, other in verdicts.links_to_measure(launching, reached)]
+    def pairs(job: Job, reached: tuple[Host, ...] = hosts) -> list[str]:
+        return [one.name + other.name for one, other in verdicts.links_to_measure(job, reached)]
 
     assert pairs(ring) == ["ab", "bc", "cd", "da"]
     assert pairs(ring, hosts[:3]) == ["ab", "bc"], "the ring is the whole world's, not that of those who answered"
@@ -202,33 +203,33 @@ def test_what_finder_and_downloads_leave_is_no_content(tmp_path: Path) -> None:
 # ---- Verdicts
 
 
-def context(launching: Launching, **changes: Any) -> Context:
-    return replace(Context({"files": {}}, Needs(), launching, 0), **changes)
+def context(job: Job, **changes: Any) -> Context:
+    return replace(Context({"files": {}}, Needs(), job, 0), **changes)
 
 
 def test_a_folder_that_macos_closes_to_ssh_is_named_with_one_that_works() -> None:
     host = Host("mac-b")
-    launching = Launching((host,), "ring", ("train.py",), directory="/Users/jan/Documents/tandem")
+    job = Job((host,), "ring", ("train.py",), directory="/Users/jan/Documents/tandem")
     for last in (
         "zsh:cd:1: operation not permitted: /Users/jan/Documents/tandem",
         "/Users/jan/Documents/tandem/.venv/bin/python: can't open file '/Users/jan/Documents/tandem/lib': [Errno 1] Operation not permitted",
         "PermissionError: [Errno 1] Operation not permitted: '/Users/jan/Documents/tandem/lib/__init__.py'",
     ):
-        found = preflight._no_facts(launching, host, last, 1)
+        found = preflight.why_no_facts(job, host, last, 1)
         assert found.check == "project" and "macOS keeps Documents" in found.message
         assert " mac-b:/Users/jan/tandem/" in found.remedy and "--directory /Users/jan/tandem" in found.note
         assert "Full disk access" in found.note or "full disk access" in found.note
-    away = preflight._no_facts(launching, host, "zsh:cd:1: no such file or directory: /Users/jan/Documents/tandem", 1)
+    away = preflight.why_no_facts(job, host, "zsh:cd:1: no such file or directory: /Users/jan/Documents/tandem", 1)
     assert away.message == "/Users/jan/Documents/tandem is not there"
     model = "/Users/jan/Downloads/llama"
-    given = context(launching, here={"files": {model: "1"}})
+    given = context(job, here={"files": {model: "1"}})
     files_found = _judged("files", {model: {"fault": "Operation not permitted"}}, host, given)
     assert (
         files_found.remedy == "mv /Users/jan/Downloads/llama /Users/jan/llama"
         and "Terminal on mac-b" in files_found.note
     )
     disk = {"folder": "/Users/jan/Desktop/runs", "fault": "Operation not permitted", "free_bytes": 2**40}
-    assert "macOS keeps Desktop" in _judged("disk", disk, host, context(launching)).message
+    assert "macOS keeps Desktop" in _judged("disk", disk, host, context(job)).message
     slow = _judged(
         "memory", {"error": "PermissionError: [Errno 1] Operation not permitted: '/Users/jan/Desktop/x'"}, host, given
     )
@@ -247,37 +248,37 @@ def test_unreadable_files_are_told_apart_from_missing_ones(tmp_path: Path, monke
 
 
 def _judged(check: str, fact: Any, host: Host, given: Context) -> Finding:
-    facts = {name: None for name, _ in verdicts.JUDGES.values()}
-    facts[verdicts.JUDGES[check][0]] = fact
-    return next(one for one in judge([host], {host.name: facts}, given) if one.check == check)
+    facts = {name: None for name, _ in verdicts.FACT_CHECKS.values()}
+    facts[verdicts.FACT_CHECKS[check][0]] = fact
+    return next(one for one in findings_of([host], {host.name: facts}, given) if one.check == check)
 
 
 def test_a_mac_beside_a_linux_box_is_promised_the_ring_alone() -> None:
     hosts = (Host("mac-a"), Host("box"))
     systems = {"mac-a": "Darwin", "box": "Linux"}
     for backend in ("mpi", "jaccl", "nccl", "ring"):
-        launching = Launching(hosts, backend, ("train.py",), typed=("--hosts", "mac-a,box", "--backend", backend))
-        found = _judged("system", "Linux", hosts[1], context(launching, systems=systems))
+        job = Job(hosts, backend, ("train.py",), typed=("--hosts", "mac-a,box", "--backend", backend))
+        found = _judged("system", "Linux", hosts[1], context(job, systems=systems))
         assert (found.status == "ok") == (backend == "ring")
         if backend != "ring":
             assert "Linux in a world of Linux and macOS: only the ring backend is promised" in found.message
             assert found.remedy == f"./launch --hosts mac-a,box --backend {backend} --backend ring"
-    alike = context(replace(launching, backend="mpi"), systems=dict.fromkeys(systems, "Darwin"))
+    alike = context(replace(job, backend="mpi"), systems=dict.fromkeys(systems, "Darwin"))
     assert _judged("system", "Darwin", hosts[0], alike).status == "ok"
 
 
 def test_remedies_are_the_systems_own() -> None:
     host = Host("mac-a")
-    launching = Launching((host,), "ring", ("train.py",))
+    job = Job((host,), "ring", ("train.py",))
     clock = {"ahead_seconds": 60.0, "unsure_seconds": 0.1}
     for system, wanted, foreign in (("Darwin", "sntp -sS", "timedatectl"), ("Linux", "timedatectl", "sntp")):
-        given = context(launching, systems={"mac-a": system})
+        given = context(job, systems={"mac-a": system})
         found = _judged("clock", clock, host, given)
         assert wanted in found.remedy and foreign not in found.remedy
         name = _judged("ssh", {"mac-b": "Could not resolve hostname mac-b"}, host, given).remedy
         assert ("dscacheutil -q host -a name mac-b" in name) == (system == "Darwin")
         assert ("getent hosts mac-b" in name) == (system == "Linux")
-    assert mend_ssh("jan@mac-b", "Connection refused")[0] == "nc -z mac-b 22"
+    assert ssh_remedy("jan@mac-b", "Connection refused")[0] == "nc -z mac-b 22"
 
 
 # ---- What is typed into hosts' shells

@@ -13,8 +13,10 @@ import pytest
 
 from lib.launch import command as launcher
 from lib.launch import discovery, hostfile
-from lib.launch.discovery import Done, Machine
+from lib.launch.discovery import Machine
 from lib.launch.hostfile import Host
+from lib.system import os_commands
+from lib.system.os_commands import Completed
 from tests.cluster import Host as Node
 from tests.tiny import ROOT
 
@@ -71,10 +73,10 @@ def test_names_of_an_ssh_configuration(tmp_path: Path) -> None:
 
 
 def test_what_tools_say_is_read() -> None:
-    assert discovery.of_avahi(AVAHI) == [("mac-a.invalid", "10.0.0.1")]
-    assert discovery.of_browse(BROWSE) == ["Anna's Mac Studio", "box"]
-    assert discovery.of_lookup(LOOKUP) == "Annas-Mac-Studio.local" and discovery.of_lookup(BROWSE) is None
-    assert discovery.of_arp(ARP) == ["169.254.12.3", "10.9.0.2"]
+    assert discovery.machines_of_avahi(AVAHI) == [("mac-a.invalid", "10.0.0.1")]
+    assert discovery.instances_of_dns_sd(BROWSE) == ["Anna's Mac Studio", "box"]
+    assert discovery.host_of_dns_sd(LOOKUP) == "Annas-Mac-Studio.local" and discovery.host_of_dns_sd(BROWSE) is None
+    assert discovery.neighbours_of_arp(ARP) == ["169.254.12.3", "10.9.0.2"]
 
 
 def test_a_machine_with_two_names_is_one_and_the_file_can_be_read() -> None:
@@ -92,24 +94,24 @@ def test_a_machine_with_two_names_is_one_and_the_file_can_be_read() -> None:
     ("done", "said"),
     [
         (
-            Done(255, "", "Warning: x\nme@a: Permission denied (publickey).\n"),
+            Completed(255, "", "Warning: x\nme@a: Permission denied (publickey).\n"),
             "a: me@a: Permission denied .*; ssh-copy-id a$",
         ),
-        (Done(255, "", "Host key verification failed.\r\n"), "; ssh a once, to accept its key$"),
-        (Done(None, "host=a\n", ""), "a: no answer within 10 s$"),
-        (Done(1, "This service allows sftp only\n", ""), "a: no shell that answers$"),
+        (Completed(255, "", "Host key verification failed.\r\n"), "; ssh a once, to accept its key$"),
+        (Completed(None, "host=a\n", ""), "a: no answer within 10 s$"),
+        (Completed(1, "This service allows sftp only\n", ""), "a: no shell that answers$"),
     ],
 )
-def test_who_does_not_answer_is_named_with_the_reason(done: Done, said: str) -> None:
-    answer = discovery.asked("a", "/x", lambda words, seconds: done, is_here=False)
+def test_who_does_not_answer_is_named_with_the_reason(done: Completed, said: str) -> None:
+    answer = discovery.ask_machine("a", "/x", lambda words, seconds: done, is_here=False)
     assert isinstance(answer, str) and re.search(said, answer), answer
 
 
 def test_a_command_ends_with_its_time_and_what_it_started(tmp_path: Path) -> None:
     started = time.monotonic()
-    done = discovery.run(["sh", "-c", "echo early; sleep 50 & wait"], 0.5)
-    assert done == Done(None, "early\n", "") and time.monotonic() - started < 5
-    assert discovery.run([str(tmp_path / "none")], 1).status == 127
+    done = os_commands.run(["sh", "-c", "echo early; sleep 50 & wait"], 0.5)
+    assert done == Completed(None, "early\n", "") and time.monotonic() - started < 5
+    assert os_commands.run([str(tmp_path / "none")], 1).status == 127
 
 
 def tool(folder: Path, name: str, script: str) -> None:
@@ -129,7 +131,7 @@ def test_tools_are_asked_where_they_are(tmp_path: Path, monkeypatch: pytest.Monk
     tool(tmp_path, "arp", f"cat {tmp_path}/arp.txt")
     monkeypatch.setattr(discovery, "BROWSE_SECONDS", 0.7)
     started = time.monotonic()
-    names = discovery.found(discovery.run, tmp_path)
+    names = discovery.candidates(os_commands.run, tmp_path)
     assert names == ["10.0.0.1", "Annas-Mac-Studio.local", "169.254.12.3", "10.9.0.2"]
     assert time.monotonic() - started < 5
 

@@ -23,6 +23,7 @@ import pytest
 
 from lib.config import help, load, train_arguments
 from lib.launch import command as launcher
+from lib.launch import options as launch_options
 from tests import tiny
 from tests.tiny import ROOT
 
@@ -113,7 +114,7 @@ def check_launch(words: list[str]) -> None:
     if "--help" in words:
         assert "usage: launch" in help_of("launch")
         return
-    options = launcher._parse(words)
+    options = launch_options.parse(words)
     if options.command[0] == "train.py":
         check_train(options.command[1:], "on hosts", Path())
     if options.emit:  # nobody is asked here

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from lib.launch import doctor, host_facts
-from lib.launch.doctor import Check, Checked, Examination, Result
+from lib.launch import doctor, host_facts, machine_checks
+from lib.launch.doctor import Checked
+from lib.launch.machine_checks import Check, Result
 from lib.system import hardware, metal, network
 from tests import darwin
 from tests.tiny import ROOT
@@ -28,7 +29,7 @@ ON_A_MAC = {"wired limit", "display", "power", "folder"}
 
 
 def page(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(doctor.LAUNCHED)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(machine_checks.LAUNCHED)}
     command = [sys.executable, "-m", "lib.doctor", *words]
     variables = {**inherited, **environment}
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
@@ -101,25 +102,25 @@ def test_what_it_does_not_know_is_one_line() -> None:
 
 def test_an_mpi_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_MPI_LIBNAME", "/nowhere/libmpi.so.40")
-    found = Examination().mpi(60)
+    found = machine_checks.check_mpi(60)
     assert found.status == "failed" and found.remedy == "make -B setup"
     assert "unset MLX_MPI_LIBNAME, which is /nowhere/libmpi.so.40" in found.note
     assert found.message.startswith("RuntimeError: ") and "MPI" in found.message, "mpirun's own remarks come after it"
-    checks = {check.name: check for check in Examination().checks()}
+    checks = {check.name: check for check in machine_checks.all_checks()}
     assert not checks["mpi"].needed and not checks["ssh"].needed and checks["compute"].needed and checks["disk"].needed
 
 
 def test_a_ring_that_cannot_be(broken_mlx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Examination().ring(0.05)[:2] == ("failed", "no answer within 0.05 s")
+    assert machine_checks.check_ring(0.05)[:2] == ("failed", "no answer within 0.05 s")
     monkeypatch.setenv("PYTHONPATH", str(broken_mlx))
-    found = Examination().ring(60)
+    found = machine_checks.check_ring(60)
     assert found.status == "failed" and found.message.startswith("ImportError: Library not loaded")
     assert found.remedy == "make -B setup" and "firewall" in found.note
 
 
 def test_ssh_that_is_missing_or_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = Examination().ssh(10)
+    found = machine_checks.check_ssh(10)
     assert found.status == "note" and "openssh-client" in found.remedy
     ssh = tmp_path / "ssh"
     for said, remedy in (
@@ -128,30 +129,30 @@ def test_ssh_that_is_missing_or_refuses(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         ssh.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 255\n")
         ssh.chmod(0o755)
-        assert Examination().ssh(10).remedy == remedy
+        assert machine_checks.check_ssh(10).remedy == remedy
     ssh.write_text("#!/bin/sh\necho 'zsh:cd:1: operation not permitted: /Users/jan/Documents/tandem' >&2\nexit 1\n")
-    assert "Full" in Examination().ssh(10).note or "full disk access" in Examination().ssh(10).note
+    assert "Full" in machine_checks.check_ssh(10).note or "full disk access" in machine_checks.check_ssh(10).note
     ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec /bin/sh -c "$last"\n')  # as a host that lets us in
-    assert Examination().ssh(30).status == "ok"
+    assert machine_checks.check_ssh(30).status == "ok"
 
 
 def test_a_disk_packages_and_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = {"folder": str(tmp_path), "fault": "Read-only file system", "free_bytes": 0}
     monkeypatch.setattr(host_facts, "disk", lambda folder: full)
-    assert Examination().disk(5)[:2] == ("failed", f"{tmp_path}: Read-only file system")
+    assert machine_checks.check_disk(5)[:2] == ("failed", f"{tmp_path}: Read-only file system")
     monkeypatch.setattr(host_facts, "disk", lambda folder: {**full, "fault": None, "free_bytes": 10**9})
-    assert Examination().disk(5).status == "note"
+    assert machine_checks.check_disk(5).status == "note"
     monkeypatch.setattr(host_facts, "PACKAGES", ("mlx", "no-such-package"))
-    missing = Examination().packages(5)
+    missing = machine_checks.check_packages(5)
     assert missing.status == "failed" and "no-such-package is missing" in missing.message
     monkeypatch.setattr(host_facts, "PACKAGES", ("mlx",))
-    assert doctor.pinned((ROOT / "constraints.txt").read_text()).keys() >= set(host_facts.PACKAGES)
-    monkeypatch.setattr(doctor, "pinned", lambda text: {"mlx": "0.0.1"})
-    assert Examination().packages(5).status == "note"
+    assert machine_checks.pinned((ROOT / "constraints.txt").read_text()).keys() >= set(host_facts.PACKAGES)
+    monkeypatch.setattr(machine_checks, "pinned", lambda text: {"mlx": "0.0.1"})
+    assert machine_checks.check_packages(5).status == "note"
     monkeypatch.setattr(hardware, "is_translated", lambda: True)
-    assert "Rosetta" in Examination().python(5).message
+    assert "Rosetta" in machine_checks.check_python(5).message
     monkeypatch.setattr(hardware, "free_memory_bytes", lambda: 10**9)
-    assert Examination().memory(5).status == "note"
+    assert machine_checks.check_memory({}, 5).status == "note"
 
 
 # ---- On a Mac
@@ -167,30 +168,33 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[darwin.Mac]
 
 
 def test_what_only_a_mac_has(mac: darwin.Mac, monkeypatch: pytest.MonkeyPatch) -> None:
-    examination = Examination()
-    assert examination.display(5) == Result("ok", "none is lit")
+    assert machine_checks.check_display(5) == Result("ok", "none is lit")
     mac.says("system_profiler SPDisplaysDataType -json", darwin.LIT)
-    lit = examination.display(5)
+    lit = machine_checks.check_display(5)
     assert lit is not None and lit.status == "note" and lit.message.startswith("Color LCD") and "3267" in lit.message
     assert metal.lit("") == metal.lit("[]") == metal.lit('{"SPDisplaysDataType": 1}') == []
-    assert examination.wired_limit(5) == Result("ok", "the system's own")
+    assert machine_checks.check_wired_limit(5) == Result("ok", "the system's own")
     mac.says("sysctl -n iogpu.wired_limit_mb", "126000\n")
-    wired = examination.wired_limit(5)
+    wired = machine_checks.check_wired_limit(5)
     assert wired is not None and wired.status == "note" and wired.remedy == "sudo sysctl iogpu.wired_limit_mb=122880"
     mac.says("pmset -g batt", darwin.ON_BATTERY)
-    power = examination.power(5)
+    power = machine_checks.check_power(5)
     assert power is not None and power.status == "note" and power.note == "plug it in"
-    assert "109" not in examination.memory(5).message and "8.8 GB free" in examination.memory(5).message
-    folder = examination.folder(5)
+    assert (
+        "109" not in machine_checks.check_memory({}, 5).message
+        and "8.8 GB free" in machine_checks.check_memory({}, 5).message
+    )
+    folder = machine_checks.check_folder(5)
     assert folder is not None and folder.status == "ok"
-    monkeypatch.setattr(doctor, "ROOT", Path("/Users/jan/Documents/tandem"))
-    folder = examination.folder(5)
+    monkeypatch.setattr(machine_checks, "ROOT", Path("/Users/jan/Documents/tandem"))
+    folder = machine_checks.check_folder(5)
     assert folder is not None and folder.status == "note" and folder.remedy == "mv /Users/jan/Documents/tandem ~/tandem"
 
 
 def test_what_only_a_mac_has_is_not_asked_elsewhere() -> None:
-    examination = Examination()
-    assert examination.display(5) is examination.wired_limit(5) is examination.folder(5) is None
+    assert (
+        machine_checks.check_display(5) is machine_checks.check_wired_limit(5) is machine_checks.check_folder(5) is None
+    )
 
 
 # ---- Limits, and what the page leaves out
@@ -201,7 +205,7 @@ def test_no_check_outlasts_its_limit_or_ends_the_page() -> None:
     late = doctor.attempt(Check("slow", True, 0.1, lambda limit: time.sleep(30)))  # type: ignore[func-returns-value]
     assert late is not None and late.status == "failed" and late.message == "no answer within 0.1 s"
     assert time.monotonic() - began < 10
-    hung = doctor.run([str(shutil.which("sleep")), "30"], 0.2)
+    hung = machine_checks.run([str(shutil.which("sleep")), "30"], 0.2)
     assert hung.status is None
 
     def fails(limit: float) -> Result:

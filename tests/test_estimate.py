@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from lib.config import load as settings
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, read_calibration, read_published
+from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
-from lib.plan.uncalibrated_hosts import Known, relative_speeds, with_estimates
+from lib.plan.uncalibrated_hosts import relative_speeds, with_estimates
 from lib.system import matmul_rate
 from lib.system.hardware import Machine
 from tests import tiny
@@ -27,10 +29,13 @@ def calibrated(host: str, rates: dict[int, float], key: CurveKey = KEY, chip: st
     return HostCalibration(machine=Machine(host=host, device_name=chip, device="metal"), curves=(curve,))
 
 
-def planned(calibrations: Sequence[HostCalibration | None], *words: str, **known: object) -> ClusterPlan:
+def planned(calibrations: Sequence[HostCalibration | None], *words: str, **known: list[Any]) -> ClusterPlan:
     config = settings.load(None, ["model.path=m", "data.train=d", "train.global_batch_size=32", *words])
-    hosts = [f"h{i}" for i in range(len(calibrations))]
-    return plan_run(config, hosts, calibrations, KEY, longest=128, backend="mpi", versions={}, **known)  # type: ignore[arg-type]
+    hosts = [
+        RankHost(f"h{i}", calibration, **{name: values[i] for name, values in known.items()})
+        for i, calibration in enumerate(calibrations)
+    ]
+    return plan_run(config, hosts, RunFacts(KEY, longest=128, backend="mpi"))
 
 
 def test_a_host_without_a_calibration_takes_nothing_from_one_that_has_one() -> None:
@@ -54,7 +59,7 @@ def test_another_measurement_of_both_hosts_tells_more_than_products_of_matrices(
 
 def test_published_figures_of_both_chips_where_no_rate_is_known() -> None:
     fast = calibrated("h0", {1: 10.0, 8: 30.0}, chip="Apple M4 Max")
-    known = [Known("h0", fast), Known("h1", None, "Apple M3 Ultra")]
+    known = [RankHost("h0", fast), RankHost("h1", None, "Apple M3 Ultra")]
     completed, (said,) = with_estimates(known, KEY, list(read_published().values()))
     assert "published for Apple M3 Ultra and Apple M4 Max" in said and completed[1] is not None
     ratio = completed[1].curves[0].best_point.pairs_per_second / 30
@@ -63,9 +68,9 @@ def test_published_figures_of_both_chips_where_no_rate_is_known() -> None:
 
 def test_the_most_similar_host_lends_its_curve() -> None:
     known = [
-        Known("a", calibrated("a", {1: 1.0, 8: 2.0}), gflops=100.0),
-        Known("b", calibrated("b", {1: 10.0, 8: 80.0}), gflops=1000.0),
-        Known("c", None, gflops=900.0),
+        RankHost("a", calibrated("a", {1: 1.0, 8: 2.0}), gflops=100.0),
+        RankHost("b", calibrated("b", {1: 10.0, 8: 80.0}), gflops=1000.0),
+        RankHost("c", None, gflops=900.0),
     ]
     completed, _ = with_estimates(known, KEY)
     assert completed[2] is not None and completed[2].curves[0].best_point.pairs_per_second == pytest.approx(72)
@@ -76,7 +81,7 @@ def test_hosts_that_nobody_measured_share_by_their_rates() -> None:
     assert plan.shares == [24, 8] and "in proportion to the hosts' matrix-product rates" in plan.reason
     assert planned([None, None], gflops=[110.0, 100.0]).shares == [16, 16], "as near as two measurements of one host"
     assert planned([None, None], "plan.shares=[20,12]", gflops=[300.0, 100.0]).shares == [20, 12]
-    one_host = [Known("box", None, gflops=rate) for rate in (100.0, 180.0)]
+    one_host = [RankHost("box", None, gflops=rate) for rate in (100.0, 180.0)]
     assert relative_speeds(one_host) is None, "ranks of one host are equal"
 
 

@@ -22,7 +22,7 @@ from lib.config import load
 from lib.config.schema import ServeSettings
 from lib.errors import UserError
 from lib.launch.hostfile import Host
-from lib.serve import api_keys, openai_requests
+from lib.serve import api_keys, openai_answers, openai_requests
 from lib.serve import command as server
 from lib.serve.backend_pool import Backend, Pool, QueueFull, choose
 from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
@@ -181,7 +181,7 @@ def test_no_slot_is_lost_or_doubled_whatever_happens(acts: list[tuple[str, int]]
 
 def told(tokens: int = 1, **words: Any) -> dict[str, Any]:
     request = openai_requests.parse("chat", json.dumps(CHAT | words).encode())
-    return openai_requests.ask("chat", request, LIMITS, tokens).body
+    return openai_requests.backend_request("chat", request, LIMITS, tokens).body
 
 
 def test_a_backend_hears_nothing_but_what_is_known() -> None:
@@ -233,7 +233,7 @@ def test_any_json_is_a_request_or_a_clean_refusal(tree: Any) -> None:
 def test_the_models_name_is_put_in_its_place_alone() -> None:
     said = json.dumps({"content": '"model": "default_model"'})
     event = b'{"model": "default_model", "x": %s}' % said.encode()
-    changed = json.loads(openai_requests.renamed(event, 'a"b'))
+    changed = json.loads(openai_answers.renamed(event, 'a"b'))
     assert changed == {"model": 'a"b', "x": json.loads(said)}
 
 
@@ -250,7 +250,7 @@ def test_a_stream_is_put_together_as_the_whole_answer_would_be() -> None:
     events = [base | {"choices": [choice]} for choice in choices] + [
         base | {"choices": [], "usage": {"total_tokens": 3}}
     ]
-    whole = openai_requests.assemble(json.dumps(event).encode() for event in events)
+    whole = openai_answers.assemble(json.dumps(event).encode() for event in events)
     message = {"role": "assistant", "content": "ab", "reasoning": "hm", "tool_calls": [call]}
     choice = {"index": 0, "finish_reason": "tool_calls", "logprobs": None, "message": message}
     assert whole == base | {"object": "chat.completion", "choices": [choice], "usage": {"total_tokens": 3}}

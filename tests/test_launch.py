@@ -15,11 +15,11 @@ import pytest
 
 from lib.launch import command as command_module
 from lib.launch import diagnose as watch
-from lib.launch import launcher
-from lib.launch import ranks as ranks_module
-from lib.launch.diagnose import HostSeen, RankSeen, diagnose
+from lib.launch import job as job_module
+from lib.launch import rank_processes, supervisor
+from lib.launch.diagnose import HostState, RankState, diagnose
 from lib.launch.hostfile import Host
-from lib.launch.ranks import Launching
+from lib.launch.job import Job
 from lib.telemetry.run_records import read_records
 from tests import rounding, tiny
 from tests.cluster import Host as Machine
@@ -274,14 +274,14 @@ def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp
 # ---- Pure: what is started, what is wrong
 
 
-def launching(backend: str, hosts: tuple[Host, ...], **more: Any) -> list[Any]:
+def work_of(backend: str, hosts: tuple[Host, ...], **more: Any) -> list[Any]:
     folders = [f"/f{i}" for i in range(len(hosts))]
-    return ranks_module.processes_of(Launching(hosts, backend, ("train.py", "a=b"), **more), folders)
+    return rank_processes.processes_of(Job(hosts, backend, ("train.py", "a=b"), **more), folders)
 
 
 def test_the_contract_of_every_backend() -> None:
     hosts = (Host("a", 1, ("10.0.0.1", "10.1.0.1"), (None, "d1")), Host("b", 2, ("10.0.0.2",), ("d0", None)))
-    (first, files), (second, _) = launching("ring", hosts, connections_per_ip=2)
+    (first, files), (second, _) = work_of("ring", hosts, connections_per_ip=2)
     ports = [["10.0.0.1:32323", "10.0.0.1:32324", "10.1.0.1:32325", "10.1.0.1:32326"]]
     ports += [["10.0.0.2:32327", "10.0.0.2:32328"], ["10.0.0.2:32329", "10.0.0.2:32330"]]
     assert json.loads(files["hosts.json"]) == ports
@@ -289,24 +289,24 @@ def test_the_contract_of_every_backend() -> None:
     assert second[0]["environment"]["MLX_HOSTFILE"] == "/f1/hosts.json"
     assert first[0]["command"] == [sys.executable, "train.py", "a=b"]
 
-    (first, _), (second, _) = launching("nccl", hosts, environment={"CUDA_VISIBLE_DEVICES": "5"})
+    (first, _), (second, _) = work_of("nccl", hosts, environment={"CUDA_VISIBLE_DEVICES": "5"})
     names = ("NCCL_HOST_IP", "NCCL_PORT", "MLX_WORLD_SIZE", "MLX_RANK", "CUDA_VISIBLE_DEVICES")
     assert [second[1]["environment"][name] for name in names] == ["10.0.0.1", "32323", "3", "2", "5"]
-    (_, _), (second, _) = launching("nccl", hosts)
+    (_, _), (second, _) = work_of("nccl", hosts)
     assert [process["environment"]["CUDA_VISIBLE_DEVICES"] for process in second] == ["0", "1"]
 
-    (first, files), _ = launching("jaccl", hosts)
+    (first, files), _ = work_of("jaccl", hosts)
     assert json.loads(files["hosts.json"]) == [[None, "d1"], ["d0", None]]
     assert first[0]["environment"]["MLX_JACCL_COORDINATOR"] == "10.0.0.1:32323"
     assert first[0]["environment"]["MLX_IBV_DEVICES"] == "/f0/hosts.json"
 
-    (first, files), (second, _) = launching("mpi", hosts, connections_per_ip=2, mpi_arguments=("--verbose",))
+    (first, files), (second, _) = work_of("mpi", hosts, connections_per_ip=2, mpi_arguments=("--verbose",))
     assert files["hostfile"] == "a slots=1\nb slots=2\n" and second == []
     command = first[0]["command"]
     assert command[-3:] == [sys.executable, "train.py", "a=b"] and "--verbose" in command
     assert command[command.index("btl_tcp_links") + 1] == "2"
 
-    [([alone], files)] = launching("ring", hosts[:1])
+    [([alone], files)] = work_of("ring", hosts[:1])
     assert not files and "MLX_HOSTFILE" not in alone["environment"], "a ring of one is no ring"
 
 
@@ -351,22 +351,22 @@ def test_job_files_start_the_same_command(capsys: pytest.CaptureFixture[str], tm
 
 def test_the_command_that_goes_on() -> None:
     command = ("train.py", "--config", "x.yaml", "train.beta=0.2", "run.name=y", "plan.shares=[3,1]")
-    assert ranks_module.resumed(command, "runs/y", True) == (
+    assert job_module.resume_command(command, "runs/y", True) == (
         "train.py", "--resume", "runs/y", "train.beta=0.2", "plan.shares=[3,1]",
     )  # fmt: skip
-    assert ranks_module.resumed(command, "runs/y", False)[3:] == (
+    assert job_module.resume_command(command, "runs/y", False)[3:] == (
         "train.beta=0.2", "plan.shares=null", "plan.micro_batch_sizes=null",
     )  # fmt: skip
 
 
 def test_only_starts_that_bring_nothing_wait() -> None:
-    assert [launcher.pause_seconds(n) for n in (0, 1, 2, 3, 4, 6, 7, 10_000)] == [0, 0, 1, 2, 4, 16, 30, 30]
+    assert [supervisor.pause_seconds(n) for n in (0, 1, 2, 3, 4, 6, 7, 10_000)] == [0, 0, 1, 2, 4, 16, 30, 30]
 
 
 def test_faults_are_told_apart() -> None:
-    def found(hosts: dict[str, HostSeen] | None = None, **changes: Any) -> watch.Fault | None:
-        seen = {"a": HostSeen("a", 99.0), "b": HostSeen("b", 99.0)} | (hosts or {})
-        ranks = [RankSeen(0, "a", beats=True), RankSeen(1, "b", beats=True)]
+    def found(hosts: dict[str, HostState] | None = None, **changes: Any) -> watch.Fault | None:
+        seen = {"a": HostState("a", 99.0), "b": HostState("b", 99.0)} | (hosts or {})
+        ranks = [RankState(0, "a", beats=True), RankState(1, "b", beats=True)]
         for name, (rank, value) in changes.items():
             setattr(ranks[rank], name, value)
         return diagnose(100.0, seen, ranks, silent_seconds=10, wedged_seconds=30)
@@ -375,10 +375,10 @@ def test_faults_are_told_apart() -> None:
     assert found(status=(1, 0)) is None, "a rank that is done"
     fault = found(status=(1, -9))
     assert fault and (fault.kind, fault.hosts) == ("died", ("b",)) and "SIGKILL" in fault.message
-    fault = found({"b": HostSeen("b", 89.0)})
+    fault = found({"b": HostState("b", 89.0)})
     assert fault and (fault.kind, fault.hosts) == ("silent", ("b",)) and "11.0 s" in fault.message
-    assert found({"b": HostSeen("b", 89.0)}, status=(1, 0)) is None, "it has nothing left to say"
-    fault = found({"b": HostSeen("b", 99.0, closed=True)})
+    assert found({"b": HostState("b", 89.0)}, status=(1, 0)) is None, "it has nothing left to say"
+    fault = found({"b": HostState("b", 99.0, closed=True)})
     assert fault and fault.kind == "lost"
     fault = found(stopped_since=(1, 89.0))
     assert fault and (fault.kind, fault.hosts) == ("stopped", ("b",)) and found(stopped_since=(1, 91.0)) is None
@@ -390,12 +390,12 @@ def test_faults_are_told_apart() -> None:
     late: dict[str, Any] = {"waiting": (0, "the sum"), "waiting_since": (0, 69.0)}
     fault = found(**late)
     assert fault and (fault.kind, fault.hosts) == ("late", ("b",)) and "rank 1 on b did not come" in fault.message
-    ranks = [RankSeen(i, h, waiting=w, waiting_since=69.0, beats=True) for i, h, w in ((0, "a", "x"), (1, "b", "x"))]
-    seen = {"a": HostSeen("a", 99.0), "b": HostSeen("b", 99.0)}
+    ranks = [RankState(i, h, waiting=w, waiting_since=69.0, beats=True) for i, h, w in ((0, "a", "x"), (1, "b", "x"))]
+    seen = {"a": HostState("a", 99.0), "b": HostState("b", 99.0)}
     fault = diagnose(100.0, seen, ranks, 10, 30)
     assert fault and fault.kind == "wedged" and set(fault.hosts) == {"a", "b"} and "network" in fault.message
     assert watch.common_wait_seconds(100.0, ranks) == 31.0
-    busy = RankSeen(2, "c", beats=True)
+    busy = RankState(2, "c", beats=True)
     assert watch.common_wait_seconds(100.0, [*ranks, busy]) == watch.common_wait_seconds(100.0, []) == 0.0
     fault = watch.cut_between(["a", "b"], ["b"], 31.0)
     assert (fault.kind, fault.hosts) == ("wedged", ("b",)) and "b and a do not reach each other" in fault.message
@@ -403,5 +403,5 @@ def test_faults_are_told_apart() -> None:
     fault = diagnose(100.0, seen, ranks, 10, 30)
     assert fault and "different things" in fault.message
     assert diagnose(100.0, seen, ranks, 10, 32) is None
-    assert [rank.rank for rank in watch.stragglers(100.0, [ranks[0], RankSeen(1, "b", beats=True)], 20)] == [1]
+    assert [rank.rank for rank in watch.stragglers(100.0, [ranks[0], RankState(1, "b", beats=True)], 20)] == [1]
     assert watch.exit_status(-9) == 137 and watch.exit_status(3) == 3

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from lib.launch import agent_link, host_facts, launcher, preflight
+from lib.launch import agent_link, host_facts, preflight, remote_process, supervisor
+from lib.launch import ssh as ssh_module
 from lib.launch.hostfile import Host
-from lib.launch.ranks import Launching
-from lib.launch.verdicts import Needs
+from lib.launch.job import Job
+from lib.launch.run_needs import Needs
 from tests import tiny
 from tests.test_launch import python, wait_for, words
 
@@ -82,19 +83,19 @@ def test_a_machine_with_two_names_in_the_host_file_is_told_so_and_not_tried_agai
 def test_what_a_login_shell_prints_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, CHATTY, monkeypatch)
 
-    launching = Launching((FAR,), "ring", ("true",))
+    job = Job((FAR,), "ring", ("true",))
 
     async def reach() -> bool:
-        link = await agent_link.connect(launching, FAR)
+        link = await agent_link.connect(job, FAR)
         await link.close()
         return link.closed
 
     assert asyncio.run(reach())
 
     async def ask() -> dict[str, Any]:
-        process, facts = await preflight._ask(launching, FAR, {**asdict(Needs()), "ports": [], "ssh_to": [], "rdma": 0})
+        process, facts = await preflight.ask_facts(job, FAR, {**asdict(Needs()), "ports": [], "ssh_to": [], "rdma": 0})
         assert process is not None and isinstance(facts, dict), facts
-        agent_link.kill(process)
+        remote_process.kill(process)
         await process.wait()
         return facts
 
@@ -103,9 +104,9 @@ def test_what_a_login_shell_prints_is_passed_over(tmp_path: Path, monkeypatch: p
 
 def test_an_ssh_that_hangs_is_given_up_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh = stand_in(tmp_path, STUCK, monkeypatch)
-    monkeypatch.setattr(agent_link, "CONNECT_SECONDS", -1.0)
+    monkeypatch.setattr(ssh_module, "CONNECT_SECONDS", -1.0)
     with pytest.raises(ConnectionError, match="no answer"):
-        asyncio.run(asyncio.wait_for(agent_link.connect(Launching((FAR,), "ring", ("true",)), FAR), 10))
+        asyncio.run(asyncio.wait_for(agent_link.connect(Job((FAR,), "ring", ("true",)), FAR), 10))
     process = launch(sys.executable, "launch", "--hosts", FAR.name, "--preflight-only", "--", "true")
     pids = ssh.with_name("ssh.pids")
     wait_for(lambda: len(pids.read_text().split()) == 2)
@@ -121,7 +122,7 @@ def test_a_name_that_takes_long_to_look_up_holds_up_nobody(tmp_path: Path, monke
 
     async def reach() -> None:
         host = Host("no-such-host.invalid")
-        reaching = asyncio.ensure_future(agent_link.connect(Launching((host,), "ring", ("true",)), host))
+        reaching = asyncio.ensure_future(agent_link.connect(Job((host,), "ring", ("true",)), host))
         await asyncio.sleep(0.1)
         ssh.with_name("ssh.go").touch()
         with pytest.raises(ConnectionError):
@@ -138,8 +139,8 @@ def test_a_launch_waits_for_its_network_while_there_is_a_run_to_go_on_with(
 
     async def answering(patience_seconds: float) -> tuple[Host, ...]:
         links: dict[str, agent_link.Link] = {}
-        launching, none = Launching((FAR,), "ring", ("true",)), asyncio.Queue[int]()
-        asking = asyncio.ensure_future(launcher._answering(launching, links, (FAR,), False, patience_seconds, none))
+        job, none = Job((FAR,), "ring", ("true",)), asyncio.Queue[int]()
+        asking = asyncio.ensure_future(supervisor.answering_hosts(job, links, (FAR,), False, patience_seconds, none))
         await asyncio.sleep(0.5)
         ssh.with_name("ssh.back").touch()
         found = await asking

@@ -16,7 +16,7 @@ from lib.config import load
 from lib.distributed.world import World
 from lib.model.partition import divide, model_shape_of
 from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, HostCalibration, read_published
-from lib.plan.memory import Model, Rows, largest_micro_batch, metal_limit_bytes, rank_shape
+from lib.plan.memory import MemoryModel, Rows, largest_micro_batch, metal_limit_bytes, rank_shape
 from lib.plan.step_arrays import Training
 from lib.system import hardware
 from tests import tiny
@@ -25,13 +25,13 @@ from tests.test_replan import KEY
 from tests.test_shard import folder, world  # noqa: F401
 
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)
-MODEL = Model(SHAPE, Training(), ROWS)
+MODEL = MemoryModel(SHAPE, Training(), ROWS)
 CASES = [
     benchmark.Case("wide MLP", dtype="float32", prompt=128, completion=128, pairs=4),
     benchmark.Case("many heads", dtype="float32", prompt=128, completion=128, checkpointing=True),
-    benchmark.Case("wide MLP", method="dora", prompt=128, completion=64, pairs=2),
+    benchmark.Case("wide MLP", method="dora", prompt=64, completion=64, pairs=1),
     benchmark.Case("wide MLP", method="full", dtype="float32", prompt=64, completion=128),
-    benchmark.Case("many heads", bits=4, dtype="float32", prompt=192, completion=64),
+    benchmark.Case("many heads", bits=4, dtype="float32", prompt=96, completion=32, pairs=2),
 ]
 
 
@@ -48,11 +48,11 @@ def test_more_work_needs_more_memory() -> None:
         again = [MODEL.bytes(pairs, backend, checkpointing=True).total for pairs in (1, 4, 16)]  # type: ignore[arg-type]
         assert again == sorted(set(again)) and again[2] < sizes[4] / 2
     assert MODEL.bytes(4, "metal").total > MODEL.bytes(4, "cuda").total, "Metal keeps attention's probabilities"
-    shared = Model(SHAPE, replace(MODEL.training, shared_prompts=False), ROWS)
+    shared = MemoryModel(SHAPE, replace(MODEL.training, shared_prompts=False), ROWS)
     assert shared.bytes(4, "cuda").total > MODEL.bytes(4, "cuda").total
-    few = Model(SHAPE, replace(MODEL.training, blocks=4), ROWS).bytes(4, "cuda")
+    few = MemoryModel(SHAPE, replace(MODEL.training, blocks=4), ROWS).bytes(4, "cuda")
     assert few.activations < MODEL.bytes(4, "cuda").activations / 2
-    full = Model(SHAPE, replace(MODEL.training, method="full"), ROWS).bytes(1, "cuda")
+    full = MemoryModel(SHAPE, replace(MODEL.training, method="full"), ROWS).bytes(1, "cuda")
     assert full.gradients == pytest.approx(4 * 8.03e9, rel=0.01) and full.trained > 2 * full.gradients
 
 
@@ -70,7 +70,7 @@ def test_a_mixture_of_experts_and_unknown_names() -> None:
     assert (sparse.experts, sparse.expert_columns, sparse.expert_blocks, sparse.experts_per_token) == (8, 128, 4, 2)
     dense = model_shape_of({**stored, "num_local_experts": 0}, to_divide=False)
     rows = Rows(prompt=16, seen=32, tokens=48, scored=32, length_multiple=16)  # so short that attention weighs little
-    both = [Model(shape, Training(), rows).bytes(8, "cpu") for shape in (sparse, dense)]
+    both = [MemoryModel(shape, Training(), rows).bytes(8, "cpu") for shape in (sparse, dense)]
     assert both[0].activations > 1.3 * both[1].activations and both[0].weights > 3 * both[1].weights
     inside = model_shape_of({"model_type": "seer", "text_config": {**stored, "num_local_experts": 0}}, to_divide=False)
     assert inside == dense
@@ -82,13 +82,17 @@ def test_a_part_of_a_model_needs_a_part_of_its_memory() -> None:
     parts = [MODEL.of_part(part, 0, 4, "cuda").activations for part in (small, large)]
     whole = MODEL.of_part(SHAPE, 0, 4, "cuda").activations
     assert parts[0] < parts[1] < whole < sum(parts), "what is between the layers is kept by both"
-    plan = planned([None, None], "strategy=sharded", memory_bytes=[22 * 10**9] * 2, model=MODEL, devices=["cuda"] * 2)
+    plan = planned(
+        [None, None], "strategy=sharded", memory_bytes=[22 * 10**9] * 2, memory_model=MODEL, devices=["cuda"] * 2
+    )
     assert all(part.activation_bytes for part in plan.parts) and "activations GB" in plan.rows()[0]
     assert plan.gradient_checkpointing and "gradient checkpointing is turned on" in plan.warnings[-1]
     with pytest.raises(
         errors.UserError, match=r"host a: its part and one pair need .* GB by arithmetic, but it has 20.00"
     ):
-        planned([None, None], "strategy=sharded", memory_bytes=[20 * 10**9] * 2, model=MODEL, devices=["cuda"] * 2)
+        planned(
+            [None, None], "strategy=sharded", memory_bytes=[20 * 10**9] * 2, memory_model=MODEL, devices=["cuda"] * 2
+        )
     for part in plan.parts:
         assert part.activation_bytes is not None
         assert part.needed_bytes + part.activation_bytes <= (1 - MEMORY_HEADROOM) * 22e9
@@ -97,7 +101,7 @@ def test_a_part_of_a_model_needs_a_part_of_its_memory() -> None:
 def plan_of(limits_gb: list[float], *words: str, hosts: Any = None, **more: Any) -> Any:
     names = hosts or [None] * len(limits_gb)
     sizes = [int(size * 1e9) for size in limits_gb]
-    return planned(names, *words, memory_bytes=sizes, model=MODEL, devices=["metal"] * len(sizes), **more)
+    return planned(names, *words, memory_bytes=sizes, memory_model=MODEL, devices=["metal"] * len(sizes), **more)
 
 
 def test_published_figures_set_shares_and_never_micro_batches() -> None:

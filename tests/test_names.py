@@ -12,11 +12,11 @@ import pytest
 
 from lib.distributed import world
 from lib.distributed.world import World
-from lib.launch import agent_link
+from lib.launch import ssh
 from lib.launch.attempt import Attempt
 from lib.launch.hostfile import Host
+from lib.launch.job import Job
 from lib.launch.rank_console import Quiet
-from lib.launch.ranks import Launching
 from lib.system import network
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
@@ -68,12 +68,12 @@ class FakeLink:
 
 def test_the_launcher_tells_two_machines_of_one_name_apart() -> None:
     hosts = (Host("10.0.0.1"), Host("10.0.0.2"), Host("10.0.0.3"))
-    launching = Launching(hosts, "nccl", ("train.py",))
+    job = Job(hosts, "nccl", ("train.py",))
     identities = [("MacBook-Pro", "1111aaaa"), ("MacBook-Pro", "2222bbbb"), ("studio", "3333cccc")]
     links = {host.name: FakeLink(host, *identity) for host, identity in zip(hosts, identities, strict=True)}
 
     async def start() -> None:
-        Attempt(launching, Quiet([]), links=links)._start()  # type: ignore[arg-type]
+        Attempt(job, Quiet([]), links=links).start_ranks()  # type: ignore[arg-type]
 
     asyncio.run(start())
     names = [link.sent[0]["host"] for link in links.values()]
@@ -88,4 +88,4 @@ def test_ranks_that_nobody_launched_tell_two_machines_of_one_name_apart(monkeypa
     assert world.host_names(World()) == [network.host_name()], "alone one is who one is"
     identity = Path("/etc/machine-id")
     assert not identity.exists() or identity.read_text().strip() not in network.machine_id()
-    assert agent_link.is_this_machine(Host(network.own_name()))
+    assert ssh.is_this_machine(Host(network.own_name()))

@@ -22,7 +22,7 @@ from lib.config.schema import PlanSettings
 from lib.data import micro_batches
 from lib.distributed.world import World
 from lib.launch import diagnose
-from lib.launch.host_ranks import Look
+from lib.launch.memory_watch import MemoryWatch
 from lib.model import adapters as models
 from lib.plan import curves, memory_ceilings
 from lib.plan.cluster_plan import ClusterPlan
@@ -209,17 +209,17 @@ def test_a_plan_stays_below_what_its_hosts_remember() -> None:
 
 
 def test_a_host_remembers_the_smallest_even_without_a_calibration_and_old_files_stay_readable(tmp_path: Path) -> None:
-    memory = memory_ceilings.Memory(tmp_path / "new", ["h0", "h0"], 0, KEY)
+    memory = memory_ceilings.HostCeilings(tmp_path / "new", ["h0", "h0"], 0, KEY)
     assert memory.remember(8, False, "why") is None and memory.remember(16, False, "why") is None
     assert memory.remember(2, True, "why") is None and remembered(tmp_path / "new") == {False: 8, True: 2}
     curves.write_calibration(tmp_path / "old" / "h0.json", known(None))
     assert "ceilings" not in (tmp_path / "old" / "h0.json").read_text()
-    assert memory_ceilings.Memory(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
+    assert memory_ceilings.HostCeilings(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
     kept = curves.read_calibration(tmp_path / "old" / "h0.json")
     assert kept.curves and kept.ceilings[0].max_pairs == 4
     (tmp_path / "file").write_text("")
     assert "does not remember" in (
-        memory_ceilings.Memory(tmp_path / "file", ["h0"], 0, KEY).remember(4, False, "") or ""
+        memory_ceilings.HostCeilings(tmp_path / "file", ["h0"], 0, KEY).remember(4, False, "") or ""
     )
 
 
@@ -377,9 +377,9 @@ def test_ranks_agree_on_what_one_of_them_met(tmp_path: Path, strategy: str, size
 
 def test_a_fault_names_who_ran_out_of_memory_and_not_who_ended_with_it() -> None:
     seen = [
-        diagnose.RankSeen(-1, "a", status=137),
-        diagnose.RankSeen(0, "a", status=0),
-        diagnose.RankSeen(1, "b", memory="why"),
+        diagnose.RankState(-1, "a", status=137),
+        diagnose.RankState(0, "a", status=0),
+        diagnose.RankState(1, "b", memory="why"),
     ]
     fault = diagnose.diagnose(0.0, {}, seen, 10, 10)
     assert fault == diagnose.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
@@ -391,13 +391,13 @@ def test_the_agent_leaves_a_note_and_the_resumed_run_takes_half(
     _, words = free
     words = [*words, f"plan.calibration_dir={tmp_path}/cal", f"run.dir={tmp_path}/runs", "run.name=killed"]
     tiny.train(tmp_path, [*words, "train.steps=4"])
-    run, look = tmp_path / "runs/killed", Look()
+    run, look = tmp_path / "runs/killed", MemoryWatch()
     counters = tmp_path / "vmstat"
     counters.write_text("pgfault 12\noom_kill 3\n")
     monkeypatch.setattr(out_of_memory, "VMSTAT", counters)
     monkeypatch.setattr(out_of_memory, "CGROUPS", tmp_path)
     process = subprocess.Popen(["sleep", "60"])
-    look.at_living(process.pid)
+    look.see_alive(process.pid)
     look.facts = {"rank": 0, "run": str(run), "micro_batch_size": 16, "gradient_checkpointing": False}
     look.facts["machine"] = network.host_name()
     process.kill()

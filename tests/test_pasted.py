@@ -21,7 +21,8 @@ import pytest
 
 from lib.launch import verdicts
 from lib.launch.hostfile import Host
-from lib.launch.ranks import Launching
+from lib.launch.job import Job
+from lib.launch.run_needs import Needs
 from tests.sources import strings
 from tests.tiny import ROOT
 
@@ -114,14 +115,14 @@ def of_docstrings() -> Iterator[tuple[str, str]]:
 def of_remedies() -> Iterator[tuple[str, str]]:
     """The commands of every verdict that there is, on a Linux host and on a Mac."""
     hosts = (Host("mac-a", 2), Host("mac-b", 2, (), (None, "rdma_en5")))
-    needs = verdicts.Needs(("data.jsonl", "model", "gone"), ("org/model",), "runs", "calibration", True, "full", 3)
+    needs = Needs(("data.jsonl", "model", "gone"), ("org/model",), "runs", "calibration", True, "full", 3)
     here = {"project": {"lib/a.py": "1"}, "packages": {"python": "3.12", "mlx": "1"}}
     here["files"] = {"data.jsonl": "1", "model": "2", "gone": None}  # type: ignore[dict-item]
     for system, home in (("Linux", "/home/me/tandem"), ("Darwin", "/Users/me/Documents/it's here")):
         systems = {"mac-a": "Linux", "mac-b": system}
         typed = ("--hosts", "mac-a:2,mac-b", "--", "train.py", "plan.shares=[12,4]")
-        launching = Launching(hosts, "jaccl", typed[3:], directory=home, typed=typed)
-        context = verdicts.Context(here, needs, launching, 2**40, systems)
+        job = Job(hosts, "jaccl", typed[3:], directory=home, typed=typed)
+        context = verdicts.Context(here, needs, job, 2**40, systems)
         facts = {
             "ssh_to": {
                 f"h{n}": said for n, said in enumerate(["Permission denied", "host key", "refused", "resolve", "x"])
@@ -139,17 +140,17 @@ def of_remedies() -> Iterator[tuple[str, str]]:
             "load": {"average": 4.0, "cpus": 2, "training": [77, "train.py"]},
             "rdma": {"devices": []},
         }
-        assert facts.keys() == {fact for fact, _ in verdicts.JUDGES.values()}
+        assert facts.keys() == {fact for fact, _ in verdicts.FACT_CHECKS.values()}
         full = {**facts, "disk": {"folder": f"{home}/runs", "fault": None, "free_bytes": 1}}
         late = dict.fromkeys(facts, {"error": "PermissionError: Operation not permitted: '/Users/me/Desktop/x'"})
         for answer in (facts, full, late, dict.fromkeys(facts, {"error": "no answer within 10 s"})):
-            for found in verdicts.judge([hosts[1]], {"mac-b": answer}, context):  # type: ignore[dict-item]
+            for found in verdicts.findings_of([hosts[1]], {"mac-b": answer}, context):  # type: ignore[dict-item]
                 yield f"{found.check} on {system}", found.remedy
         links = {
             ("mac-a", "mac-b"): {"error": "refused"},
             ("a", "b"): {"bytes_per_second": 1.0, "round_trip_seconds": 9},
         }
-        for found in verdicts.judge_links(links, 1e6, 0.1, context):  # type: ignore[arg-type]
+        for found in verdicts.link_findings(links, 1e6, 0.1, context):  # type: ignore[arg-type]
             yield "links", found.remedy
 
 

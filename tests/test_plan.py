@@ -22,6 +22,7 @@ from lib.plan.balance import best_shares, distribute_work, equal_shares, fastest
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.divide_work import make_plan, plan_cluster, plan_sharded
+from lib.plan.run_facts import RankHost
 
 SIMULATE = Path(__file__).parent.parent / "benchmarks" / "simulate.py"
 M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))
@@ -399,9 +400,11 @@ LLAMA_8B = {
 
 def sharded(memory_gb: list[float | None], gflops: list[float | None], *words: str) -> ClusterPlan:
     settings = load(None, ["model.path=-", "data.train=-", "strategy=sharded", *words])
-    hosts = [f"host{rank}" for rank in range(len(memory_gb))]
-    memory = [None if size is None else int(size * 1e9) for size in memory_gb]
-    return plan_sharded(settings, hosts, model_shape_of(LLAMA_8B), memory, gflops)
+    hosts = [
+        RankHost(f"host{rank}", gflops=rate, memory_bytes=None if size is None else int(size * 1e9))
+        for rank, (size, rate) in enumerate(zip(memory_gb, gflops, strict=True))
+    ]
+    return plan_sharded(settings, hosts, model_shape_of(LLAMA_8B))
 
 
 def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from lib.launch import command as launcher
-from lib.launch import host_facts, preflight, verdicts
+from lib.launch import host_facts, run_needs, verdicts
 from lib.launch.hostfile import Host
-from lib.launch.ranks import Launching
-from lib.launch.verdicts import Context, Finding, Needs, judge, judge_links, mend_ssh
+from lib.launch.job import Job
+from lib.launch.run_needs import Needs
+from lib.launch.verdicts import Context, Finding, findings_of, link_findings, ssh_remedy
 from lib.system import hardware
 from tests import tiny
 from tests.cluster import Host as Machine
@@ -199,11 +200,11 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
             (host.outside / "run/model/model.safetensors").unlink()
     status, report = check(three_hosts, *project, command=elsewhere)
     assert status == 0 and report["passed"], failures(report)
-    launching = Launching((Host("host-a"),), "ring", ("train.py",))
-    shown = judge(
+    job = Job((Host("host-a"),), "ring", ("train.py",))
+    shown = findings_of(
         [Host("host-a")],
         {"host-a": facts(disk={"folder": "/x", "fault": "Permission denied", "free_bytes": 9})},
-        context(launching),
+        context(job),
     )
     assert [f.message for f in shown if f.status == "failed"] == ["/x: Permission denied"]
 
@@ -247,27 +248,27 @@ def test_nothing_is_started_where_a_check_fails_and_the_table_says_why(
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {name: None for name, _ in verdicts.JUDGES.values()}
+    usual: dict[str, Any] = {name: None for name, _ in verdicts.FACT_CHECKS.values()}
     return {**usual, **changes}
 
 
-def context(launching: Launching, **needs: Any) -> Context:
-    return Context({"project": {}, "packages": {}, "files": {}}, Needs(**needs), launching, 0)
+def context(job: Job, **needs: Any) -> Context:
+    return Context({"project": {}, "packages": {}, "files": {}}, Needs(**needs), job, 0)
 
 
 def test_judgements_of_what_no_host_here_can_have() -> None:
     host = Host("mac-b", 2, (), (None, "rdma_en5"))
-    launching = Launching((Host("mac-a"), host), "jaccl", ("train.py",))
+    job = Job((Host("mac-a"), host), "jaccl", ("train.py",))
 
     def one(check: str, where: Context | None = None, **found: Any) -> Finding:
         return next(
-            f for f in judge([host], {"mac-b": facts(**found)}, where or context(launching)) if f.check == check
+            f for f in findings_of([host], {"mac-b": facts(**found)}, where or context(job)) if f.check == check
         )
 
     assert one("clock", clock={"ahead_seconds": 60.0, "unsure_seconds": 1.0}).status == "told"
     assert one("clock", clock={"ahead_seconds": 2.5, "unsure_seconds": 1.0}).status == "ok"
     assert one("load", load={"average": 4.0, "cpus": 2}).status == "told"
-    other = replace(context(launching), here={"packages": {"python": "3.12", "mlx": "1"}})
+    other = replace(context(job), here={"packages": {"python": "3.12", "mlx": "1"}})
     older = one("packages", other, packages={"python": "3.11", "mlx": "1"})
     assert older.message == "python 3.11 (here 3.12)" and older.remedy.endswith("make -B setup PYTHON=python3.12'")
     assert one("packages", other, packages={"python": "3.12", "mlx": "0"}).remedy.endswith("make -B setup'")
@@ -278,7 +279,7 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
     busy = one("load", load={"average": 0.1, "cpus": 2, "training": [77, "train.py"]})
     assert busy.status == "told" and busy.remedy == "ssh mac-b kill -INT 77"
     assert one("calibration", calibration={"there": False}).status == "told"
-    strict = context(launching, require_calibration=True)
+    strict = context(job, require_calibration=True)
     stale = one(
         "calibration", strict, calibration={"there": True, "fresh": False, "measured_at": "2020-01-01T00:00:00"}
     )
@@ -289,9 +290,9 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
     assert "hf download org/model" in one("models", models={"org/model": False}).remedy
     assert "to mac-c: Host key" in one("ssh", ssh_to={"mac-c": "Host key verification failed."}).message
     links = {("a", "b"): {"bytes_per_second": 1e7, "round_trip_seconds": 0.001}, ("a", "c"): {"error": "refused"}}
-    assert [f.status for f in judge_links(links, 2e7, 1.0, context(launching))] == ["failed", "failed"]
-    assert [f.status for f in judge_links(links, 0.9e7, 1.0, context(launching))] == ["ok", "failed"]
-    assert [f.status for f in judge_links(links, 0.9e7, 1e-4, context(launching))] == ["failed", "failed"]
+    assert [f.status for f in link_findings(links, 2e7, 1.0, context(job))] == ["failed", "failed"]
+    assert [f.status for f in link_findings(links, 0.9e7, 1.0, context(job))] == ["ok", "failed"]
+    assert [f.status for f in link_findings(links, 0.9e7, 1e-4, context(job))] == ["failed", "failed"]
     for said in (
         "Permission denied (publickey).",
         "Host key verification failed.",
@@ -299,7 +300,7 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
         "Could not resolve hostname",
         "timed out",
     ):
-        assert "mac-b" in mend_ssh("mac-b", said)[0]
+        assert "mac-b" in ssh_remedy("mac-b", said)[0]
 
 
 def test_a_digest_sees_names_contents_and_the_ends_of_large_files(
@@ -346,10 +347,10 @@ def test_a_wrong_configuration_is_one_line_before_any_host_is_asked(capsys: pyte
 
 
 def test_what_a_run_needs_is_read_off_its_configuration() -> None:
-    launching = Launching((Host("a"),), "ring", ("train.py",))
-    needs = preflight.needs_of(launching)
+    job = Job((Host("a"),), "ring", ("train.py",))
+    needs = run_needs.needs_of(job)
     assert needs.files[:2] == ("configs/quickstart.yaml", "configs/quickstart/train.jsonl")
     assert "configs/quickstart/model" in needs.files
-    needs = preflight.needs_of(replace(launching, command=("train.py", "model.path=org/name", "checkpoint.keep=5")))
+    needs = run_needs.needs_of(replace(job, command=("train.py", "model.path=org/name", "checkpoint.keep=5")))
     assert needs.models == ("org/name",) and needs.checkpoints == 6
-    assert preflight.needs_of(replace(launching, command=("hostname",))) == Needs()
+    assert run_needs.needs_of(replace(job, command=("hostname",))) == Needs()

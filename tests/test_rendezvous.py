@@ -123,10 +123,10 @@ def test_other_hosts_and_a_taken_port_are_the_users_to_mend(port: int) -> None:
 
 def test_the_command_for_the_others_is_this_one_with_the_other_role() -> None:
     given = ["--hosts", "a,b", "--role", "primary", "--env", "A=b c", "--", "train.py", "--role", "x"]
-    primary, secondary = command._by_hand(given)
+    primary, secondary = command.role_commands(given)
     assert secondary == "./launch --role secondary --hosts a,b --env 'A=b c' -- train.py --role x"
     assert primary == secondary.replace("secondary", "primary")
-    assert command._by_hand(["--role=primary", "--hosts", "a,b"])[1] == "./launch --role secondary --hosts a,b"
+    assert command.role_commands(["--role=primary", "--hosts", "a,b"])[1] == "./launch --role secondary --hosts a,b"
 
 
 def test_three_machines_by_hand_with_one_that_comes_late(three_hosts: list[Machine]) -> None:

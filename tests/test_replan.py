@@ -21,6 +21,7 @@ from lib.plan.curve_validation import sound_curve
 from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, Link
 from lib.plan.divide_work import make_plan, plan_cluster
 from lib.plan.replan import Schedule
+from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.plan.share_correction import FIRST_LOOK
 from lib.system.hardware import Machine
@@ -317,7 +318,8 @@ def calibrated(
 def planned(
     config: Config, hosts: list[str], calibrations: Sequence[HostCalibration | None], longest: int = 128
 ) -> ClusterPlan:
-    return plan_run(config, hosts, calibrations, KEY, longest=longest, backend="mpi", versions={})
+    ranks = [RankHost(host, calibration) for host, calibration in zip(hosts, calibrations, strict=True)]
+    return plan_run(config, ranks, RunFacts(KEY, longest=longest, backend="mpi"))
 
 
 def test_measured_hosts_are_planned_with_their_link_and_compared() -> None:

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.errors import UserError
-from lib.launch import command, hostfile, launcher, topology
+from lib.launch import command, hostfile, options, supervisor, topology
 from lib.launch.hostfile import Host
-from lib.launch.ranks import Launching, processes_of
+from lib.launch.job import Job
+from lib.launch.rank_processes import processes_of
 from tests import macs
 from tests.cluster import Host as Machine
 from tests.test_launch import nothing_left, python, tagged, wait_for
@@ -122,13 +123,13 @@ def test_jaccl_takes_a_mesh_and_its_ring_one_cable_less() -> None:
 
 def test_mlxs_contract_for_jaccls_ring() -> None:
     hosts = hosts_of(ring(4, cables=2))
-    work = processes_of(Launching(hosts, "jaccl-ring", ("train.py",)), [f"/f{i}" for i in range(4)])
+    work = processes_of(Job(hosts, "jaccl-ring", ("train.py",)), [f"/f{i}" for i in range(4)])
     (process, *_), files = work[2]
     matrix = json.loads(files["hosts.json"])
     assert matrix[0] == [None, ["rdma_ab0", "rdma_ab1"], None, ["rdma_ad0", "rdma_ad1"]]
     names = ("MLX_JACCL_RING", "MLX_JACCL_COORDINATOR", "MLX_IBV_DEVICES", "MLX_RANK")
     assert [process["environment"][name] for name in names] == ["1", "10.77.0.1:32323", "/f2/hosts.json", "2"]
-    (process, *_), _ = processes_of(Launching(hosts_of(mesh(2)), "jaccl", ("train.py",)), ["/f0", "/f1"])[0]
+    (process, *_), _ = processes_of(Job(hosts_of(mesh(2)), "jaccl", ("train.py",)), ["/f0", "/f1"])[0]
     assert "MLX_JACCL_RING" not in process["environment"], "its mere presence asks for the ring"
 
 
@@ -142,8 +143,8 @@ def test_a_file_for_jaccls_ring_is_started_as_one(tmp_path: Path, capsys: pytest
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"backend": "jaccl-ring", "envs": [], "hosts": ring(4)}))
     assert hostfile.read(path).backend == "jaccl-ring"
-    launching = command._launching(command._parse(["--hostfile", str(path), "--", "train.py"]))
-    assert launching.backend == "jaccl-ring" and [host.index for host in launching.hosts] == [0, 1, 2, 3]
+    job = options.job_of(options.parse(["--hostfile", str(path), "--", "train.py"]))
+    assert job.backend == "jaccl-ring" and [host.index for host in job.hosts] == [0, 1, 2, 3]
     assert command.main(["--hostfile", str(path), "--backend", "jaccl", "--"]) == 2
     told = capsys.readouterr().err
     assert "jaccl wants a device towards every other host" in told and told.count("\n") == 1
@@ -231,7 +232,7 @@ def test_macs_whose_watchdog_ends_a_rank_are_told_the_remedy_and_started_again(i
         and "pmset displaysleepnow" in done.stderr
         and "metal.evaluation_seconds" in done.stderr
     )
-    assert "start 4" in done.stderr and "start 5" not in done.stderr, f"{launcher.MAC_RESTARTS} restarts by default"
+    assert "start 4" in done.stderr and "start 5" not in done.stderr, f"{supervisor.MAC_RESTARTS} restarts by default"
     never = imitated[0].run([*launch_on("host-b", imitated, "--max-restarts", "0"), *code("sys.exit(3)", imitated)])
     assert never.returncode == 3 and "start 2" not in never.stderr
     linux = imitated[0].run([*launch_on("host-a", imitated), *code("sys.exit(3)", imitated)])

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 
 from lib.config import hints
 from lib.config.help import known_settings
-from lib.config.schema import UNKNOWN_OPTIONS
 from lib.errors import UserError
+
+UNKNOWN_OPTIONS = "unrecognized arguments: "  # what argparse writes before them
 
 
 class Parser(argparse.ArgumentParser):

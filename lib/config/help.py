@@ -5,29 +5,39 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
 from lib.config.schema import Config
 
 
-def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[tuple[str, Any, Any, str]]:
-    """Every setting as (dotted key, annotation, default, meaning), in the order of definition."""
-    found = []
+class Setting(NamedTuple):
+    """One setting, as its definition in lib/config/schema.py says."""
+
+    key: str  # dotted
+    annotation: Any  # its type, without limits
+    default: Any
+    meaning: str  # in one line
+
+
+def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[Setting]:
+    """Every setting, in the order of definition."""
+    defined = []
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += settings(field.annotation, f"{prefix}{name}.")
+            defined += settings(field.annotation, f"{prefix}{name}.")
         else:
             default = field.get_default(call_default_factory=True) if not field.is_required() else "(required)"
-            found.append((prefix + name, _strip(field.annotation), default, field.description or ""))
-    return found
+            meaning = " ".join((field.description or "").split())  # wrapped in the source
+            defined.append(Setting(prefix + name, _strip(field.annotation), default, meaning))
+    return defined
 
 
 @functools.cache
 def known_settings() -> tuple[str, ...]:
     """The dotted keys of all settings."""
-    return tuple(key for key, *_ in settings())
+    return tuple(setting.key for setting in settings())
 
 
 def help_text(only: str = "") -> str:

@@ -1,6 +1,7 @@
-"""Names that people bring from TRL, transformers, mlx-lm, axolotl and torchrun ➜ ours, for the line that refuses them.
+"""What to type instead of a name from TRL, transformers, mlx-lm, axolotl or torchrun: the end of the error message.
 
-Nothing here is accepted as a setting: one name a setting, lib/config/schema.py's. Pure; it is handed the names that exist.
+Nothing here is accepted as a setting: each has one name, in lib/config/schema.py. Pure functions; the existing names
+are passed in.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ _RENAMED: dict[str, tuple[str, str]] = {
     ),
     "data.holdout={}": ("val_set_size eval_split validation_split test_size val_split", ""),
     "data.max_length={}": (
-        "max_seq_length max_seq_len sequence_len seq_len seq_length cutoff_len block_size max_prompt_length model_max_length",
+        "max_seq_length max_seq_len sequence_len seq_len seq_length cutoff_len block_size max_prompt_length "
+        "model_max_length",
         "tokens of prompt and completion together",
     ),
     "data.prompt={}": ("prompt_column prompt_feature prompt_field", ""),
@@ -105,8 +107,12 @@ _NOTHING: dict[str, str] = {
     "nproc_per_node num_processes num_machines world_size nnodes gpus devices num_gpus nodes": (
         "how many ranks there are is the launcher's: ./launch --hosts mac-a:1,mac-b:1, or mpirun -n 2"
     ),
-    "device device_map use_mps mps cpu cuda": "MLX computes on the device that it was installed for: make setup EXTRA=cuda",
-    "precompute_ref_log_probs reference_free": "the reference is computed once and kept, where it pays; simpo, orpo and cpo need none",
+    "device device_map use_mps mps cpu cuda": (
+        "MLX computes on the device that it was installed for: make setup EXTRA=cuda"
+    ),
+    "precompute_ref_log_probs reference_free": (
+        "the reference is computed once and kept, where it pays; simpo, orpo and cpo need none"
+    ),
     "dataloader_num_workers remove_unused_columns group_by_length packing num_workers padding_side": (
         "rows are sorted by length and read ahead without it"
     ),

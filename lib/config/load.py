@@ -12,23 +12,50 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from lib.config import hints
 from lib.config.help import accepts, known_settings, settings, type_parts
-from lib.config.schema import RESUMABLE, Config, TrainSettings
+from lib.config.schema import Config, TrainSettings
 from lib.errors import UserError
 
+# What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
+RESUMABLE: tuple[str, ...] = (
+    "plan.",
+    "cost.",
+    "sync.",
+    "checkpoint.",
+    "evaluate.",
+    "serve.",
+    "metal.",
+    "run.log_every",
+    "run.sinks",
+    "strategy",
+    "train.steps",
+    "train.epochs",
+    "train.compile",
+    "train.max_traces",
+    "train.max_skipped_steps",
+    "model.gradient_checkpointing",
+    "model.shard_vocabulary",
+    "data.skip_invalid",  # rows keep their numbers
+    "data.cache_dir",
+    "data.spool_limit_gb",
+    "run.dir",
+    "run.name",
+)
 MOST_FAULTS = 3  # that one line names
+Tree = dict[str, Any]  # a section and its settings as YAML has them, not yet checked
 
 
-def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str, Any] | None = None) -> Config:
+def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
     """Builds the configuration from a YAML file (or `base`, a tree of settings) and `key=value` words.
 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
     """
     tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
-    sections = {key.partition(".")[0] for key, *_ in settings() if "." in key}
+    sections = {key.partition(".")[0] for key in known_settings() if "." in key}
     tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
     chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
     for word in overrides:
@@ -49,13 +76,13 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: dict[str,
         return Config.model_validate(tree)
     except ValidationError as error:
         # Of a setting that may be one of several types, each type complains: the one that came furthest is meant.
-        furthest: dict[tuple[Any, ...], Any] = {}
+        furthest: dict[tuple[int | str, ...], ErrorDetails] = {}
         for fault in sorted(error.errors(), key=lambda fault: -len(fault["loc"])):
             furthest.setdefault(fault["loc"][:2], fault)
         faults = sorted(furthest.values(), key=lambda fault: fault["type"] == "missing")  # missing, as it is misspelt
-        told = [_explain(fault, origins, path) for fault in faults]
-        more = [f"and {len(told) - MOST_FAULTS} more"] if len(told) > MOST_FAULTS else []
-        raise UserError("; ".join([*told[:MOST_FAULTS], *more])) from None
+        messages = [_explain(fault, origins, path) for fault in faults]
+        more = [f"and {len(messages) - MOST_FAULTS} more"] if len(messages) > MOST_FAULTS else []
+        raise UserError("; ".join([*messages[:MOST_FAULTS], *more])) from None
 
 
 def with_strategy(config: Config, strategy: str) -> Config:
@@ -70,7 +97,7 @@ def with_strategy(config: Config, strategy: str) -> Config:
         raise UserError("; ".join(_explain(fault, {}, None) for fault in error.errors())) from None
 
 
-def _batch_of_learning_rate(tree: dict[str, Any], overrides: Sequence[str]) -> int | None:
+def _batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> int | None:
     """The file's global batch, where words change it and leave the learning rate that was chosen for it."""
     changed = {word.partition("=")[0] for word in overrides}
     train = tree.get("train") or {}
@@ -89,17 +116,18 @@ def resume(path: Path, overrides: list[str]) -> Config:
         UserError: an override would change what the run has been learning.
     """
     before, after = load(path), load(path, overrides)
-    for key, *_ in settings():
+    for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
             raise UserError(
-                f"{key}={_at(after, key)}: the run was started with {_at(before, key)} and cannot change it; start a new run instead"
+                f"{key}={_at(after, key)}: the run was started with {_at(before, key)} and cannot change it; "
+                "start a new run instead"
             )
     return after
 
 
 def learning_digest(config: Config) -> str:
-    """A digest of what all ranks must agree on: everything but the places of files, which may differ from host to host."""
-    places: Any = {
+    """A digest of what all ranks must agree on: all settings but the paths of files, which may differ among hosts."""
+    paths: Any = {
         "run": ...,
         "model": {"path", "reference", "adapter"},
         "data": {"train", "valid", "cache_dir"},
@@ -107,7 +135,7 @@ def learning_digest(config: Config) -> str:
         "evaluate": {"answers"},
         "serve": ...,
     }
-    return hashlib.sha256(config.model_dump_json(exclude=places).encode()).hexdigest()
+    return hashlib.sha256(config.model_dump_json(exclude=paths).encode()).hexdigest()
 
 
 def dump(config: BaseModel) -> str:
@@ -115,7 +143,7 @@ def dump(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """The file's tree, and for each dotted key its `file:line`."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -123,7 +151,8 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         tree = yaml.safe_load(text)
     except FileNotFoundError:
         raise UserError(
-            f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); configs/ has examples"
+            f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); "
+            "configs/ has examples"
         ) from None
     except IsADirectoryError:
         raise UserError(f"config file {path} is a folder; name a file in it") from None
@@ -154,24 +183,28 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _parse_value(key: str, text: str) -> Any:
     """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is."""
-    known = {k: annotation for k, annotation, _, _ in settings()}
+    annotation = _annotation(key)
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        if accepts(known.get(key), str):
+        if accepts(annotation, str):
             return text
         raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
-    mapping = isinstance(value, dict) and any(typing.get_origin(part) is dict for part in type_parts(known.get(key)))
-    if value is not None and not isinstance(value, str) and not mapping and accepts(known.get(key), str):
+    mapping = isinstance(value, dict) and any(typing.get_origin(part) is dict for part in type_parts(annotation))
+    if value is not None and not isinstance(value, str) and not mapping and accepts(annotation, str):
         return text
     return value
+
+
+def _annotation(key: str) -> Any:
+    """A setting's type; None of a key that is none."""
+    return next((setting.annotation for setting in settings() if setting.key == key), None)
 
 
 def _not_key_value(word: str, key: str, has_sign: bool) -> str:
     name = key.strip().rstrip(":")
     if has_sign and key in known_settings():
-        annotation = next(annotation for known, annotation, *_ in settings() if known == key)
-        none = f", or {key}=null for none" if accepts(annotation, type(None)) else ""
+        none = f", or {key}=null for none" if accepts(_annotation(key), type(None)) else ""
         return f"{word} has no value; write it right after the sign, without a blank{none}"
     if not has_sign and name in known_settings():
         return f"argument {word!r} is not of the form key=value; write {name}=VALUE in one word, without blanks"
@@ -182,7 +215,8 @@ def _first(section: str) -> str:
     return next(key for key in known_settings() if key.startswith(f"{section}."))
 
 
-def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> str:
+def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | None) -> str:
+    """One fault in one line: where the value came from, which setting, what is wrong with it."""
     key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function", "constrained")))
     known = known_settings()
     while key and key not in known and "." in key and any(key.startswith(f"{k}.") for k in known):
@@ -200,7 +234,8 @@ def _explain(error: Any, origins: dict[str, str], path: Path | str | None) -> st
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     if not key:
         return message
-    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hints.of_value(key, error['input'])}"
+    hint = hints.of_value(key, error["input"])
+    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hint}"
 
 
 def _at(config: BaseModel, key: str) -> Any:

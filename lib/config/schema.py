@@ -10,38 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
-RESUMABLE: tuple[str, ...] = (
-    "plan.",
-    "cost.",
-    "sync.",
-    "checkpoint.",
-    "evaluate.",
-    "serve.",
-    "metal.",
-    "run.log_every",
-    "run.sinks",
-    "strategy",
-    "train.steps",
-    "train.epochs",
-)
-
-
-RESUMABLE += (
-    "train.compile",
-    "train.max_traces",
-    "train.max_skipped_steps",
-    "model.gradient_checkpointing",
-    "model.shard_vocabulary",
-    "data.skip_invalid",  # rows keep their numbers
-    "data.cache_dir",
-    "data.spool_limit_gb",
-    "run.dir",
-    "run.name",
-)
-UNKNOWN_OPTIONS = "unrecognized arguments: "  # argparse's words
-
-
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -72,7 +40,8 @@ class ModelSettings(_Section):
     path: str
     """Local folder or hub name of the model, as mlx-lm loads it; quantised models give QLoRA."""
     reference: str = "initial"
-    """Reference policy: `initial` (the policy as training starts; for a fresh adapter, the model with its adapters off), or another model's path."""
+    """Reference policy: `initial` (the policy as training starts; for a fresh adapter, the model with its adapters
+    off), or another model's path."""
     method: Literal["lora", "dora", "full"] = "lora"
     """Train low-rank adapters, weight-decomposed adapters, or every weight."""
     adapter: str | None = None
@@ -88,13 +57,16 @@ class ModelSettings(_Section):
     blocks: Positive | None = None
     """Train only the last n blocks; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full the weights."""
+    """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full
+    the weights."""
     gradient_checkpointing: bool | None = None
-    """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration shows that one pair does not fit without."""
+    """Recompute each block in the backward pass: less memory, about a third more time. Default: where a calibration
+    shows that one pair does not fit without."""
     shard_vocabulary: bool = False
     """With strategy=sharded: divide the embedding and the head as well; no rank then holds all logits."""
     attention_window: Positive | None = None
-    """Tokens that each token attends to, itself included, in training, reference, evaluation and answers; by default all before it. mlx-lm's own commands, given the finished adapter, know nothing of it."""
+    """Tokens that each token attends to, itself included, in training, reference, evaluation and answers; by default
+    all before it. mlx-lm's own commands, given the finished adapter, know nothing of it."""
     random_init: bool = False
     """Take only config.json from model.path and draw the weights from train.seed."""
     revision: str | None = None
@@ -107,19 +79,23 @@ class DataSettings(_Section):
     """The records, their columns, and how they become tokens."""
 
     train: str | dict[str, PositiveFloat]
-    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob of them, or hf://OWNER/NAME?split=train; or several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
+    """Training records: a file (.jsonl, .jsonl.gz, .parquet), a folder or glob of them, or hf://OWNER/NAME?split=train;
+    or several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
     valid: str | None = None
     """Held-out records, in the same form."""
     holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Part of data.train that is held out in the place of data.valid, by a hash of the prompt: rows that are added move no other."""
+    """Part of data.train that is held out in the place of data.valid, by a hash of the prompt: rows that are added move
+    no other."""
     deduplicate: bool = False
     """Take records of the same prompt and completions once."""
     shortest: Natural = 0
     """Leave out rows whose longest sequence has fewer tokens, prompt included."""
     longest: Positive | None = None
-    """Leave out rows whose longest sequence has more tokens, prompt included; by default they are cut to data.max_length."""
+    """Leave out rows whose longest sequence has more tokens, prompt included; by default they are cut to
+    data.max_length."""
     streaming: bool | None = None
-    """Read and tokenise rows when their turn comes, for data larger than memory; by default from 64 MB on. Lengths are then estimated."""
+    """Read and tokenise rows when their turn comes, for data larger than memory; by default from 64 MB on. Lengths are
+    then estimated."""
     cache_dir: str = "runs/.data"
     """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
     spool_limit_gb: PositiveFloat = 100.0
@@ -143,7 +119,8 @@ class DataSettings(_Section):
     text: str = "text"
     """Column of plain text (SFT)."""
     length_multiple: Positive | None = None
-    """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow, and 16 on a CPU."""
+    """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow,
+    and 16 on a CPU."""
     shared_prompts: bool = True
     """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
     length_window: Positive = 32
@@ -182,9 +159,11 @@ class TrainSettings(_Section):
     final_learning_rate: NonNegative = 0.0
     """Learning rate at the last step (linear, cosine)."""
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were chosen for."""
+    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were
+    chosen for."""
     learning_rate_batch_size: Positive | None = None
-    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a word on the command line does: the file's."""
+    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a
+    word on the command line does: the file's."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
     ] = "adamw"
@@ -202,24 +181,29 @@ class TrainSettings(_Section):
     compile: bool | None = None
     """Compile the step; by default where it pays (on a GPU)."""
     max_traces: Positive = 16
-    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer cost more padding."""
+    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer
+    cost more padding."""
 
 
 class PlanSettings(_Section):
     """How a step's work is divided among the ranks."""
 
     shares: tuple[Natural, ...] | None = None
-    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else equal. With strategy=sharded: each rank's weight in the division of the model."""
+    """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else
+    equal. With strategy=sharded: each rank's weight in the division of the model."""
     micro_batch_sizes: tuple[Positive, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
     memory_limit_gb: PositiveFloat | dict[str, PositiveFloat] | None = None
-    """What MLX may hold in each rank's process, one number for all or by host, e.g. {m4-max: 96}: a step that takes more is taken again in smaller micro-batches. Default: what the machine bears."""
+    """What MLX may hold in each rank's process, one number for all or by host, e.g. {m4-max: 96}: a step that takes
+    more is taken again in smaller micro-batches. Default: what the machine bears."""
     calibration_dir: str = "calibration"
-    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, HOST-1.json, ... where several ranks share a host."""
+    """Folder of this host's HOST.json, as `make calibrate` writes it; HOST-0.json, HOST-1.json, ... where several ranks
+    share a host."""
     require_calibration: bool = False
     """Refuse to start without a calibration of this model on every host, made with these versions."""
     replan: bool = True
-    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who trains what, and how often independent ranks merge: for the same bits run by run, set plan.shares or turn this off."""
+    """Plan again from measured times while running (several ranks, no plan.shares). Timings then decide who trains
+    what, and how often independent ranks merge: for the same bits run by run, set plan.shares or turn this off."""
     replan_threshold: PositiveFloat = 0.05
     """Plan again when a step takes this fraction longer than the measured speeds would allow."""
     replan_steps: Positive = 4
@@ -245,7 +229,8 @@ class SyncSettings(_Section):
     timeout_seconds: PositiveFloat = 600.0
     """A rank that waits longer than this for the others ends with a message."""
     compression: Literal["none", "bf16", "int8", "topk"] = "none"
-    """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent later (error feedback)."""
+    """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent
+    later (error feedback)."""
     topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
@@ -254,11 +239,16 @@ class IndependentSettings(_Section):
     """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
 
     pairs_per_round: Positive | None = None
-    """Pairs of a round over all ranks, as whole global batches. Default: merges as often as costs 1 % of the time, at least eight times a run; the cost is that of a calibrated link, then as measured, unless plan.replan=false or plan.shares keeps timings out."""
+    """Pairs of a round over all ranks, as whole global batches. Default: merges as often as costs 1 % of the time, at
+    least eight times a run; the cost is that of a calibrated link, then as measured, unless plan.replan=false or
+    plan.shares keeps timings out."""
     merge: Literal["stack", "svd", "average", "outer", "none"] | None = None
-    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd for LoRA in rounds of pairs_per_round."""
+    """How adapters become one: `stack` (exact, of all ranks' rank added up; svd before the last round), `svd` (the best
+    of the same rank), `average` (of parameters), `outer` (DiLoCo), `none` (each keeps its own). Default: average; svd
+    for LoRA in rounds of pairs_per_round."""
     outer_learning_rate: PositiveFloat = 0.5
-    """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 - momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
+    """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 -
+    momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Of `outer`: Nesterov momentum over the rounds."""
 
@@ -269,7 +259,8 @@ class CheckpointSettings(_Section):
     every: Positive | None = None
     """Steps between checkpoints; by default a tenth of the run, at most 100."""
     max_lost_seconds: PositiveFloat | None = None
-    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. For synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
+    """Most seconds of training that a fault may undo: a checkpoint comes before the step that would exceed them. For
+    synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
 
@@ -296,20 +287,25 @@ class EvaluateSettings(_Section):
     temperature: PositiveFloat = 1.0
     """Temperature that they are drawn at."""
     judge: str | None = None
-    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line; by default an answer is right or wrong (evaluate.answer_pattern)."""
+    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line;
+    by default an answer is right or wrong (evaluate.answer_pattern)."""
 
 
 class MetalSettings(_Section):
     """What is particular to Macs; elsewhere nothing here has an effect."""
 
     display: Literal["advise", "sleep", "ignore"] = "advise"
-    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so at the start, put it to sleep then (pmset displaysleepnow), or leave it."""
+    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so at the start, put it to sleep then
+    (pmset displaysleepnow), or leave it."""
     relax_watchdog: bool = True
-    """Set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 before MLX comes in: macOS then waits longer for the GPU, and a display may stutter. What the environment says comes first."""
+    """Set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 before MLX comes in: macOS then waits longer for the GPU, and a display may
+    stutter. What the environment says comes first."""
     evaluation_seconds: PositiveFloat | None = 2.0
-    """Most seconds of one evaluation: a micro-batch that would take longer is evaluated in pieces, with the same result; null for never."""
+    """Most seconds of one evaluation: a micro-batch that would take longer is evaluated in pieces, with the same
+    result; null for never."""
     wired: Literal["auto", "always", "never"] = "auto"
-    """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it (mlx#3186). `auto`: where the model takes half of the memory or more."""
+    """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it
+    (mlx#3186). `auto`: where the model takes half of the memory or more."""
 
 
 class ServeSettings(_Section):
@@ -326,9 +322,11 @@ class ServeSettings(_Section):
     hostfile: str | None = None
     """Host file: one backend on each host, over ssh, with the model and the run at the same places as here."""
     backends: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s?#]+$")], ...] = ()
-    """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started here."""
+    """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started
+    here."""
     fuse: bool = False
-    """Serve the model with the adapter fused into it, kept in RUN/fused-...: faster, at the price of a second copy on disk."""
+    """Serve the model with the adapter fused into it, kept in RUN/fused-...: faster, at the price of a second copy on
+    disk."""
     concurrency: Positive = 32
     """Requests that one backend decodes at once; more wait in the gateway."""
     max_queue: Natural = 256
@@ -346,7 +344,8 @@ class ServeSettings(_Section):
     write_seconds: PositiveFloat = 30.0
     """Longest time that a client may leave the answer unread."""
     idle_seconds: PositiveFloat = 75.0
-    """Longest time that a connection may stay open between two requests; longer than clients keep theirs, or they may send into one that is just being closed."""
+    """Longest time that a connection may stay open between two requests; longer than clients keep theirs, or they may
+    send into one that is just being closed."""
     queue_seconds: PositiveFloat = 60.0
     """Longest wait for a backend."""
     stall_seconds: PositiveFloat = 120.0
@@ -356,7 +355,8 @@ class ServeSettings(_Section):
     start_seconds: PositiveFloat = 600.0
     """Longest time that a backend may take to load the model."""
     drain_seconds: NonNegative = 2.0
-    """After SIGTERM: how long new requests are still taken while /readyz already says no. What was taken is always finished."""
+    """After SIGTERM: how long new requests are still taken while /readyz already says no. What was taken is always
+    finished."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may call from a browser, e.g. [https://chat.example.org]; by default none."""
     tls_certificate: str | None = None
@@ -373,7 +373,10 @@ class Config(_Section):
     data: DataSettings
     train: TrainSettings = TrainSettings()
     strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
-    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its own pairs and merges now and then, `sharded` gives each a part of the model; `auto`: sharded where the model does not fit every host, else independent (synchronous with plan.shares, or checkpoint.max_lost_seconds). A resumed run keeps its strategy."""
+    """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
+    own pairs and merges now and then, `sharded` gives each a part of the model; `auto`: sharded where the model does
+    not fit every host, else independent (synchronous with plan.shares, or checkpoint.max_lost_seconds). A resumed run
+    keeps its strategy."""
     plan: PlanSettings = PlanSettings()
     cost: CostSettings = CostSettings()
     sync: SyncSettings = SyncSettings()
@@ -398,16 +401,18 @@ class Config(_Section):
             self._sharding_is_possible()
         elif self.model.shard_vocabulary:
             raise ValueError(
-                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, where every rank has the whole model"
+                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, "
+                "where every rank has the whole model"
             )
         if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
             raise ValueError(
-                "checkpoint.max_lost_seconds is not for strategy=independent: independent ranks are saved at steps of their own; "
-                "leave it out, and give checkpoint.every"
+                "checkpoint.max_lost_seconds is not for strategy=independent: "
+                "independent ranks are saved at steps of their own; leave it out, and give checkpoint.every"
             )
         if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
             raise ValueError(
-                f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, but train.global_batch_size is {batch}; make them equal"
+                f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, "
+                f"but train.global_batch_size is {batch}; make them equal"
             )
         if (
             plan.shares is not None
@@ -416,7 +421,8 @@ class Config(_Section):
             and len(plan.shares) != len(plan.micro_batch_sizes)
         ):
             raise ValueError(
-                f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes {len(plan.micro_batch_sizes)}; give one a rank"
+                f"plan.shares has {len(plan.shares)} numbers and plan.micro_batch_sizes "
+                f"{len(plan.micro_batch_sizes)}; give one a rank"
             )
         if self.independent.merge in ("stack", "svd") and self.model.method != "lora":
             raise ValueError(
@@ -428,9 +434,10 @@ class Config(_Section):
                 + "take average or outer"
             )
         if self.model.dropout and self.model.gradient_checkpointing:
-            # MLX's checkpoint draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
+            # MLX draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
             raise ValueError(
-                "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; set one of them to 0 or false"
+                "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; "
+                "set one of them to 0 or false"
             )
         if self.train.label_smoothing and self.train.loss not in ("sigmoid", "robust"):
             raise ValueError(
@@ -445,24 +452,28 @@ class Config(_Section):
     def _sharding_is_possible(self) -> None:
         if self.plan.shares is not None and 0 in self.plan.shares:
             raise ValueError(
-                f"plan.shares {list(self.plan.shares)}: with strategy=sharded every rank keeps a part; leave the rank out"
+                f"plan.shares {list(self.plan.shares)}: with strategy=sharded every rank keeps a part; "
+                "leave the rank out"
             )
         if len(set(self.plan.micro_batch_sizes or ())) > 1:
             raise ValueError(
-                f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: with strategy=sharded all ranks run the same batches; give one size"
+                f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: "
+                "with strategy=sharded all ranks run the same batches; give one size"
             )
         if self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(
-                f"train.optimizer={self.train.optimizer} looks at whole matrices, which no rank of strategy=sharded has; take adamw"
+                f"train.optimizer={self.train.optimizer} looks at whole matrices, "
+                "which no rank of strategy=sharded has; take adamw"
             )
         if self.train.compile:
             raise ValueError(
-                "train.compile with strategy=sharded would hang: ranks with unequal parts compile unequal graphs; leave it out"
+                "train.compile with strategy=sharded would hang: ranks with unequal parts compile unequal graphs; "
+                "leave it out"
             )
         if self.sync.compression != "none":
             raise ValueError(
-                f"sync.compression={self.sync.compression} is for gradients and merges, but strategy=sharded exchanges activations, "
-                "which have to be exact; leave it at none"
+                f"sync.compression={self.sync.compression} is for gradients and merges, "
+                "but strategy=sharded exchanges activations, which have to be exact; leave it at none"
             )
 
     @property

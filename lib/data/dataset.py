@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import index, record_files, record_formats, sources
 from lib.data.batch_shapes import batch_shape_of, need_of, real_tokens
-from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
-from lib.data.tokenize import Encoder, Ids, encode_records, truncate
+from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
+from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
 from lib.errors import UserError
 
 # Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
@@ -148,7 +147,7 @@ def load_dataset(
     path: str | Mapping[str, float],
     settings: DataSettings,
     kind: RecordKind,
-    tokenizer: Any | None,
+    tokenizer: Tokenizer | None,
     *,
     eos_token_id: int | None,
     vocab_size: int | None = None,
@@ -235,7 +234,7 @@ def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tu
         yield f"{file}:{line}", record if isinstance(record, Unusable) else parse(record, settings, kind)
 
 
-def parse(record: dict[str, Any], settings: DataSettings, kind: RecordKind) -> Record | Unusable:
+def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The record's form, or why it has none."""
     try:
         return record_formats.parse(record, settings, kind)
@@ -261,9 +260,6 @@ def tokenised(
                 yield place, record, _finish(ids, settings, encoder, vocab_size)
             except Unusable as why:
                 yield place, record, why
-
-
-"""Token ids of a prompt, and of its completions."""
 
 
 def _finish(

@@ -23,7 +23,7 @@ from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_da
 from lib.data.record_formats import RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoder, Tokenizer
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -35,7 +35,7 @@ UNPACKED = {".gz": 4, ".parquet": 4}
 
 
 def open_training(
-    settings: DataSettings, kind: RecordKind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+    settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, *, tell: Callable[[str], None], **words: Any
 ) -> Dataset | StreamedDataset:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
 
@@ -56,7 +56,7 @@ def open_training(
 
 
 def open_held_out(
-    settings: DataSettings, kind: RecordKind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+    settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, *, tell: Callable[[str], None], **words: Any
 ) -> Dataset | None:
     """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
 

@@ -23,16 +23,16 @@ CAUSES = (
 
 
 @dataclass
-class HostSeen:
+class HostState:
     """What the launcher knows of a host."""
 
     name: str
-    heard: float  # when its agent last spoke, in seconds of the launcher's clock
+    last_message: float  # when its agent last sent one, in seconds of the launcher's clock
     closed: bool = False  # the connection ended
 
 
 @dataclass
-class RankSeen:
+class RankState:
     """What the launcher knows of a rank."""
 
     rank: int
@@ -60,8 +60,8 @@ class Fault:
 
 def diagnose(
     now: float,
-    hosts: Mapping[str, HostSeen],
-    ranks: Sequence[RankSeen],
+    hosts: Mapping[str, HostState],
+    ranks: Sequence[RankState],
     silent_seconds: float,
     wedged_seconds: float,
 ) -> Fault | None:
@@ -88,8 +88,8 @@ def diagnose(
         if host.closed:
             told = f"the connection to {host.name} ended (rank {', '.join(mine)}): it is off, or its sshd was stopped"
             return Fault("lost", told, (host.name,))
-        if now - host.heard > silent_seconds:
-            told = f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.heard:.1f} s: it sleeps, is off, or is cut off"
+        if now - host.last_message > silent_seconds:
+            told = f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.last_message:.1f} s: it sleeps, is off, or is cut off"
             return Fault("silent", told, (host.name,))
     for rank in working:
         if rank.stopped_since is not None and now - rank.stopped_since > silent_seconds:
@@ -118,7 +118,7 @@ def diagnose(
     return Fault("wedged", told, tuple(hosts))
 
 
-def common_wait_seconds(now: float, ranks: Sequence[RankSeen]) -> float:
+def common_wait_seconds(now: float, ranks: Sequence[RankState]) -> float:
     """How long all ranks have waited for each other; 0 where one works."""
     working = [rank for rank in ranks if rank.status is None]
     return min((now - rank.waiting_since if rank.waiting else 0.0 for rank in working), default=0.0)
@@ -130,7 +130,7 @@ def cut_between(hosts: Sequence[str], cut_off: Sequence[str], seconds: float) ->
     return Fault("wedged", f"all ranks have waited for {seconds:.1f} s, and {told}", tuple(cut_off))
 
 
-def stragglers(now: float, ranks: Sequence[RankSeen], after_seconds: float) -> list[RankSeen]:
+def stragglers(now: float, ranks: Sequence[RankState], after_seconds: float) -> list[RankState]:
     """The ranks for which another has waited longer than that."""
     waits = [now - rank.waiting_since for rank in ranks if rank.status is None and rank.waiting]
     if max(waits, default=0.0) <= after_seconds:
@@ -148,7 +148,7 @@ def exit_status(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
-def _death(rank: RankSeen) -> str:
+def _death(rank: RankState) -> str:
     name = "mpirun" if rank.rank < 0 else f"rank {rank.rank}"
     status = rank.status or 0
     number = -status if status < 0 else status - 128

@@ -1,34 +1,31 @@
 """./launch --emit hostfile: machines that answer over ssh ➜ the host file that ./launch reads.
 
-Candidates are the names of ~/.ssh/config, who announces ssh by mDNS, and the neighbours on a Thunderbolt bridge; or
-those that were named. Each is asked for its facts over ssh, all at once, each for a few seconds.
+Candidates are the names of ~/.ssh/config, machines that announce ssh by mDNS, and the neighbours on a Thunderbolt bridge;
+or the machines that were named. Each is asked for its facts over ssh, all at once, each for a few seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from lib.launch.hostfile import NAME, Host, to_text
+from lib.system import os_commands
 
 BROWSE_SECONDS = 3.0  # machines announce themselves at once; dns-sd never ends by itself
 ASK_SECONDS = 10.0
 CONNECT_SECONDS = 5
 AT_ONCE = 32
 MOST_FILES = 50  # that ~/.ssh/config may include
-REMEDIES = {  # by what ssh says
+REMEDIES = {  # by ssh's error message
     "Permission denied": "ssh-copy-id {name}",
     "Host key verification failed": "ssh {name} once, to accept its key",
     "Could not resolve": "give its address in ~/.ssh/config or /etc/hosts",
@@ -56,17 +53,9 @@ echo "end=yes"
 """
 
 
-class Done(NamedTuple):
-    """How a command ended; `status` is None where its time was over."""
-
-    status: int | None
-    output: str
-    errors: str
-
-
 @dataclass(frozen=True)
 class Machine:
-    """Who answered."""
+    """A machine that answered."""
 
     name: str  # what ssh calls it
     host: str  # what it calls itself
@@ -77,10 +66,10 @@ class Machine:
     has_project: bool
 
 
-Run = Callable[[Sequence[str], float], Done]
+Run = Callable[[Sequence[str], float], os_commands.Completed]  # a command and its limit in seconds
 
 
-def emitted(named: Sequence[Host], directory: str, note: Callable[[str], None]) -> str | None:
+def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], None]) -> str | None:
     """The host file of the machines that answer; None where none does.
 
     Args:
@@ -88,14 +77,14 @@ def emitted(named: Sequence[Host], directory: str, note: Callable[[str], None]) 
         directory: the project's folder on the hosts.
         note: prints what a person should know: who did not answer and why, who lacks the project.
     """
-    here = socket.gethostname()
+    run, here = os_commands.run, socket.gethostname()
     own = [] if named else [here]
-    names = [host.name for host in named] or [name for name in found(run, Path.home()) if name not in own]
+    names = [host.name for host in named] or [name for name in candidates(run, Path.home()) if name not in own]
     if names:
         note(f"asking {', '.join(names)} ({ASK_SECONDS:.0f} s at most)")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        ask = pool.map(lambda name: asked(name, directory, run, name in (here, "localhost")), [*own, *names])
-        answers = list(ask)
+        asking = pool.map(lambda name: ask_machine(name, directory, run, name in (here, "localhost")), [*own, *names])
+        answers = list(asking)
     machines = distinct(machine for machine in answers if isinstance(machine, Machine))
     for answer in answers:
         if isinstance(answer, str):
@@ -111,15 +100,15 @@ def emitted(named: Sequence[Host], directory: str, note: Callable[[str], None]) 
     return text_of(machines, slots) if machines else None
 
 
-def found(run: Run, home: Path) -> list[str]:
-    """Names that ssh may know: of its configuration, by mDNS, and of neighbours on a Thunderbolt bridge, each once."""
+def candidates(run: Run, home: Path) -> list[str]:
+    """Names that ssh may know: those of its configuration, by mDNS, and of neighbours on a Thunderbolt bridge, each once."""
     with ThreadPoolExecutor() as pool:
         looks = [pool.submit(look, run) for look in (_avahi, _dns_sd, _neighbours)]
         names = [*configured(home / ".ssh" / "config"), *(name for look in looks for name in look.result())]
     return [name for name in dict.fromkeys(names) if NAME.fullmatch(name) and name != "localhost"]
 
 
-def asked(name: str, directory: str, run: Run, is_here: bool) -> Machine | str:
+def ask_machine(name: str, directory: str, run: Run, is_here: bool) -> Machine | str:
     """A machine's facts, or why there are none, with the remedy."""
     words = ["sh", "-c", QUESTION, "sh", directory]
     if not is_here:
@@ -127,18 +116,18 @@ def asked(name: str, directory: str, run: Run, is_here: bool) -> Machine | str:
         words = ["ssh", "-T", *options, "--", name, shlex.join(words)]
     done = run(words, ASK_SECONDS)
     facts = [line.partition("=")[::2] for line in done.output.splitlines() if "=" in line]
-    one = dict(facts)
-    if "end" in one:
+    fact = dict(facts)
+    if "end" in fact:
         addresses = tuple(value for key, value in facts if key == "address" and not value.startswith("127."))
-        memory = f"{int(one['memory']) / 1e9:.0f} GB" if one.get("memory", "").isdecimal() else ""
-        described = ", ".join(part for part in (one.get("chip", ""), memory, one.get("system", "")) if part.strip())
-        gpus = int(one.get("gpus", "0") or 0)
-        return Machine(name, one["host"], addresses, one.get("bridge"), described, gpus, "project" in one)
+        memory = f"{int(fact['memory']) / 1e9:.0f} GB" if fact.get("memory", "").isdecimal() else ""
+        described = ", ".join(part for part in (fact.get("chip", ""), memory, fact.get("system", "")) if part.strip())
+        gpus = int(fact.get("gpus", "0") or 0)
+        return Machine(name, fact["host"], addresses, fact.get("bridge"), described, gpus, "project" in fact)
     if done.status is None:
         return f"{name}: no answer within {ASK_SECONDS:.0f} s"
-    said = (done.errors.strip().splitlines() or ["no shell that answers"])[-1].strip()
-    remedy = next((text.format(name=name) for words_of_ssh, text in REMEDIES.items() if words_of_ssh in said), None)
-    return f"{name}: {said}" + (f"; {remedy}" if remedy else "")
+    error = (done.errors.strip().splitlines() or ["no shell that answers"])[-1].strip()
+    remedy = next((text.format(name=name) for pattern, text in REMEDIES.items() if pattern in error), None)
+    return f"{name}: {error}" + (f"; {remedy}" if remedy else "")
 
 
 # ---- Pure
@@ -189,24 +178,24 @@ def configured(path: Path, most: int = MOST_FILES) -> list[str]:
     return names
 
 
-def of_avahi(output: str) -> list[tuple[str, str]]:
+def machines_of_avahi(output: str) -> list[tuple[str, str]]:
     """Host name and IPv4 address of each machine, from `avahi-browse -rpt _ssh._tcp`."""
     rows = (line.split(";") for line in output.splitlines() if line.startswith("="))
     return [(row[6], row[7]) for row in rows if len(row) > 8 and row[2] == "IPv4"]
 
 
-def of_browse(output: str) -> list[str]:
+def instances_of_dns_sd(output: str) -> list[str]:
     """The instances that `dns-sd -B` lists: names for people, with blanks in them."""
     return re.findall(r"^\s*\S+\s+Add\s+\S+\s+\S+\s+\S+\s+_ssh\._tcp\.\s+(.+?)\s*$", output, re.MULTILINE)
 
 
-def of_lookup(output: str) -> str | None:
+def host_of_dns_sd(output: str) -> str | None:
     """The host name that `dns-sd -L` resolves an instance to."""
     name = re.search(r"can be reached at (\S+?)\.?:\d+ ", output)
     return name[1] if name else None
 
 
-def of_arp(output: str) -> list[str]:
+def neighbours_of_arp(output: str) -> list[str]:
     """Addresses of the neighbours on a Thunderbolt bridge, from `arp -an`."""
     rows = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at (\S+)(?: \[\w+\])? on (\S+)", output)
     is_bridge = re.compile(r"bridge0|thunderbolt\d+")
@@ -217,52 +206,27 @@ def of_arp(output: str) -> list[str]:
     ]
 
 
-# ---- The world
-
-
-def run(words: Sequence[str], seconds: float) -> Done:
-    """Runs a command for at most so long; it is ended with all that it started, and what it said so far is kept."""
-    try:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        return Done(127, "", f"{words[0]}: {error.strerror}")
-    with process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-            return Done(process.returncode, output, errors)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            output, errors = process.communicate()
-            return Done(None, output, errors)
+# ---- Asking the system's own tools
 
 
 def _avahi(run: Run) -> list[str]:
     if shutil.which("avahi-browse") is None:
         return []
-    machines = of_avahi(run(["avahi-browse", "-rpt", "_ssh._tcp"], BROWSE_SECONDS).output)
+    machines = machines_of_avahi(run(["avahi-browse", "-rpt", "_ssh._tcp"], BROWSE_SECONDS).output)
     return [name if _resolves(name) else address for name, address in machines]
 
 
 def _dns_sd(run: Run) -> list[str]:
     if shutil.which("dns-sd") is None:
         return []
-    instances = dict.fromkeys(of_browse(run(["dns-sd", "-B", "_ssh._tcp", "local"], BROWSE_SECONDS).output))
+    instances = dict.fromkeys(instances_of_dns_sd(run(["dns-sd", "-B", "_ssh._tcp", "local"], BROWSE_SECONDS).output))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         looks = pool.map(lambda one: run(["dns-sd", "-L", one, "_ssh._tcp", "local"], BROWSE_SECONDS).output, instances)
-        return [name for output in looks if (name := of_lookup(output)) is not None]
+        return [name for output in looks if (name := host_of_dns_sd(output)) is not None]
 
 
 def _neighbours(run: Run) -> list[str]:
-    return of_arp(run(["arp", "-an"], BROWSE_SECONDS).output) if shutil.which("arp") else []
+    return neighbours_of_arp(run(["arp", "-an"], BROWSE_SECONDS).output) if shutil.which("arp") else []
 
 
 def _resolves(name: str) -> bool:

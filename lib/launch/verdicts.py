@@ -1,6 +1,6 @@
-"""What hosts' facts mean for a run: pure functions from facts to findings, each fault with the command that mends it.
+"""What hosts' facts mean for a run: pure functions from facts to findings, each fault with the command that fixes it.
 
-A remedy is one command that any shell takes as it stands, zsh too: what is to be said of it stands beside it, in `note`.
+A remedy is one command that any shell takes as it stands, zsh too: what else one should know of it is in `note`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
-from lib.launch import agent_link
+from lib.launch import ssh
+from lib.launch.host_facts import CalibrationState, Digest, Disk, Load, Memory
 from lib.launch.hostfile import Host
-from lib.launch.ranks import ROOT, Launching
+from lib.launch.job import ROOT, Job
+from lib.launch.link_probe import LinkReport
+from lib.launch.run_needs import Needs
 
-HEADROOM = 2**26  # bytes on a run's disk, besides its checkpoints
+HEADROOM_BYTES = 2**26  # on a run's disk, besides its checkpoints
 
 
 # What macOS's privacy protection keeps from programs that ssh started, wherever it is in a path.
@@ -34,30 +37,41 @@ class Finding:
     check: str
     status: str
     message: str = ""
-    remedy: str = ""  # the command that mends it
+    remedy: str = ""  # the command that fixes it
     note: str = ""  # what to know of that command, or what else would do
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What the run will want of every host."""
+class Verdict(NamedTuple):
+    """What a fact means: a finding without its host and check."""
 
-    files: tuple[str, ...] = ()  # models and data, to be the same everywhere
-    models: tuple[str, ...] = ()  # by hub name
-    run_dir: str | None = None
-    calibration_dir: str | None = None
-    require_calibration: bool = False
-    method: str = "lora"
-    checkpoints: int = 0
+    status: str
+    message: str
+    remedy: str = ""
+    note: str = ""
+
+
+class Clock(TypedDict):
+    """A host's clock against this machine's."""
+
+    ahead_seconds: float
+    unsure_seconds: float  # of that
+
+
+class OwnFacts(TypedDict):
+    """This machine's project, packages and files, which the other hosts' should equal."""
+
+    project: dict[str, str | None]
+    packages: dict[str, str]
+    files: dict[str, Digest]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What facts are judged by: this machine's own, and what the run wants."""
+    """What facts are compared with: this machine's own, and what the run needs."""
 
-    here: Mapping[str, Any]  # this machine's project, packages and files
+    here: OwnFacts
     needs: Needs
-    launching: Launching
+    job: Job
     model_bytes: int
     systems: Mapping[str, str] = field(default_factory=dict)  # of every host that answered, e.g. Linux, Darwin
 
@@ -66,58 +80,55 @@ class Context:
 
     def again(self, *options: str) -> str:
         """The launcher's own command line, with further options."""
-        words = list(
-            self.launching.typed or ("--hosts", ",".join(f"{host.name}:{host.slots}" for host in self.launching.hosts))
-        )
+        words = list(self.job.typed or ("--hosts", ",".join(f"{host.name}:{host.slots}" for host in self.job.hosts)))
         cut = words.index("--") if "--" in words else len(words)
         return shlex.join(["./launch", *words[:cut], *options, *words[cut:]])
 
     def there(self, host: Host, command: str) -> str:
         """A command in the project's folder on a host."""
-        return f"ssh {host.name} {shlex.quote(f'cd {shlex.quote(self.launching.directory)} && {command}')}"
+        return f"ssh {host.name} {shlex.quote(f'cd {shlex.quote(self.job.directory)} && {command}')}"
 
 
-Verdicts = list[tuple[str, ...]]  # status, message, remedy, note
-
-
-def judge(hosts: Sequence[Host], answers: Mapping[str, Mapping[str, Any]], context: Context) -> list[Finding]:
+def findings_of(hosts: Sequence[Host], answers: Mapping[str, Mapping[str, Any]], context: Context) -> list[Finding]:
     """What each host's facts mean."""
-    found = []
+    findings = []
     for host in hosts:
-        for check, (fact, verdicts_of) in JUDGES.items():
+        for check, (fact, verdicts_of) in FACT_CHECKS.items():
             answer = answers[host.name][fact]
             if answer is None:  # not asked
                 continue
             if isinstance(answer, dict) and "error" in answer:
-                slow = ("failed", answer["error"], f"ssh {host.name} uptime", "does it answer, is it overloaded")
-                verdicts = [refused(host, str(answer["error"]), context) or slow]
+                error = str(answer["error"])
+                slow = Verdict("failed", error, f"ssh {host.name} uptime", "does it answer, is it overloaded")
+                verdicts = [refused(host, error, context) or slow]
             else:
                 verdicts = verdicts_of(host, answer, context)
-            found += [Finding(host.name, check, *verdict) for verdict in verdicts or [("ok", "", "")]]
-    return found
+            findings += [Finding(host.name, check, *verdict) for verdict in verdicts or [Verdict("ok", "")]]
+    return findings
 
 
-def _judge_ssh(host: Host, unreached: Mapping[str, str], context: Context) -> Verdicts:
+def _check_ssh(host: Host, unreached: Mapping[str, str], context: Context) -> list[Verdict]:
     return [
-        ("failed", f"from there to {other}: {said}", f"ssh -t {host.name} {shlex.quote(remedy)}", note)
+        Verdict("failed", f"from there to {other}: {said}", f"ssh -t {host.name} {shlex.quote(remedy)}", note)
         for other, said in unreached.items()
-        for remedy, note in [mend_ssh(other, said, context.is_mac(host))]
+        for remedy, note in [ssh_remedy(other, said, context.is_mac(host))]
     ]
 
 
-def _judge_project(host: Host, theirs: Mapping[str, str | None], context: Context) -> Verdicts:
+def _check_project(host: Host, theirs: Mapping[str, str | None], context: Context) -> list[Verdict]:
     own = context.here["project"]
     differ = sorted(name for name in {**own, **theirs} if own.get(name) != theirs.get(name))
-    to = f"{host.name}:{shlex.quote(context.launching.directory)}"
+    to = f"{host.name}:{shlex.quote(context.job.directory)}"
     here = shlex.quote(str(ROOT))
     copy = (
-        f"rsync -a --checksum --delete --exclude='._*' --include='*.py' --exclude='*' {here}/lib/ {to}/lib/"
+        f"rsync -a --checksum --delete --exclude='._*' --exclude=__pycache__"
+        f" --include='*/' --include='*.py' --exclude='*' {here}/lib/ {to}/lib/"
         f" && rsync -a --checksum {here}/train.py {to}/"
     )
-    return [("failed", f"{_few(differ)} not as on this machine", copy)] if differ else []
+    return [Verdict("failed", f"{_few(differ)} not as on this machine", copy)] if differ else []
 
 
-def _judge_packages(host: Host, theirs: Mapping[str, str], context: Context) -> Verdicts:
+def _check_packages(host: Host, theirs: Mapping[str, str], context: Context) -> list[Verdict]:
     differ = [
         f"{name} {theirs.get(name)} (here {version})"
         for name, version in context.here["packages"].items()
@@ -125,173 +136,181 @@ def _judge_packages(host: Host, theirs: Mapping[str, str], context: Context) -> 
     ]
     python = context.here["packages"].get("python")
     wanted = f" PYTHON=python{python}" if theirs.get("python") != python else ""
-    mend = context.there(host, f"make -B setup{wanted}")
-    return [("failed", _few(differ), mend)] if differ else []
+    remedy = context.there(host, f"make -B setup{wanted}")
+    return [Verdict("failed", _few(differ), remedy)] if differ else []
 
 
-def _judge_files(host: Host, theirs: Mapping[str, Any], context: Context) -> Verdicts:
-    verdicts: Verdicts = []
+def _check_files(host: Host, theirs: Mapping[str, Digest], context: Context) -> list[Verdict]:
+    verdicts: list[Verdict] = []
     for path, own in context.here["files"].items():
         if own is None:
             look = f"ls -l {shlex.quote(str(Path(path).parent))}"
-            verdicts.append(("failed", f"{path} is not on this machine", look, "correct the path in the configuration"))
+            verdicts.append(
+                Verdict("failed", f"{path} is not on this machine", look, "correct the path in the configuration")
+            )
         elif faults := [one["fault"] for one in (theirs[path], own) if isinstance(one, dict)]:
             verdicts.append(unreadable(host, path, faults[0], context))
         elif theirs[path] != own:
             source = (ROOT / path).resolve()
-            target = path if Path(path).is_absolute() else f"{context.launching.directory}/{path}"
+            target = path if Path(path).is_absolute() else f"{context.job.directory}/{path}"
             slash, delete = ("/", " --delete") if source.is_dir() else ("", "")
             # --checksum: rsync takes files of one size and second for equal.
-            making = shlex.quote(agent_link.rsync_making(target if slash else str(Path(target).parent)))
+            making = shlex.quote(ssh.rsync_with_folder(target if slash else str(Path(target).parent)))
             litter = " --exclude=.DS_Store --exclude='._*' --exclude=.cache" if slash else ""
-            copy = f"rsync -a --checksum {making}{delete}{litter} {shlex.quote(f'{source}{slash}')} {host.name}:{shlex.quote(f'{target}{slash}')}"
+            to = f"{host.name}:{shlex.quote(f'{target}{slash}')}"
+            copy = f"rsync -a --checksum {making}{delete}{litter} {shlex.quote(f'{source}{slash}')} {to}"
             wrong = "is missing" if theirs[path] is None else "differs from the one here"
-            verdicts.append(("failed", f"{path} {wrong}", copy))
+            verdicts.append(Verdict("failed", f"{path} {wrong}", copy))
     return verdicts
 
 
-def _judge_models(host: Host, theirs: Mapping[str, bool], context: Context) -> Verdicts:
-    command = Path(context.launching.python).parent / "hf"
+def _check_models(host: Host, theirs: Mapping[str, bool], context: Context) -> list[Verdict]:
+    command = Path(context.job.python).parent / "hf"
     return [
-        ("failed", f"{name} is not in the hub's cache", f"ssh {host.name} {command} download {shlex.quote(name)}")
+        Verdict(
+            "failed", f"{name} is not in the hub's cache", f"ssh {host.name} {command} download {shlex.quote(name)}"
+        )
         for name, there in theirs.items()
         if not there
     ]
 
 
-def _judge_memory(host: Host, memory: Mapping[str, Any], context: Context) -> Verdicts:
+def _check_memory(host: Host, memory: Memory, context: Context) -> list[Verdict]:
     # Weights, and for full training their gradients in float32 and Adam's two moments; activations come on top.
     needed = context.model_bytes * (5 if context.needs.method == "full" else 1.3) * host.slots
     free = memory["free_bytes"]
     if free is None or free >= needed:
-        return [("ok", f"{_gb(free)} free" if free else "", "")]
+        return [Verdict("ok", f"{_gb(free)} free" if free else "")]
     message = f"{_gb(free)} free, {_gb(needed)} wanted for the weights of {host.slots} ranks and their training"
     look = f"ssh {host.name} 'ps aux | sort -rnk4 | head -3'"
-    return [("failed", message, look, "end what takes most, or take fewer slots")]
+    return [Verdict("failed", message, look, "end what takes most, or take fewer slots")]
 
 
-def _judge_disk(host: Host, disk: Mapping[str, Any], context: Context) -> Verdicts:
+def _check_disk(host: Host, disk: Disk, context: Context) -> list[Verdict]:
     needs, folder = context.needs, shlex.quote(disk["folder"])
-    needed = context.model_bytes * (3 if needs.method == "full" else 0.15) * needs.checkpoints + HEADROOM
+    needed = context.model_bytes * (3 if needs.method == "full" else 0.15) * needs.checkpoints + HEADROOM_BYTES
     if disk["fault"]:
         message = f"{disk['folder']}: {disk['fault']}"
         if REFUSED.search(str(disk["fault"])) and PRIVATE.match(disk["folder"]):
             return [unreadable(host, disk["folder"], disk["fault"], context)]
-        mend = f"ssh -t {host.name} {shlex.quote(f'sudo chown -R $USER {folder}')}"
-        return [("failed", message, mend, "or another folder: run.dir=ELSEWHERE")]
+        remedy = f"ssh -t {host.name} {shlex.quote(f'sudo chown -R $USER {folder}')}"
+        return [Verdict("failed", message, remedy, "or another folder: run.dir=ELSEWHERE")]
     if disk["free_bytes"] >= needed:
-        return [("ok", f"{_gb(disk['free_bytes'])} free", "")]
+        return [Verdict("ok", f"{_gb(disk['free_bytes'])} free")]
     message = f"{_gb(disk['free_bytes'])} free at {disk['folder']}, {needs.checkpoints} checkpoints want {_gb(needed)}"
     look = f"ssh {host.name} {shlex.quote(f'du -sh {folder}')}"
-    return [("failed", message, look, "remove old runs, or take another folder: run.dir=ELSEWHERE")]
+    return [Verdict("failed", message, look, "remove old runs, or take another folder: run.dir=ELSEWHERE")]
 
 
-def _judge_ports(host: Host, taken: Sequence[int], context: Context) -> Verdicts:
+def _check_ports(host: Host, taken: Sequence[int], context: Context) -> list[Verdict]:
     if not taken:
         return []
-    free = context.launching.starting_port + 1000
+    free = context.job.starting_port + 1000
     message = f"port {', '.join(map(str, taken))} is taken"
     who = f"ssh {host.name} lsof -nP -i :{taken[0]}"
     return [
-        ("failed", message, context.again("--starting-port", str(free)), f"or end what listens there; {who} names it")
+        Verdict(
+            "failed", message, context.again("--starting-port", str(free)), f"or end what listens there; {who} names it"
+        )
     ]
 
 
-def _judge_calibration(host: Host, kept: Mapping[str, Any], context: Context) -> Verdicts:
+def _check_calibration(host: Host, kept: CalibrationState, context: Context) -> list[Verdict]:
+    day = str(kept.get("measured_at"))[:10]
     if kept["there"] and kept["fresh"]:
-        return [("ok", kept["measured_at"][:10], "")]
-    message = f"measured {kept['measured_at'][:10]}, too old or with other versions" if kept["there"] else "none yet"
+        return [Verdict("ok", day)]
+    message = f"measured {day}, too old or with other versions" if kept["there"] else "none yet"
     status = "failed" if context.needs.require_calibration else "told"
-    return [(status, f"{message}; shares start equal", context.there(host, "make calibrate"))]
+    return [Verdict(status, f"{message}; shares start equal", context.there(host, "make calibrate"))]
 
 
-def _judge_clock(host: Host, clock: Mapping[str, float], context: Context) -> Verdicts:
+def _check_clock(host: Host, clock: Clock, context: Context) -> list[Verdict]:
     message = f"{clock['ahead_seconds']:+.1f} s from this machine's"
     if abs(clock["ahead_seconds"]) < 2 + clock["unsure_seconds"]:
-        return [("ok", message, "")]
-    mend = "sudo sntp -sS time.apple.com" if context.is_mac(host) else "sudo timedatectl set-ntp true"
-    return [("told", f"{message}: times in the logs will not fit", f"ssh -t {host.name} {mend}")]
+        return [Verdict("ok", message)]
+    command = "sudo sntp -sS time.apple.com" if context.is_mac(host) else "sudo timedatectl set-ntp true"
+    return [Verdict("told", f"{message}: times in the logs will not fit", f"ssh -t {host.name} {command}")]
 
 
-def _judge_load(host: Host, load: Mapping[str, Any], _: Context) -> Verdicts:
+def _check_load(host: Host, load: Load, _: Context) -> list[Verdict]:
     message = f"{load['average']:.1f} on {load['cpus']} cores"
-    if load.get("training"):
-        process, words = load["training"]
+    if training := load.get("training"):
+        process, words = training
         message += f", and a training runs there already, process {process}: {words}"
-        return [("told", message, f"ssh {host.name} kill -INT {process}", "or wait for its end")]
+        return [Verdict("told", message, f"ssh {host.name} kill -INT {process}", "or wait for its end")]
     if load["average"] <= 0.5 * load["cpus"]:
-        return [("ok", message, "")]
-    return [("told", f"{message}: somebody else computes there", f"ssh -t {host.name} top")]
+        return [Verdict("ok", message)]
+    return [Verdict("told", f"{message}: somebody else computes there", f"ssh -t {host.name} top")]
 
 
-def _judge_rdma(host: Host, message: Mapping[str, Any], _: Context) -> Verdicts:
+def _check_rdma(host: Host, listed: Mapping[str, Sequence[str]], _: Context) -> list[Verdict]:
     wanted = {device for entry in host.rdma for device in (entry if isinstance(entry, list) else [entry]) if device}
-    missing = sorted(wanted - set(message["devices"]))
+    missing = sorted(wanted - set(listed["devices"]))
     note = "in macOS Recovery, then reboot"
-    return [("failed", f"no {', '.join(missing)}", "rdma_ctl enable", note)] if missing else []
+    return [Verdict("failed", f"no {', '.join(missing)}", "rdma_ctl enable", note)] if missing else []
 
 
-def _judge_system(host: Host, system: str, context: Context) -> Verdicts:
+def _check_system(host: Host, system: str, context: Context) -> list[Verdict]:
     """A Mac and a Linux box speak one protocol over MLX's own ring, and nothing else is promised of them."""
-    if len(set(context.systems.values())) < 2 or context.launching.backend == "ring":
-        return [("ok", system, "")]
+    if len(set(context.systems.values())) < 2 or context.job.backend == "ring":
+        return [Verdict("ok", system)]
     names = {"Darwin": "macOS"}
-    found = " and ".join(sorted(names.get(one, one) for one in set(context.systems.values())))
+    mixed = " and ".join(sorted(names.get(one, one) for one in set(context.systems.values())))
     reasons = {
         "mpi": "its Open MPI is not made for hosts of unlike systems",
         "jaccl": "it is RDMA between Macs",
         "jaccl-ring": "it is RDMA between Macs",
         "nccl": "it is for NVIDIA GPUs",
     }
-    why = reasons.get(context.launching.backend, "")
-    message = f"{names.get(system, system)} in a world of {found}: only the ring backend is promised there ({why})"
-    return [("failed", message, context.again("--backend", "ring"), "")]
+    why = reasons.get(context.job.backend, "")
+    message = f"{names.get(system, system)} in a world of {mixed}: only the ring backend is promised there ({why})"
+    return [Verdict("failed", message, context.again("--backend", "ring"))]
 
 
-# Check ➜ the fact it judges.
-JUDGES: dict[str, tuple[str, Callable[[Host, Any, Context], Verdicts]]] = {
-    "system": ("system", _judge_system),
-    "ssh": ("ssh_to", _judge_ssh),
-    "project": ("project", _judge_project),
-    "packages": ("packages", _judge_packages),
-    "files": ("files", _judge_files),
-    "models": ("models", _judge_models),
-    "memory": ("memory", _judge_memory),
-    "disk": ("disk", _judge_disk),
-    "ports": ("ports", _judge_ports),
-    "calibration": ("calibration", _judge_calibration),
-    "clock": ("clock", _judge_clock),
-    "load": ("load", _judge_load),
-    "rdma": ("rdma", _judge_rdma),
+# Check ➜ the fact that it looks at, and what that means.
+FACT_CHECKS: dict[str, tuple[str, Callable[[Host, Any, Context], list[Verdict]]]] = {
+    "system": ("system", _check_system),
+    "ssh": ("ssh_to", _check_ssh),
+    "project": ("project", _check_project),
+    "packages": ("packages", _check_packages),
+    "files": ("files", _check_files),
+    "models": ("models", _check_models),
+    "memory": ("memory", _check_memory),
+    "disk": ("disk", _check_disk),
+    "ports": ("ports", _check_ports),
+    "calibration": ("calibration", _check_calibration),
+    "clock": ("clock", _check_clock),
+    "load": ("load", _check_load),
+    "rdma": ("rdma", _check_rdma),
 }
 
 
-def refused(host: Host, said: str, context: Context) -> tuple[str, ...] | None:
+def refused(host: Host, said: str, context: Context) -> Verdict | None:
     """The verdict where macOS keeps the project's folder from ssh; None where something else is wrong."""
     if REFUSED.search(said) is None:
         return None
-    inside = PRIVATE.match(context.launching.directory)
+    inside = PRIVATE.match(context.job.directory)
     named = re.search(r"/Users/[^'\":]+", said)
-    return unreadable(host, named[0] if named and not inside else context.launching.directory, said, context)
+    return unreadable(host, named[0] if named and not inside else context.job.directory, said, context)
 
 
-def unreadable(host: Host, path: str, said: str, context: Context) -> tuple[str, ...]:
+def unreadable(host: Host, path: str, said: str, context: Context) -> Verdict:
     """The verdict on a path that a host's system keeps from this user, or from ssh."""
     inside = PRIVATE.match(path)
     if inside is None:
-        return ("failed", f"{path}: {said}", f"ssh {host.name} ls -ld {shlex.quote(path)}", ALLOW)
+        return Verdict("failed", f"{path}: {said}", f"ssh {host.name} ls -ld {shlex.quote(path)}", ALLOW)
     message = f"{path}: {said}; macOS keeps {Path(inside[2]).parts[0]} from what ssh starts"
     target = f"{inside[1]}/{Path(path).name}"
-    if path != context.launching.directory:
+    if path != context.job.directory:
         note = f"type it in Terminal on {host.name}, and name {target} in the configuration; {ALLOW}"
-        return ("failed", message, f"mv {shlex.quote(path)} {shlex.quote(target)}", note)
-    making, here = shlex.quote(agent_link.rsync_making(target)), shlex.quote(f"{ROOT}/")
+        return Verdict("failed", message, f"mv {shlex.quote(path)} {shlex.quote(target)}", note)
+    making, here = shlex.quote(ssh.rsync_with_folder(target)), shlex.quote(f"{ROOT}/")
     copy = f"rsync -a {making} --exclude=.git --exclude=.venv --exclude=runs {here} {host.name}:{shlex.quote(target)}/"
     note = f"then make setup there, and launch with --directory {target}; {ALLOW}"
-    return ("failed", message, copy, note)
+    return Verdict("failed", message, copy, note)
 
 
-def links_to_measure(launching: Launching, reached: Sequence[Host]) -> list[tuple[Host, Host]]:
+def links_to_measure(job: Job, reached: Sequence[Host]) -> list[tuple[Host, Host]]:
     """The pairs (one, other) of hosts where `one` has to reach `other`.
 
     Over MLX's ring every host connects to the next one alone, and where addresses are given they may be those of the cable
@@ -299,8 +318,8 @@ def links_to_measure(launching: Launching, reached: Sequence[Host]) -> list[tupl
     face its previous neighbour. Hosts that are only named are asked for every pair: another host may be the neighbour
     after a restart.
     """
-    hosts = launching.hosts
-    if launching.backend != "ring" or not all(host.addresses for host in hosts):
+    hosts = job.hosts
+    if job.backend != "ring" or not all(host.addresses for host in hosts):
         return list(itertools.combinations(reached, 2))
     neighbours = [(host, hosts[(index + 1) % len(hosts)]) for index, host in enumerate(hosts)]
     if len(hosts) == 2:
@@ -308,33 +327,33 @@ def links_to_measure(launching: Launching, reached: Sequence[Host]) -> list[tupl
     return [(one, other) for one, other in neighbours if one in reached and other in reached and one != other]
 
 
-def judge_links(
-    links: Mapping[tuple[str, str], Mapping[str, Any]],
+def link_findings(
+    links: Mapping[tuple[str, str], LinkReport],
     floor_bytes_per_second: float,
     ceiling_seconds: float,
     context: Context,
 ) -> list[Finding]:
     """Every measured pair of hosts against the floor, as findings of the first of the pair."""
-    found = []
+    findings = []
     for (one, other), link in links.items():
         if "error" in link:
             message, where = f"to {other}: {link['error']}", link.get("address") or other.rpartition("@")[2]
             look = f"ssh {one} ping -c 3 {where}"
-            found.append(Finding(one, "links", "failed", message, look, "is a firewall on, a cable out"))
+            findings.append(Finding(one, "links", "failed", message, look, "is a firewall on, a cable out"))
             continue
         rate, trip = link["bytes_per_second"], link["round_trip_seconds"]
         message = f"to {other}: {rate * 8 / 1e6:,.0f} Mbit/s, {trip * 1e3:.2f} ms"
         if rate >= floor_bytes_per_second and trip <= ceiling_seconds:
-            found.append(Finding(one, "links", "ok", message))
+            findings.append(Finding(one, "links", "ok", message))
             continue
         least, most = max(1, int(rate * 8e-6 * 0.9)), max(1, int(trip * 1e3 * 2))
         accept = context.again("--min-mbit", str(least), "--max-round-trip-ms", str(most))
-        found.append(Finding(one, "links", "failed", message, accept, "accepts it; better a cable than Wi-Fi"))
-    return found
+        findings.append(Finding(one, "links", "failed", message, accept, "accepts it; better a cable than Wi-Fi"))
+    return findings
 
 
-def mend_ssh(host: str, said: str, is_mac: bool = False) -> tuple[str, str]:
-    """The command that makes ssh reach a host, from what it said, and what to know of it.
+def ssh_remedy(host: str, said: str, is_mac: bool = False) -> tuple[str, str]:
+    """The command that makes ssh reach a host, from its error message, and what to know of that command.
 
     is_mac: the command is typed on a Mac.
     """

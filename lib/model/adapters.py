@@ -43,7 +43,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
             part.unfreeze()
     else:
         mx.random.seed(seed)
-        options: dict[str, Any] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
+        options: dict[str, object] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
         if settings.keys is not None:
             options["keys"] = set(settings.keys)
         try:
@@ -61,7 +61,8 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
             }
         )
         raise UserError(
-            f"model.keys {list(settings.keys or [])}: no such layer in {settings.path}; its linear layers are {', '.join(keys)}"
+            f"model.keys {list(settings.keys or [])}: no such layer in {settings.path}; "
+            f"its linear layers are {', '.join(keys)}"
         )
     if settings.adapter is not None:
         load_adapter(model, settings)
@@ -86,7 +87,8 @@ def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(
-            f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that mlx-lm or a run saved"
+            f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); "
+            "give a folder that mlx-lm or a run saved"
         ) from None
     ours = adapter_config(model, settings)
     theirs = {

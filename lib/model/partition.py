@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ class Part:
         return tuple(shape)
 
 
-def model_shape_of(stored: dict[str, Any], dtype: str | None = None, to_divide: bool = True) -> ModelShape:
+def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divide: bool = True) -> ModelShape:
     """The dimensions in a config.json.
 
     Args:

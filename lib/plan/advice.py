@@ -22,7 +22,7 @@ ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, grad
 
 def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
     """The plan, with a warning for each practice that it goes against."""
-    found = (
+    warnings = (
         slow_shares(config, plan),
         *beyond_the_knee(plan),
         needless_sharding(config, plan),
@@ -31,7 +31,7 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
         unscaled_learning_rate(config.train),
         high_learning_rate(config.train),
     )
-    return replace(plan, warnings=(*plan.warnings, *(warning for warning in found if warning)))
+    return replace(plan, warnings=(*plan.warnings, *(warning for warning in warnings if warning)))
 
 
 def slow_shares(config: Config, plan: ClusterPlan) -> str | None:
@@ -59,18 +59,18 @@ def slow_shares(config: Config, plan: ClusterPlan) -> str | None:
 
 def beyond_the_knee(plan: ClusterPlan) -> list[str]:
     """Micro-batches so large that the host is slower with them than with smaller ones."""
-    found = []
+    warnings = []
     for rank, curve in zip(plan.ranks, plan.curves, strict=True):
         largest = max(rank.micro_batch_sizes, default=0)
         if curve is None or largest <= curve.best_point.batch_size:
             continue
         speed, best = largest / float(curve.seconds(np.array([largest]))[0]), solo_pairs_per_second(curve)
         if speed < (1 - NOTEWORTHY) * best:
-            found.append(
+            warnings.append(
                 f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs are beyond its knee, {speed:.3g} pairs/s "
                 f"where {curve.best_point.batch_size} give {best:.3g}; leave plan.micro_batch_sizes out"
             )
-    return found
+    return warnings
 
 
 def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:

@@ -7,8 +7,7 @@ global batch of B pairs is divided to minimise max t_i(n_i) + o_i: the slowest r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -188,11 +187,11 @@ class _Kinds:
 
     def __init__(self, curves: Sequence[BatchCurve], micro_batch_sizes: Sequence[int] | None) -> None:
         sizes: Sequence[int | None] = micro_batch_sizes or [None] * len(curves)
-        numbers: dict[tuple[Any, ...], int] = {}
+        numbers: dict[tuple[Hashable, int | None], int] = {}
         members: list[tuple[BatchCurve, int | None]] = []
         self.of_rank = np.empty(len(curves), dtype=np.int64)
         for rank, (curve, size) in enumerate(zip(curves, sizes, strict=True)):
-            identity = (*curve_identity(curve), size)
+            identity = (curve_identity(curve), size)
             if identity not in numbers:
                 numbers[identity] = len(numbers)
                 members.append((curve, size))
@@ -212,11 +211,11 @@ class _Kinds:
         """t(0..pairs) + o of some kinds, float64 [len(kinds), pairs + 1]."""
         times = step_times(self.tau[kinds], pairs)
         for row, kind in enumerate(kinds):
-            told = self.fixed[kind]  # whole micro-batches of that size, and what is left
-            if told:
+            size = self.fixed[kind]  # whole micro-batches of that size, and what is left
+            if size:
                 tau = np.concatenate([[0.0], self.tau[kind]])
-                whole, rest = np.divmod(np.arange(pairs + 1), told)
-                times[row] = whole * tau[told] + tau[rest]
+                whole, rest = np.divmod(np.arange(pairs + 1), size)
+                times[row] = whole * tau[size] + tau[rest]
         return times + self.overheads[kinds][:, None]
 
     def seconds(self, shares: Sequence[int] | np.ndarray) -> float:
@@ -346,7 +345,7 @@ def _divide_exactly(times: np.ndarray, near: np.ndarray) -> np.ndarray:
     return shares
 
 
-def curve_identity(curve: BatchCurve) -> tuple[Any, ...]:
+def curve_identity(curve: BatchCurve) -> Hashable:
     """What the planner sees of a curve."""
     return (
         curve.max_batch_size,

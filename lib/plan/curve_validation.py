@@ -31,8 +31,8 @@ def all_sound(
     calibrations: Sequence[HostCalibration | None],
 ) -> tuple[list[HostCalibration | None], tuple[str, ...]]:
     """Every rank's calibration with only what can be; and, once for each file, what was replaced or left out."""
-    found = [sound_calibration(one) if one else (None, ()) for one in calibrations]
-    return [one for one, _ in found], tuple(dict.fromkeys(remark for _, remarks in found for remark in remarks))
+    checked = [sound_calibration(one) if one else (None, ()) for one in calibrations]
+    return [one for one, _ in checked], tuple(dict.fromkeys(remark for _, remarks in checked for remark in remarks))
 
 
 def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tuple[str, ...]]:
@@ -41,8 +41,8 @@ def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tu
     remarks: list[str] = []
     curves = []
     for curve in calibration.curves:
-        sound, found = sound_curve(curve)
-        remarks += found
+        sound, of_curve = sound_curve(curve)
+        remarks += of_curve
         if sound is not None:
             curves.append(sound)
     links = []
@@ -130,8 +130,8 @@ def _straightened(points: Sequence[BatchPoint], unknown: set[int]) -> tuple[list
     times = np.array([point.seconds_median for point in points])
     good = [index for index, point in enumerate(points) if point.batch_size not in unknown]
     reasons: dict[int, str] = {}
-    while len(good) > 2 and (found := _suspects(sizes, times, good)):
-        _, worst, reason = max(found)
+    while len(good) > 2 and (suspects := _suspects(sizes, times, good)):
+        _, worst, reason = max(suspects)
         reasons[points[worst].batch_size] = reason
         good.remove(worst)
     known = np.array(good)
@@ -144,7 +144,7 @@ def _straightened(points: Sequence[BatchPoint], unknown: set[int]) -> tuple[list
 def _suspects(sizes: np.ndarray, times: np.ndarray, good: list[int]) -> list[tuple[float, int, str]]:
     """(how far off, index, why) of points that break the curve's shape."""
     rates = sizes / times
-    found = []
+    suspects = []
     for place, index in enumerate(good):
         before, after = good[:place], good[place + 1 :]
         size, shown = round(sizes[index]), f"{rates[index]:.4g} pairs/s at {sizes[index]:.0f} pairs"
@@ -153,20 +153,20 @@ def _suspects(sizes: np.ndarray, times: np.ndarray, good: list[int]) -> list[tup
             lower = min(rates[before].max(), rates[after].max()) / rates[index]
             if lower > DIP:
                 near = f"{rates[before[-1]]:.4g} at {sizes[before[-1]]:.0f} and {rates[after[0]]:.4g} at {sizes[after[0]]:.0f}"
-                found.append((lower, index, f"{shown} lie below {near}"))
+                suspects.append((lower, index, f"{shown} lie below {near}"))
         # More pairs take no less time. Who contradicts most of the others is wrong.
         earlier = [times[i] / times[index] for i in before if times[i] > FALLING_TIME * times[index]]
         later = [times[index] / times[i] for i in after if times[index] > FALLING_TIME * times[i]]
         if earlier or later:
             why = f"{size} pairs in {times[index]:.4g} s, while {'fewer take longer' if earlier else 'more take less'}"
-            found.append((len(earlier) + len(later) + max(earlier + later) / 100, index, why))
+            suspects.append((len(earlier) + len(later) + max(earlier + later) / 100, index, why))
     last, others = good[-1], np.array(good[:-1])
     expected = _on_the_line(sizes[others], times[others], sizes[last])
     ratio = times[last] / expected
     if OFF_THE_LINE < ratio <= CLIFF and sizes[last] / expected > MATTERS * rates[others].max():
         why = f"{rates[last]:.4g} pairs/s at {sizes[last]:.0f} pairs, where the smaller sizes lead to {sizes[last] / expected:.4g}"
-        found.append((float(ratio), last, why))
-    return found
+        suspects.append((float(ratio), last, why))
+    return suspects
 
 
 def _on_the_line(sizes: np.ndarray, times: np.ndarray, size: float) -> float:

@@ -364,10 +364,10 @@ def choose_curves(
         c.machine.device_name if c else name
         for c, name in zip(calibrations, device_names or [None] * len(hosts), strict=True)
     ]
-    found = [known[chip] for chip in chips if chip in known]
-    if len(found) == len(hosts) and len({c.source for c in found}) == 1:
+    figures = [known[chip] for chip in chips if chip in known]
+    if len(figures) == len(hosts) and len({c.source for c in figures}) == 1:
         warnings = (f"{lacking}; planned from published figures, which compare the chips only",)
-        return CurveChoice(tuple(c.curves[0] for c in found), f"figures published in {found[0].source}", warnings)
+        return CurveChoice(tuple(c.curves[0] for c in figures), f"figures published in {figures[0].source}", warnings)
 
     return CurveChoice(None, f"{lacking}; until then the shares are equal")
 

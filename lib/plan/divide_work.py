@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,8 +28,9 @@ from lib.plan.balance import (
 )
 from lib.plan.cluster_plan import ClusterPlan, PartOfModel, RankPlan, training_bytes_per_byte
 from lib.plan.curves import MEMORY_HEADROOM, BatchCurve
-from lib.plan.memory import Model, largest_micro_batch, rank_shape
-from lib.plan.step_arrays import Backend
+from lib.plan.memory import MemoryModel, largest_micro_batch, rank_shape
+from lib.plan.run_facts import RankHost
+from lib.system.hardware import Device
 
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 
@@ -90,214 +91,279 @@ def plan_cluster(
     for host, curve in zip(hosts, curves, strict=True):
         if curve is not None:
             check_memory(host, curve)
-    unknown = list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None))
-    known = [curve for curve in curves if curve is not None]
+    measured = [curve for curve in curves if curve is not None]
 
     if shares is not None:
         check_shares(shares, global_batch_size, world_size)
         reason = "shares as plan.shares has them"
     elif world_size == 1:
         shares, reason = [global_batch_size], "one rank does all"
-    elif unknown and speeds is not None:
-        shares = distribute_work(global_batch_size, speeds)
-        reason = (
-            f"shares in proportion to the hosts' matrix-product rates, as no calibration is of {listed(unknown)}; "
-            "the first steps correct them, make calibrate measures the hosts"
-        )
-    elif unknown:
-        shares = equal_shares(global_batch_size, world_size)
-        cause = f"no calibration of {', '.join(unknown)}" if known else "no calibration"
-        reason = f"equal shares: {cause}; make calibrate measures the hosts, plan.shares overrules"
+    elif len(measured) == world_size:
+        shares, reason = best_shares(hosts, measured, global_batch_size, sync_seconds, micro_batch_sizes)
     else:
-        shares, reason = best_shares(hosts, known, global_batch_size, sync_seconds, micro_batch_sizes)
+        shares, reason = _shares_without_curves(hosts, curves, global_batch_size, speeds)
 
-    warnings = []
-    ranks = []
-    batches_of: dict[tuple[Any, ...], tuple[int, ...]] = {}
-    for rank, (host, share, curve) in enumerate(zip(hosts, shares, curves, strict=True)):
-        if micro_batch_sizes is not None:
-            batches = split_evenly_sized(share, micro_batch_sizes[rank])
-        elif curve is None:
-            batches = split_evenly_sized(share, default_sizes[rank] if default_sizes else DEFAULT_MICRO_BATCH_SIZE)
-        else:
-            key = (*curve_identity(curve), share)
-            if key not in batches_of:
-                batches_of[key] = fastest_micro_batches(curve, share)
-            batches = batches_of[key]
-        if curve is not None and batches and max(batches) > curve.max_batch_size:
-            warnings.append(
-                f"rank {rank} ({host}): micro-batches of {max(batches)} pairs, "
-                f"but at most {curve.max_batch_size} are known to fit"
-            )
-        ranks.append(
-            RankPlan(
-                rank=rank,
-                host=host,
-                share=int(share),
-                micro_batch_sizes=batches,
-                predicted_compute_seconds=float(curve.seconds(np.array(batches)).sum()) if curve else None,
-                solo_pairs_per_second=solo_pairs_per_second(curve) if curve else None,
-            )
+    if micro_batch_sizes is not None:
+        batches = list(map(split_evenly_sized, shares, micro_batch_sizes))
+    else:
+        batches = _micro_batches(shares, curves, default_sizes or [DEFAULT_MICRO_BATCH_SIZE] * world_size)
+    ranks = tuple(
+        RankPlan(
+            rank=rank,
+            host=host,
+            share=int(shares[rank]),
+            micro_batch_sizes=sizes,
+            predicted_compute_seconds=float(curve.seconds(np.array(sizes)).sum()) if curve else None,
+            solo_pairs_per_second=solo_pairs_per_second(curve) if curve else None,
         )
-    if min(shares) == 0:
-        idle = listed([f"{plan.rank} ({plan.host})" for plan in ranks if plan.share == 0])
-        warnings.append(f"no work at a global batch of {global_batch_size} for rank {idle}")
-    alone = sum(share > 0 for share in shares) == 1
+        for rank, (host, sizes, curve) in enumerate(zip(hosts, batches, curves, strict=True))
+    )
+    is_alone = sum(share > 0 for share in shares) == 1
     return ClusterPlan(
         strategy="synchronous",
         global_batch_size=global_batch_size,
-        ranks=tuple(ranks),
-        sync_seconds=0.0 if alone else sync_seconds,
+        ranks=ranks,
+        sync_seconds=0.0 if is_alone else sync_seconds,
         reason=reason,
-        warnings=tuple(warnings),
+        warnings=_warnings(ranks, curves, global_batch_size),
         curves=tuple(curves),
     )
 
 
-def plan_sharded(
-    config: Config,
+def _shares_without_curves(
     hosts: Sequence[str],
-    shape: ModelShape,
-    memory_bytes: Sequence[int | None],
-    gflops: Sequence[float | None],
-    model: Model | None = None,
-    devices: Sequence[Backend] | None = None,
+    curves: Sequence[BatchCurve | None],
+    global_batch_size: int,
+    speeds: Sequence[float] | None,
+) -> tuple[list[int], str]:
+    """Shares where some host has no curve, and why these: in proportion to speeds, else equal."""
+    unknown = list(dict.fromkeys(host for host, curve in zip(hosts, curves, strict=True) if curve is None))
+    if speeds is not None:
+        return distribute_work(global_batch_size, speeds), (
+            f"shares in proportion to the hosts' matrix-product rates, as no calibration is of {listed(unknown)}; "
+            "the first steps correct them, make calibrate measures the hosts"
+        )
+    cause = f"no calibration of {', '.join(unknown)}" if any(curves) else "no calibration"
+    return equal_shares(global_batch_size, len(hosts)), (
+        f"equal shares: {cause}; make calibrate measures the hosts, plan.shares overrules"
+    )
+
+
+def _micro_batches(
+    shares: Sequence[int], curves: Sequence[BatchCurve | None], default_sizes: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Every rank's micro-batches: the fastest by its curve, computed once for identical ranks, else of the default size."""
+    fastest: dict[tuple[Hashable, int], tuple[int, ...]] = {}
+    batches = []
+    for share, curve, default_size in zip(shares, curves, default_sizes, strict=True):
+        if curve is None:
+            batches.append(split_evenly_sized(share, default_size))
+            continue
+        key = (curve_identity(curve), share)
+        if key not in fastest:
+            fastest[key] = fastest_micro_batches(curve, share)
+        batches.append(fastest[key])
+    return batches
+
+
+def _warnings(
+    ranks: Sequence[RankPlan], curves: Sequence[BatchCurve | None], global_batch_size: int
+) -> tuple[str, ...]:
+    """Micro-batches larger than any that is known to fit, and ranks without work."""
+    warnings = []
+    for rank, curve in zip(ranks, curves, strict=True):
+        largest = max(rank.micro_batch_sizes, default=0)
+        if curve is not None and largest > curve.max_batch_size:
+            warnings.append(
+                f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs, "
+                f"but at most {curve.max_batch_size} are known to fit"
+            )
+    if idle := [f"{rank.rank} ({rank.host})" for rank in ranks if rank.share == 0]:
+        warnings.append(f"no work at a global batch of {global_batch_size} for rank {listed(idle)}")
+    return tuple(warnings)
+
+
+def plan_sharded(
+    config: Config, hosts: Sequence[RankHost], shape: ModelShape, model: MemoryModel | None = None
 ) -> ClusterPlan:
     """Divides a model among ranks: as plan.shares weighs them, else by speed, else by memory, else equally.
 
     Nobody gets more than fits, less the headroom that activations need.
 
     Args:
-        hosts, memory_bytes, gflops: one a rank, in the order of ranks; None where it is not known.
-        model, devices: for the activations, where they are known; devices: one a rank.
+        hosts: one a rank; of them the memory, the matmul rates and, for activations, the devices count.
+        model: for the activations; None where it is not known.
 
     Raises:
         UserError: the settings do not fit the world, or the model does not fit the hosts' memory.
     """
-    world_size, batch = len(hosts), config.train.global_batch_size
-    if config.plan.shares is not None and len(config.plan.shares) != world_size:
-        raise UserError(
-            f"plan.shares {list(config.plan.shares)} has {len(config.plan.shares)} numbers, but there are {world_size} ranks; "
-            "give one a rank"
-        )
-    if config.plan.shares is not None:
-        weights, reason = [float(share) for share in config.plan.shares], "divided as plan.shares weighs the ranks"
-    elif all(gflops):
-        weights, reason = [float(rate or 0) for rate in gflops], "divided by the hosts' matmul rates"
-    elif all(memory_bytes):
-        weights, reason = [float(size or 0) for size in memory_bytes], "divided by memory: no calibration of every host"
-    else:
-        weights, reason = [1.0] * world_size, "divided equally: neither speed nor memory is known of every host"
-
-    per_weight = training_bytes_per_byte(config, shape)
-
-    def parts_of(division: Division) -> tuple[PartOfModel, ...]:
-        sizes = [rank_bytes(shape, division, rank) for rank in range(world_size)]
-        total = sum(divided for divided, _ in sizes)
-        return tuple(
-            PartOfModel(
-                kv_heads=division.kv_heads[rank],
-                columns=(division.mlp_columns or division.expert_columns)[rank],
-                share=divided / total,
-                divided_bytes=divided,
-                whole_bytes=whole,
-                training_bytes=round(per_weight * (divided + whole)),
-                memory_bytes=memory_bytes[rank],
-            )
-            for rank, (divided, whole) in enumerate(sizes)
-        )
-
-    warnings: list[str] = []
+    batch = config.train.global_batch_size
+    weights, reason = _part_weights(config, hosts)
     division = divide(shape, weights, config.model.shard_vocabulary)
-    parts = parts_of(division)
-    if config.plan.shares is None and all(memory_bytes):
-        total, whole = sum(part.divided_bytes for part in parts), parts[0].whole_bytes
-        room = [(1 - MEMORY_HEADROOM) * (size or 0) / (1 + per_weight) - whole for size in memory_bytes]
-        limited = within_memory(weights, [max(0.0, space) / total for space in room])
-        if limited is None:
-            needed = (1 + per_weight) * (total + world_size * whole)
-            raise UserError(
-                f"strategy=sharded: {world_size} ranks need {needed / 1e9:.2f} GB together for weights"
-                f"{', gradients and optimizer' if per_weight else ''}, but have {sum(filter(None, memory_bytes)) / 1e9:.2f} GB less "
-                f"{MEMORY_HEADROOM:.0%} headroom; add a host, or take a quantised model with model.method=lora"
-            )
+    parts = _parts(config, hosts, shape, division)
+    if config.plan.shares is None and all(host.memory_bytes for host in hosts):
+        limited = _weights_within_memory(config, shape, weights, parts)
         if limited != weights:
             division, reason = (
                 divide(shape, limited, config.model.shard_vocabulary),
                 f"{reason}, as far as memory allows",
             )
-            parts = parts_of(division)
-    for host, part in zip(hosts, parts, strict=True):
-        if part.memory_bytes and part.needed_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes:
-            warnings.append(
-                f"host {host}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
-            )
+            parts = _parts(config, hosts, shape, division)
+    warnings = [
+        f"host {host.name}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
+        for host, part in zip(hosts, parts, strict=True)
+        if part.memory_bytes and part.needed_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes
+    ]
     size = (config.plan.micro_batch_sizes or (DEFAULT_MICRO_BATCH_SIZE,))[0]
-    checkpointed = False
-    if model and devices:
-        parts, size, checkpointed = _with_activations(config, hosts, parts, division, model, devices)
-        if checkpointed:
+    checkpointing = False
+    devices = [host.device for host in hosts if host.device]
+    if model and len(devices) == len(hosts):
+        activations = _Activations(config, hosts, devices, parts, division, model)
+        size, checkpointing = activations.micro_batch_size()
+        parts = activations.added(size, checkpointing)
+        if checkpointing:
             warnings.append(
                 "gradient checkpointing is turned on: one pair's activations do not fit beside the parts without"
             )
     return ClusterPlan(
         strategy="sharded",
         global_batch_size=batch,
-        ranks=tuple(RankPlan(rank, host, batch, split_evenly_sized(batch, size)) for rank, host in enumerate(hosts)),
+        ranks=tuple(
+            RankPlan(rank, host.name, batch, split_evenly_sized(batch, size)) for rank, host in enumerate(hosts)
+        ),
         sync_seconds=0.0,
         reason=reason,
         warnings=tuple(warnings),
-        curves=(None,) * world_size,
+        curves=(None,) * len(hosts),
         division=division,
         parts=parts,
-        gradient_checkpointing=checkpointed,
+        gradient_checkpointing=checkpointing,
     )
 
 
-def _with_activations(
-    config: Config,
-    hosts: Sequence[str],
-    parts: Sequence[PartOfModel],
-    division: Division,
-    model: Model,
-    devices: Sequence[Backend],
-) -> tuple[tuple[PartOfModel, ...], int, bool]:
-    """The parts with what a micro-batch takes besides, its pairs (as configured, else as many as fit every rank), and
-    whether gradient checkpointing had to be turned on.
+def _part_weights(config: Config, hosts: Sequence[RankHost]) -> tuple[list[float], str]:
+    """How the model is divided as long as memory allows, and why so.
 
     Raises:
-        UserError: one pair does not fit.
+        UserError: plan.shares has not one number for each rank.
     """
-
-    def besides(rank: int, pairs: int, checkpointing: bool) -> int:
-        part = parts[rank]
-        weights = part.divided_bytes + part.whole_bytes
-        shape = rank_shape(model.shape, division, rank)
-        return max(0, model.of_part(shape, weights, pairs, devices[rank], checkpointing).total - part.needed_bytes)
-
-    def room(rank: int) -> float | None:
-        size = parts[rank].memory_bytes
-        return None if size is None else (1 - MEMORY_HEADROOM) * size - parts[rank].needed_bytes
-
-    def largest(rank: int, checkpointing: bool) -> int:
-        most = min(DEFAULT_MICRO_BATCH_SIZE, model.most_pairs(devices[rank]))
-        return largest_micro_batch(lambda pairs: besides(rank, pairs, checkpointing), room(rank), most)
-
-    configured, on = config.plan.micro_batch_sizes, model.training.checkpointing
-    sizes = [largest(rank, on) for rank in range(len(parts))]
-    turned_on = min(sizes) == 0 and config.model.gradient_checkpointing is None and not config.model.dropout
-    if turned_on:
-        on, sizes = True, [largest(rank, True) for rank in range(len(parts))]
-    if min(sizes) == 0 and not configured and config.plan.shares is None:
-        rank = sizes.index(0)
-        part = parts[rank]
+    shares = config.plan.shares
+    if shares is not None and len(shares) != len(hosts):
         raise UserError(
-            f"strategy=sharded: host {hosts[rank]}: its part and one pair need "
-            f"{(part.needed_bytes + besides(rank, 1, on)) / 1e9:.2f} GB by arithmetic, but it has "
-            f"{(part.memory_bytes or 0) / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; add a host, or lower data.max_length"
+            f"plan.shares {list(shares)} has {len(shares)} numbers, but there are {len(hosts)} ranks; give one a rank"
         )
-    size = configured[0] if configured else max(1, min(sizes))
-    return tuple(replace(p, activation_bytes=besides(r, size, on)) for r, p in enumerate(parts)), size, turned_on
+    if shares is not None:
+        return [float(share) for share in shares], "divided as plan.shares weighs the ranks"
+    if all(host.gflops for host in hosts):
+        return [float(host.gflops or 0) for host in hosts], "divided by the hosts' matmul rates"
+    if all(host.memory_bytes for host in hosts):
+        memory = [float(host.memory_bytes or 0) for host in hosts]
+        return memory, "divided by memory: no calibration of every host"
+    return [1.0] * len(hosts), "divided equally: neither speed nor memory is known of every host"
+
+
+def _parts(config: Config, hosts: Sequence[RankHost], shape: ModelShape, division: Division) -> tuple[PartOfModel, ...]:
+    """What each rank keeps, without activations."""
+    per_weight = training_bytes_per_byte(config, shape)
+    sizes = [rank_bytes(shape, division, rank) for rank in range(len(hosts))]
+    total = sum(divided for divided, _ in sizes)
+    return tuple(
+        PartOfModel(
+            kv_heads=division.kv_heads[rank],
+            columns=(division.mlp_columns or division.expert_columns)[rank],
+            share=divided / total,
+            divided_bytes=divided,
+            whole_bytes=whole,
+            training_bytes=round(per_weight * (divided + whole)),
+            memory_bytes=hosts[rank].memory_bytes,
+        )
+        for rank, (divided, whole) in enumerate(sizes)
+    )
+
+
+def _weights_within_memory(
+    config: Config, shape: ModelShape, weights: list[float], parts: Sequence[PartOfModel]
+) -> list[float]:
+    """The weights, changed where a part would not fit its host. Every rank's memory is known.
+
+    Raises:
+        UserError: all hosts together have too little.
+    """
+    per_weight, world_size = training_bytes_per_byte(config, shape), len(parts)
+    memory_bytes = [part.memory_bytes or 0 for part in parts]
+    total, whole = sum(part.divided_bytes for part in parts), parts[0].whole_bytes
+    room = [(1 - MEMORY_HEADROOM) * size / (1 + per_weight) - whole for size in memory_bytes]
+    limited = within_memory(weights, [max(0.0, space) / total for space in room])
+    if limited is None:
+        needed = (1 + per_weight) * (total + world_size * whole)
+        raise UserError(
+            f"strategy=sharded: {world_size} ranks need {needed / 1e9:.2f} GB together for weights"
+            f"{', gradients and optimizer' if per_weight else ''}, but have {sum(memory_bytes) / 1e9:.2f} GB less "
+            f"{MEMORY_HEADROOM:.0%} headroom; add a host, or take a quantised model with model.method=lora"
+        )
+    return limited
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """What micro-batches need beside every rank's part of the model."""
+
+    config: Config
+    hosts: Sequence[RankHost]
+    devices: Sequence[Device]
+    parts: Sequence[PartOfModel]
+    division: Division
+    model: MemoryModel
+
+    def size_bytes(self, rank: int, pairs: int, checkpointing: bool) -> int:
+        """Activations and adapters of a micro-batch."""
+        part = self.parts[rank]
+        weights = part.divided_bytes + part.whole_bytes
+        shape = rank_shape(self.model.shape, self.division, rank)
+        needed = self.model.of_part(shape, weights, pairs, self.devices[rank], checkpointing).total
+        return max(0, needed - part.needed_bytes)
+
+    def largest(self, checkpointing: bool) -> list[int]:
+        """The most pairs of a micro-batch, one number a rank; 0 where one pair does not fit."""
+        sizes = []
+        for rank, part in enumerate(self.parts):
+            most = min(DEFAULT_MICRO_BATCH_SIZE, self.model.most_pairs(self.devices[rank]))
+            limit = part.memory_bytes
+            room = None if limit is None else (1 - MEMORY_HEADROOM) * limit - part.needed_bytes
+            needed = functools.partial(self.size_bytes, rank, checkpointing=checkpointing)
+            sizes.append(largest_micro_batch(needed, room, most))
+        return sizes
+
+    def micro_batch_size(self) -> tuple[int, bool]:
+        """Pairs of a micro-batch, as configured, else as many as fit every rank; whether checkpointing is turned on for it.
+
+        Raises:
+            UserError: one pair does not fit.
+        """
+        settings, configured = self.config.model, self.config.plan.micro_batch_sizes
+        checkpointing = self.model.training.checkpointing
+        sizes = self.largest(checkpointing)
+        turned_on = min(sizes) == 0 and settings.gradient_checkpointing is None and not settings.dropout
+        if turned_on:
+            checkpointing, sizes = True, self.largest(True)
+        if min(sizes) == 0 and not configured and self.config.plan.shares is None:
+            rank = sizes.index(0)
+            part = self.parts[rank]
+            raise UserError(
+                f"strategy=sharded: host {self.hosts[rank].name}: its part and one pair need "
+                f"{(part.needed_bytes + self.size_bytes(rank, 1, checkpointing)) / 1e9:.2f} GB by arithmetic, but it has "
+                f"{(part.memory_bytes or 0) / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; add a host, "
+                "or lower data.max_length"
+            )
+        return configured[0] if configured else max(1, min(sizes)), turned_on
+
+    def added(self, pairs: int, turned_on: bool) -> tuple[PartOfModel, ...]:
+        """The parts with the activations of such micro-batches. turned_on: gradient checkpointing, for their sake."""
+        checkpointing = turned_on or self.model.training.checkpointing
+        return tuple(
+            replace(part, activation_bytes=self.size_bytes(rank, pairs, checkpointing))
+            for rank, part in enumerate(self.parts)
+        )
 
 
 def with_memory(

@@ -21,9 +21,10 @@ from lib.model.token_stream import length_multiple
 from lib.plan import curves, memory_ceilings
 from lib.plan.advice import advised
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import CurveKey, HostCalibration
+from lib.plan.curves import HostCalibration
 from lib.plan.divide_work import plan_sharded
-from lib.plan.memory import Backend, Model, Rows
+from lib.plan.memory import MemoryModel, Rows
+from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.plan.step_arrays import MOMENTS, Training
 from lib.plan.uncalibrated_hosts import needs_rates
@@ -88,38 +89,57 @@ def _first_plan(
             resumed is not None
             and (killed := memory_ceilings.killed_before(resumed, hosts[world.rank], network.host_name())) is not None
         ):
-            memory = memory_ceilings.Memory(Path(config.plan.calibration_dir), hosts, world.rank, key)
+            memory = memory_ceilings.HostCeilings(Path(config.plan.calibration_dir), hosts, world.rank, key)
             warning = memory.take_over(killed, resumed)
             own = curves.own_calibration(memory.folder, hosts, world.rank)
     own = memory_ceilings.bounded(own, key, limit.size_bytes if limit.is_configured else None)
     warnings = world.gather_text(warning, "what ended for want of memory")
-    texts = world.gather_long_text(own.model_dump_json() if own else "", "every host's calibration")
+    ranks = _gather_hosts(world, hosts, own, limit)
+    with world.agreeing("planning"):
+        versions, published = hardware.versions(), list(curves.read_published().values())
+        calibrations = [rank.calibration for rank in ranks]
+        if needs_rates(hosts, calibrations, key):
+            ranks = _with_matmul_rates(world, ranks)
+        facts = RunFacts(
+            key=key,
+            longest=agreed["longest"],
+            backend=world.backend,
+            versions=versions,
+            published=published,
+            dataset_size=len(lengths),
+            shape=shape,
+            memory_model=_memory_model(config, agreed["rows"]),
+        )
+        plan = plan_run(config, ranks, facts)
+        plan = replace(plan, key=key, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings))
+        return memory_ceilings.applied(plan, calibrations, may_checkpoint(config))
+
+
+def _gather_hosts(
+    world: World, hosts: Sequence[str], calibration: HostCalibration | None, limit: Limit
+) -> list[RankHost]:
+    """What every rank knows of its own host. calibration, limit: this rank's."""
+    texts = world.gather_long_text(calibration.model_dump_json() if calibration else "", "every host's calibration")
     memory_bytes = world.gather_text(json.dumps(limit.size_bytes), "every host's memory")
     identity = hardware.identify(hosts[world.rank])
     chips = world.gather_text(identity.device_name, "every host's chip")
-    devices = cast("list[Backend]", world.gather_text(identity.device, "every host's device"))
-    calibrations = [HostCalibration.model_validate_json(text) if text else None for text in texts]
-    with world.agreeing("planning"):
-        plan = plan_run(
-            config,
-            hosts,
-            calibrations,
-            key,
-            longest=agreed["longest"],
-            backend=world.backend,
-            versions=hardware.versions(),
-            device_names=chips,
-            published=list(curves.read_published().values()),
-            dataset_size=len(lengths),
-            shape=shape,
-            memory_bytes=[json.loads(text) for text in memory_bytes],
-            gflops=_matmul_rates(hosts, calibrations, key, world),
-            model=_memory_model(config, agreed["rows"]),
-            devices=devices,
+    devices = world.gather_text(identity.device, "every host's device")
+    return [
+        RankHost(
+            name=hosts[rank],
+            calibration=HostCalibration.model_validate_json(texts[rank]) if texts[rank] else None,
+            device_name=chips[rank],
+            device=cast(hardware.Device, devices[rank]),
+            memory_bytes=json.loads(memory_bytes[rank]),
         )
-        told = tuple(dict.fromkeys(filter(None, warnings)))
-        plan = replace(plan, key=key, warnings=(*told, *plan.warnings))
-        return memory_ceilings.applied(plan, calibrations, may_checkpoint(config))
+        for rank in range(len(hosts))
+    ]
+
+
+def _with_matmul_rates(world: World, ranks: Sequence[RankHost]) -> list[RankHost]:
+    """The hosts with the speed of their matrix products, which every rank measures now."""
+    rates = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
+    return [replace(rank, gflops=float(rate)) for rank, rate in zip(ranks, rates, strict=True)]
 
 
 def may_checkpoint(config: Config) -> bool:
@@ -127,18 +147,7 @@ def may_checkpoint(config: Config) -> bool:
     return config.model.gradient_checkpointing is None and not config.model.dropout
 
 
-def _matmul_rates(
-    hosts: list[str], calibrations: Sequence[HostCalibration | None], key: CurveKey, world: World
-) -> list[float] | None:
-    """Every rank's, measured now, where a host of several was not calibrated for this; of one host's ranks all are equal."""
-    if not needs_rates(hosts, calibrations, key):
-        return None
-    return [
-        float(text) for text in world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
-    ]
-
-
-def _memory_model(config: Config, rows: dict[str, int] | None) -> Model | None:
+def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | None:
     """What the memory model knows of a run; None of families whose config.json has other names for its dimensions."""
     if rows is None:
         return None
@@ -148,7 +157,7 @@ def _memory_model(config: Config, rows: dict[str, int] | None) -> Model | None:
     except (UserError, ValueError, TypeError):
         return None
     settings = config.model
-    return Model(
+    return MemoryModel(
         shape,
         Training(
             method=settings.method,
@@ -173,10 +182,13 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
         own = curves.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
         memory = memory_limit(config, hosts, world).size_bytes
-    facts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")
-    memory_bytes, gflops = zip(*map(json.loads, facts), strict=True)
+    texts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")
     with world.agreeing("planning"):
-        return plan_sharded(config, hosts, shape, memory_bytes, gflops)
+        ranks = [
+            RankHost(host, memory_bytes=memory_bytes, gflops=gflops)
+            for host, (memory_bytes, gflops) in zip(hosts, map(json.loads, texts), strict=True)
+        ]
+        return plan_sharded(config, ranks, shape)
 
 
 def model_dtype(config: Config) -> str | None:

@@ -26,7 +26,8 @@ import numpy as np
 
 from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
-from lib.plan.step_arrays import Backend, Step, Training
+from lib.plan.step_arrays import Step, Training
+from lib.system.hardware import Device
 
 MARGIN = 1.05  # for what is small and not written down: views, sums, indices, the rounding of allocations
 UPDATE = 1.7  # times the gradients: they, their means, and what an update makes of them
@@ -47,7 +48,7 @@ class StepBytes:
 
 
 def step_bytes(
-    shape: ModelShape, training: Training, batch: BatchShape, backend: Backend, weight_bytes: int
+    shape: ModelShape, training: Training, batch: BatchShape, device: Device, weight_bytes: int
 ) -> StepBytes:
     """What a step of micro-batches of this shape needs at its largest moment.
 
@@ -56,9 +57,9 @@ def step_bytes(
         batch: the largest micro-batch, as lib/data/batch_shapes.py pads it.
         weight_bytes: of all that is loaded, before anything is trained.
     """
-    tape = Step(shape, training, batch, backend).write()
+    tape = Step(shape, training, batch, device).write()
     gradients = sum(array.size_bytes for array in tape.kept_to_the_end)
-    backward = tape.peak_bytes(backend)
+    backward = tape.peak_bytes(device)
     adapters = 0.0 if training.method == "full" else gradients
     if training.method == "full":  # float32, whatever was loaded
         adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
@@ -77,7 +78,7 @@ def step_bytes(
 
 # Tokens of a micro-batch beyond which a device gains nothing: one H200 multiplied matrices of an 8B model at its full rate
 # from 12,288 on (bfloat16); a GPU with a tenth of its rate, and a CPU, are busy with far fewer.
-MOST_TOKENS: dict[Backend, int] = {"cpu": 4096, "metal": 4096, "cuda": 16384}
+MOST_TOKENS: dict[Device, int] = {"cpu": 4096, "metal": 4096, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -113,29 +114,29 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Model:
+class MemoryModel:
     """What is trained, and on what: enough to say what any micro-batch of it needs on any host."""
 
     shape: ModelShape
     training: Training
     rows: Rows
 
-    def bytes(self, pairs: int, backend: Backend, checkpointing: bool | None = None) -> StepBytes:
+    def bytes(self, pairs: int, device: Device, checkpointing: bool | None = None) -> StepBytes:
         """A step of micro-batches of so many pairs, of a host that keeps the whole model."""
         return self.of_part(
-            self.shape, sum(rank_bytes(self.shape, divide(self.shape, [1.0]), 0)), pairs, backend, checkpointing
+            self.shape, sum(rank_bytes(self.shape, divide(self.shape, [1.0]), 0)), pairs, device, checkpointing
         )
 
     def of_part(
-        self, part: ModelShape, weight_bytes: int, pairs: int, backend: Backend, checkpointing: bool | None = None
+        self, part: ModelShape, weight_bytes: int, pairs: int, device: Device, checkpointing: bool | None = None
     ) -> StepBytes:
         """The same for a rank's part of the model."""
         training = self.training if checkpointing is None else replace(self.training, checkpointing=checkpointing)
-        return step_bytes(part, training, self.rows.batch(pairs, training.shared_prompts), backend, weight_bytes)
+        return step_bytes(part, training, self.rows.batch(pairs, training.shared_prompts), device, weight_bytes)
 
-    def most_pairs(self, backend: Backend) -> int:
+    def most_pairs(self, device: Device) -> int:
         """Pairs of a micro-batch beyond which nothing is gained."""
-        return max(1, MOST_TOKENS[backend] // self.rows.tokens)
+        return max(1, MOST_TOKENS[device] // self.rows.tokens)
 
 
 def largest_micro_batch(needed: Callable[[int], float], limit_bytes: float | None, most: int) -> int:

@@ -56,12 +56,12 @@ def ceiling_of(known: HostCalibration | None, key: CurveKey) -> Ceiling | None:
     if known is None:
         return None
     measured = {curve.key: curve.measured_at for curve in known.curves if curve.measured_at}
-    alike = [
+    comparable = [
         ceiling
         for ceiling in known.ceilings
         if ceiling.key.at_length(key.sequence_length) == key and not _is_older(ceiling, measured.get(ceiling.key))
     ]
-    nearest = min(alike, key=lambda one: abs(np.log(one.key.sequence_length / key.sequence_length)), default=None)
+    nearest = min(comparable, key=lambda one: abs(np.log(one.key.sequence_length / key.sequence_length)), default=None)
     if nearest is None or not nearest.max_pairs:
         return nearest
     scaled = nearest.max_pairs * nearest.key.sequence_length // key.sequence_length
@@ -101,15 +101,15 @@ def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_chec
     key, warnings = plan.key, list(plan.warnings)
     recomputed = key.model_copy(update={"gradient_checkpointing": True})
     plain = key if not plan.gradient_checkpointing else recomputed
-    found = [ceiling_of(one, plain) for one in known]
+    ceilings = [ceiling_of(one, plain) for one in known]
     checkpointing = plan.gradient_checkpointing
-    if may_checkpoint and not checkpointing and any(one is not None and one.max_pairs == 0 for one in found):
-        hosts = [rank.host for rank, one in zip(plan.ranks, found, strict=True) if one and one.max_pairs == 0]
+    if may_checkpoint and not checkpointing and any(one is not None and one.max_pairs == 0 for one in ceilings):
+        hosts = [rank.host for rank, one in zip(plan.ranks, ceilings, strict=True) if one and one.max_pairs == 0]
         warnings.append(
             f"gradient checkpointing is turned on: a single pair ran out of memory on {', '.join(dict.fromkeys(hosts))} without"
         )
-        checkpointing, found = True, [ceiling_of(one, recomputed) for one in known]
-    most = [max(1, one.max_pairs) if one else None for one in found]
+        checkpointing, ceilings = True, [ceiling_of(one, recomputed) for one in known]
+    most = [max(1, one.max_pairs) if one else None for one in ceilings]
     if plan.division:  # every rank takes part in every micro-batch
         most = [min((size for size in most if size), default=None)] * len(most)
     for rank, limit in zip(plan.ranks, most, strict=True):
@@ -126,7 +126,7 @@ def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_chec
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostCeilings:
     """What this rank's host remembers. folder: plan.calibration_dir."""
 
     folder: Path
@@ -135,7 +135,7 @@ class Memory:
     key: CurveKey
 
     @classmethod
-    def of(cls, config: Config, hosts: Sequence[str], rank: int, plan: ClusterPlan) -> Memory:
+    def of(cls, config: Config, hosts: Sequence[str], rank: int, plan: ClusterPlan) -> HostCeilings:
         """That of a run with this plan."""
         assert plan.key is not None
         return cls(Path(config.plan.calibration_dir), hosts, rank, plan.key)
@@ -164,8 +164,8 @@ class Memory:
         fault = self.remember(half, killed.gradient_checkpointing, killed.evidence)
         if fault is None:
             forget(folder)
-        told = f"{host} ran out of memory with micro-batches of {killed.micro_batch_size} ({killed.evidence}): goes on with half"
-        return f"{told}; {fault}" if fault else told
+        warning = f"{host} ran out of memory with micro-batches of {killed.micro_batch_size} ({killed.evidence}): goes on with half"
+        return f"{warning}; {fault}" if fault else warning
 
 
 @contextlib.contextmanager
@@ -198,15 +198,17 @@ def killed_before(
     Args:
         host: as the run's ranks call it; machine_name: as this machine calls itself, and its agent the note.
     """
-    found = []
+    killed = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         note = json.loads((folder / out_of_memory.NOTE.format(host=machine_name)).read_text())
-        found.append(Killed(int(note["micro_batch_size"]), bool(note["gradient_checkpointing"]), str(note["evidence"])))
+        killed.append(
+            Killed(int(note["micro_batch_size"]), bool(note["gradient_checkpointing"]), str(note["evidence"]))
+        )
     for log in sorted((folder / "logs").glob("rank-*.jsonl")):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
-            killed = _killed_by_log(log, host, kills())
-            found += [killed] if killed else []
-    return min(found, key=lambda one: (not one.gradient_checkpointing, one.micro_batch_size), default=None)
+            by_log = _killed_by_log(log, host, kills())
+            killed += [by_log] if by_log else []
+    return min(killed, key=lambda one: (not one.gradient_checkpointing, one.micro_batch_size), default=None)
 
 
 def _killed_by_log(log: Path, host: str, now: dict[str, int]) -> Killed | None:

@@ -16,38 +16,40 @@ from lib.plan.curves import (
     BatchPoint,
     CurveChoice,
     CurveKey,
-    HostCalibration,
     nearest_curve,
 )
-from lib.plan.memory import Model, largest_micro_batch
-from lib.plan.step_arrays import Backend
+from lib.plan.memory import MemoryModel, largest_micro_batch
+from lib.plan.run_facts import RankHost
+from lib.system.hardware import Device
 
 CORRECTION = (0.8, 1.5)  # measured over planned: beyond it something else was measured
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """The model's arithmetic for the ranks of a run."""
+class MemoryEstimates:
+    """What micro-batches need on each rank's host, by the memory model and what was measured there."""
 
-    model: Model
-    hosts: Sequence[str]
-    backends: Sequence[Backend]
-    memory_bytes: Sequence[int | None]
-    calibrations: Sequence[HostCalibration | None]
+    model: MemoryModel
+    hosts: Sequence[RankHost]  # whose devices are known
+
+    @classmethod
+    def of(cls, model: MemoryModel | None, hosts: Sequence[RankHost]) -> MemoryEstimates | None:
+        """None where the model's dimensions, or what a host computes on, are not known."""
+        return cls(model, hosts) if model and all(host.device for host in hosts) else None
 
     def needed_bytes(self, rank: int, pairs: int, key: CurveKey) -> int:
         """A micro-batch of so many pairs, as planned, corrected by what a rank's own curve measured."""
-        planned = self.model.bytes(pairs, self.backends[rank], key.gradient_checkpointing).total
+        planned = self.model.bytes(pairs, self._device(rank), key.gradient_checkpointing).total
         return round(self._correction(rank, key) * planned)
 
     def largest(self, rank: int, key: CurveKey) -> int:
         """Pairs of a rank's micro-batches where nothing was measured; 0 where one does not fit."""
-        most = min(DEFAULT_MICRO_BATCH_SIZE, self.model.most_pairs(self.backends[rank]))
+        most = min(DEFAULT_MICRO_BATCH_SIZE, self.model.most_pairs(self._device(rank)))
         return largest_micro_batch(lambda pairs: self.needed_bytes(rank, pairs, key), self.room(rank), most)
 
     def room(self, rank: int) -> float | None:
         """What may be planned for: the limit less its headroom."""
-        size = self.memory_bytes[rank]
+        size = self.hosts[rank].memory_bytes
         return None if size is None else (1 - MEMORY_HEADROOM) * size
 
     def default_sizes(self, key: CurveKey) -> list[int]:
@@ -63,6 +65,11 @@ class Fitting:
         if choice.curves is None:
             return choice
         return replace(choice, curves=tuple(self._curve(rank, one, key) for rank, one in enumerate(choice.curves)))
+
+    def _device(self, rank: int) -> Device:
+        device = self.hosts[rank].device
+        assert device is not None
+        return device
 
     def _curve(self, rank: int, curve: BatchCurve, key: CurveKey) -> BatchCurve:
         of_this_model = curve.key is not None and curve.key.at_length(key.sequence_length) == key
@@ -85,7 +92,7 @@ class Fitting:
     def _limit(self, rank: int, size: int, key: CurveKey) -> int:
         """A limit under which just so many pairs are planned at a time."""
         enough = self.needed_bytes(rank, size, key) / (1 - MEMORY_HEADROOM) * (1 + 1e-6)
-        return round(min(enough, self.memory_bytes[rank] or enough))
+        return round(min(enough, self.hosts[rank].memory_bytes or enough))
 
     def _point(self, rank: int, pairs: int, rate: float, key: CurveKey) -> BatchPoint:
         return BatchPoint(
@@ -99,10 +106,10 @@ class Fitting:
         size = self.largest(rank, key)
         if size:
             return size
-        needed, limit = self.needed_bytes(rank, 1, key), self.memory_bytes[rank] or 0
+        needed, limit = self.needed_bytes(rank, 1, key), self.hosts[rank].memory_bytes or 0
         tried = "" if key.gradient_checkpointing else "model.gradient_checkpointing=true or "
         raise TooLarge(
-            f"host {self.hosts[rank]}: one pair needs {needed / 1e9:.2f} GB by arithmetic, but it has {limit / 1e9:.2f} GB "
+            f"host {self.hosts[rank].name}: one pair needs {needed / 1e9:.2f} GB by arithmetic, but it has {limit / 1e9:.2f} GB "
             f"less {MEMORY_HEADROOM:.0%} headroom; try {tried}a smaller data.max_length, a quantised model with "
             "model.method=lora, or leave the host out",
             needed,
@@ -110,7 +117,7 @@ class Fitting:
 
     def _correction(self, rank: int, key: CurveKey) -> float:
         """Measured over planned, of this model on this host, with or without checkpointing."""
-        calibration = self.calibrations[rank]
+        calibration = self.hosts[rank].calibration
         for recomputes in (key.gradient_checkpointing, not key.gradient_checkpointing):
             of = key.model_copy(update={"gradient_checkpointing": recomputes})
             curve = nearest_curve(calibration.curves, of) if calibration else None
@@ -118,6 +125,6 @@ class Fitting:
                 continue
             point = curve.points[-1]
             if point.peak_memory_bytes and curve.key.sequence_length >= self.model.rows.seen:
-                planned = self.model.bytes(point.batch_size, self.backends[rank], recomputes).total
+                planned = self.model.bytes(point.batch_size, self._device(rank), recomputes).total
                 return min(max(point.peak_memory_bytes / planned, CORRECTION[0]), CORRECTION[1])
         return 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,42 +12,47 @@ from lib.config.schema import SyncSettings
 from lib.model.partition import ModelShape
 from lib.plan.balance import equal_shares, solo_pairs_per_second
 from lib.plan.cluster_plan import SHOWN_ALONE, ClusterPlan, Prediction, RankPlan
-from lib.plan.curves import BatchCurve, CurveChoice, CurveKey, HostCalibration, choose_curves
+from lib.plan.curves import BatchCurve, CurveChoice, CurveKey, HostCalibration, Link, choose_curves
 from lib.plan.divide_work import plan_cluster
-from lib.plan.memory_fitting import Fitting
+from lib.plan.memory_fitting import MemoryEstimates
+from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.strategy import Merging
 
 MEETING_BYTES = 4096  # of each of the two sums in which ranks tell each other how far they are, before they merge
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What is known of all hosts, as they are while all work."""
+class Cluster:
+    """The hosts of a run, with their curves as they are while all work, and what is known of the run."""
 
-    hosts: Sequence[str]
-    calibrations: Sequence[HostCalibration | None]
-    longest: int
-    backend: str
-    versions: Mapping[str, str]
-    device_names: Sequence[str] | None
-    published: Sequence[HostCalibration]
+    hosts: Sequence[RankHost]
+    run: RunFacts
     speeds: Sequence[float] | None = None  # of the hosts beside each other, for where no curves compare them
-    memory_bytes: Sequence[int | None] = ()  # that each rank may use
-    fitting: Fitting | None = None  # the memory model's word, where the model's dimensions are known
+    memory_estimates: MemoryEstimates | None = None  # where the model's dimensions are known
+
+    @property
+    def names(self) -> list[str]:
+        """Each rank's host."""
+        return [host.name for host in self.hosts]
+
+    @property
+    def calibrations(self) -> list[HostCalibration | None]:
+        """Each rank's."""
+        return [host.calibration for host in self.hosts]
 
     def choose(self, key: CurveKey, require_calibration: bool) -> CurveChoice:
         """Curves of all hosts, with the time of typical rows and the memory of the longest."""
         choice, of_longest = (
             choose_curves(
-                self.hosts,
+                self.names,
                 self.calibrations,
                 key.at_length(length),
-                versions=self.versions,
-                device_names=self.device_names,
-                published=self.published,
+                versions=self.run.versions,
+                device_names=[host.device_name for host in self.hosts],
+                published=self.run.published,
                 require_calibration=require_calibration,
             )
-            for length in (key.sequence_length, self.longest)
+            for length in (key.sequence_length, self.run.longest)
         )
         if choice.curves is None or of_longest.curves is None:
             return choice
@@ -56,23 +61,25 @@ class Measured:
 
     def of_this_model(self, key: CurveKey) -> list[BatchCurve | None]:
         """Each host's own curve of this very model, where it has one."""
-        found: list[BatchCurve | None] = []
-        for host, calibration in zip(self.hosts, self.calibrations, strict=True):
-            choice = replace(self, hosts=[host], calibrations=[calibration], device_names=None, published=()).choose(
-                key, require_calibration=False
-            )
-            found.append(choice.curves[0] if choice.curves and measured_for(key, choice) else None)
-        return found
+        own: list[BatchCurve | None] = []
+        for host in self.hosts:
+            alone = replace(self, hosts=[host], run=replace(self.run, published=()))
+            choice = alone.choose(key, require_calibration=False)
+            own.append(choice.curves[0] if choice.curves and measured_for(key, choice) else None)
+        return own
 
     @property
     def link_is_known(self) -> bool:
-        return any(link.backend == self.backend for one in self.calibrations if one for link in one.links)
+        """Whether some host's calibration has the backend that carries the gradients."""
+        return bool(self._links())
 
     def sum_seconds(self, size_bytes: float) -> float:
         """One sum over the slowest link; 0 for a single host, and where nothing was measured."""
-        links = [link for one in self.calibrations if one for link in one.links if link.backend == self.backend]
-        sums = (link.seconds(size_bytes) for link in links if link.operation == "all_sum")
+        sums = (link.seconds(size_bytes) for link in self._links() if link.operation == "all_sum")
         return max(sums, default=0.0) * (len(self.hosts) > 1)
+
+    def _links(self) -> list[Link]:
+        return [link for one in self.calibrations if one for link in one.links if link.backend == self.run.backend]
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ def predict_sharded(
 
 
 def measured_for(key: CurveKey, choice: CurveChoice) -> bool:
+    """Whether every host's curve was measured with this very model."""
     return choice.curves is not None and all(
         curve.key is not None and curve.key.at_length(key.sequence_length) == key and curve.source == "measured"
         for curve in choice.curves

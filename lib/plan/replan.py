@@ -194,12 +194,12 @@ class Schedule:
 
     def _slowdowns(self, plan: ClusterPlan, rates: np.ndarray) -> dict[int, float]:
         """Every working rank's time over its calibrated curve's; seconds a pair where there is none."""
-        found = {}
+        slowdowns = {}
         for rank, curve in zip(plan.ranks, self._calibrated_curves, strict=True):
             if rank.share and rates[rank.rank]:
                 expected = float(curve.seconds(np.array(rank.micro_batch_sizes)).sum()) if curve else 1.0 * rank.share
-                found[rank.rank] = float(rank.share / rates[rank.rank] / expected)
-        return found
+                slowdowns[rank.rank] = float(rank.share / rates[rank.rank] / expected)
+        return slowdowns
 
     def _corrected_plan(self, plan: ClusterPlan, slowdowns: Mapping[int, float]) -> _Candidate:
         """By the calibrated curves, corrected by what was seen; where a rank surprises, with micro-batches to try."""

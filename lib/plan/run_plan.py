@@ -1,10 +1,10 @@
-"""Every host's calibration ➜ the plan of a run, and what each way to run it would give."""
+"""The plan of a run: what is known of every host ➜ shares and strategy, with a prediction of each strategy. Pure functions."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from lib.config.load import with_strategy
 from lib.config.schema import Config
@@ -15,11 +15,10 @@ from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
 from lib.plan.curve_validation import all_sound
 from lib.plan.curves import MEMORY_HEADROOM, CurveChoice, CurveKey, HostCalibration
 from lib.plan.divide_work import GOOD_EFFICIENCY, make_plan, plan_sharded, sufficient_global_batch, with_memory
-from lib.plan.memory import Model
-from lib.plan.memory_fitting import Fitting
+from lib.plan.memory_fitting import MemoryEstimates
 from lib.plan.predictions import (
     MEETING_BYTES,
-    Measured,
+    Cluster,
     RoundsPlan,
     at_work_together,
     compressed_bytes,
@@ -29,117 +28,95 @@ from lib.plan.predictions import (
     predict_replicas,
     predict_sharded,
 )
-from lib.plan.step_arrays import Backend
+from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.strategy import choose_strategy, plan_merging
-from lib.plan.uncalibrated_hosts import Known, relative_speeds, with_estimates
+from lib.plan.uncalibrated_hosts import relative_speeds, with_estimates
 
 
-def plan_run(
-    config: Config,
-    hosts: Sequence[str],
-    calibrations: Sequence[HostCalibration | None],
-    key: CurveKey,
-    *,
-    longest: int,
-    backend: str,
-    versions: Mapping[str, str],
-    device_names: Sequence[str] | None = None,
-    published: Sequence[HostCalibration] = (),
-    dataset_size: int | None = None,
-    shape: ModelShape | None = None,
-    memory_bytes: Sequence[int | None] | None = None,
-    gflops: Sequence[float | None] | None = None,
-    model: Model | None = None,
-    devices: Sequence[Backend] | None = None,
-) -> ClusterPlan:
-    """The plan of a run from every host's calibration, with the predictions of the ways to run it.
-
-    Args:
-        hosts, calibrations, device_names: one a rank.
-        key: its sequence length is a typical row's, for the time; `longest`: the longest's, for the memory.
-        backend: that carries the gradients.
-        dataset_size: in pairs; with train.epochs, the length of the run.
-        shape: of the model; None if it cannot be divided.
-        memory_bytes: that each rank may use; a calibration may know of less.
-        gflops: of each rank's matrix products, measured now; it compares hosts that were not calibrated.
-        model, devices: for what was not measured, the memory model and what each rank computes on; None: nothing is
-            known of the model's dimensions.
+def plan_run(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> ClusterPlan:
+    """The plan of a run from what is known of every rank's host, with the predictions of all strategies.
 
     Raises:
         UserError: as make_plan, plan_sharded and choose_curves.
     """
-    calibrations, impossible = all_sound(calibrations)
-    calibrations, shared = at_work_together(hosts, calibrations)
-    memory = [
-        min([size for size in (room, *_memory_limits(one)) if size], default=None)
-        for room, one in zip(memory_bytes or [None] * len(hosts), calibrations, strict=True)
-    ]
-    nothing = [None] * len(hosts)
-    known = list(map(Known, hosts, calibrations, device_names or nothing, gflops or nothing, memory))
-    estimated: tuple[str, ...] = ()
-    if not config.plan.require_calibration:
-        calibrations, estimated = with_estimates(known, key, published)
-    warnings = (*impossible, *shared, *estimated)
-    speeds = relative_speeds(known)
-    fitting = Fitting(model, hosts, devices, memory, calibrations) if model and devices else None
-    measured = Measured(
-        hosts, calibrations, longest, backend, versions, device_names, published, speeds, memory, fitting
-    )
-
-    def whole(settings: Config) -> ClusterPlan:
-        """Every host keeps the model."""
-        if settings.strategy in ("auto", "sharded") and shape is not None and len(hosts) > 1:
-            curves = measured.of_this_model(key)
-            rough = [  # what was measured together with its peak memory is known better
-                rank for rank, curve in enumerate(curves) if curve is None or curve.points[0].peak_memory_bytes is None
-            ]
-            check_whole(settings, [hosts[rank] for rank in rough], shape, [memory[rank] for rank in rough])
-        return _plan_replicas(settings, measured, key, dataset_size)
-
-    def divided(settings: Config) -> ClusterPlan:
-        """Every host keeps a part of it."""
-        assert shape is not None
-        rates = [one.gflops if one else None for one in calibrations]
-        comparable = rates if all(rates) else gflops or rates
-        plan = plan_sharded(with_strategy(settings, "sharded"), hosts, shape, memory, comparable, model, devices)
-        tokens = key.sequence_length * (1 if key.records == "sft" else 2)
-        sums = measured.sum_seconds if measured.link_is_known else None
-        return replace(plan, predictions=(predict_sharded(plan, shape, measured.of_this_model(key), tokens, sums),))
-
-    can_divide = shape is not None and len(hosts) > 1
-    is_open = config.strategy == "auto" and config.plan.shares is None
-    told = {"shares": None, "micro_batch_sizes": None, "require_calibration": False}
-    freely = config.model_copy(update={"plan": config.plan.model_copy(update=told)})  # for the other ways to run it
-    too_large: TooLarge | None = None
+    cluster, warnings = _cluster(config, hosts, run)
+    can_divide = run.shape is not None and len(hosts) > 1
+    must_divide = can_divide and config.strategy == "sharded"
+    may_divide = can_divide and (must_divide or (config.strategy == "auto" and config.plan.shares is None))
     replicas: ClusterPlan | None = None
+    too_large: TooLarge | None = None
     try:
-        replicas = whole(freely if config.strategy == "sharded" and can_divide else config)
+        replicas = _plan_replicas(_without_configured_shares(config) if must_divide else config, cluster)
     except TooLarge as error:
-        if not can_divide or not (is_open or config.strategy == "sharded"):
+        if not may_divide:
             raise
         too_large = error
-    if replicas is not None and (config.strategy != "sharded" or not can_divide):
-        ways = list(replicas.predictions)
-        if can_divide and replicas.calibrated:
-            with contextlib.suppress(UserError):  # then that is no way to run it
-                ways[2:2] = [replace(way, chosen=False) for way in divided(freely).predictions]
-        return replace(replicas, predictions=tuple(ways), warnings=(*warnings, *replicas.warnings))
+    if replicas is None or must_divide:
+        return _divided_run(config, cluster, replicas, too_large, warnings)
+    predictions = list(replicas.predictions)
+    if can_divide and replicas.calibrated:
+        with contextlib.suppress(UserError):  # then it cannot be divided, and nothing is predicted of that
+            divided = _plan_divided(_without_configured_shares(config), cluster)
+            predictions[2:2] = [replace(prediction, chosen=False) for prediction in divided.predictions]
+    return replace(replicas, predictions=tuple(predictions), warnings=(*warnings, *replicas.warnings))
 
-    assert shape is not None
-    why, others = "as strategy has it", tuple[Prediction, ...]()
+
+def _cluster(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> tuple[Cluster, tuple[str, ...]]:
+    """The hosts as they are when all work, with estimates where nothing was measured; and warnings of what was changed."""
+    calibrations, implausible = all_sound([host.calibration for host in hosts])
+    calibrations, shared = at_work_together([host.name for host in hosts], calibrations)
+    hosts = [
+        replace(host, calibration=calibration, memory_bytes=_memory_limit(host.memory_bytes, calibration))
+        for host, calibration in zip(hosts, calibrations, strict=True)
+    ]
+    estimated: tuple[str, ...] = ()
+    if not config.plan.require_calibration:
+        completed, estimated = with_estimates(hosts, run.key, run.published)
+        hosts = [replace(host, calibration=one) for host, one in zip(hosts, completed, strict=True)]
+    cluster = Cluster(hosts, run, relative_speeds(hosts), MemoryEstimates.of(run.memory_model, hosts))
+    return cluster, (*implausible, *shared, *estimated)
+
+
+def _memory_limit(memory_bytes: int | None, calibration: HostCalibration | None) -> int | None:
+    """What a rank may use: a calibration may know of less than the host has."""
+    calibrated = [curve.memory_limit_bytes for curve in calibration.curves] if calibration else []
+    return min((size for size in (memory_bytes, *calibrated) if size), default=None)
+
+
+def _without_configured_shares(config: Config) -> Config:
+    """The settings for predictions of another strategy than the one that plan.shares was written for."""
+    unset = {"shares": None, "micro_batch_sizes": None, "require_calibration": False}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=unset)})
+
+
+# ---- A part of the model on every host
+
+
+def _divided_run(
+    config: Config,
+    cluster: Cluster,
+    replicas: ClusterPlan | None,
+    too_large: TooLarge | None,
+    warnings: tuple[str, ...],
+) -> ClusterPlan:
+    """The plan of a run that is sharded, as configured, or because the whole model is too large for a host.
+
+    Raises:
+        UserError: the model cannot be divided among these hosts.
+    """
+    others: tuple[Prediction, ...] = ()
     if too_large is not None:
-        needed = too_large.needed_bytes
-        others = (Prediction("independent, synchronous: too large", tuple(hosts), None, None, memory_bytes=needed),)
+        name, needed = "independent, synchronous: too large", too_large.needed_bytes
+        others = (Prediction(name, tuple(cluster.names), None, None, memory_bytes=needed),)
     elif replicas is not None and replicas.calibrated:
-        others = tuple(replace(way, chosen=False) for way in replicas.predictions)
+        others = tuple(replace(prediction, chosen=False) for prediction in replicas.predictions)
     try:
-        plan = divided(config)
+        plan = _plan_divided(config, cluster)
     except UserError as error:
         if config.strategy == "sharded":
             raise
         raise UserError(f"{too_large}; nor can it be divided: {error}") from None
-    if config.strategy == "auto":
-        why = f"because {str(too_large).partition(';')[0]}"
+    why = "as strategy has it" if config.strategy == "sharded" else f"because {str(too_large).partition(';')[0]}"
     return replace(
         plan,
         reason=f"sharded, {why}; {plan.reason}",
@@ -148,122 +125,180 @@ def plan_run(
     )
 
 
-def _memory_limits(calibration: HostCalibration | None) -> list[int | None]:
-    return [curve.memory_limit_bytes for curve in calibration.curves] if calibration else []
+def _plan_divided(config: Config, cluster: Cluster) -> ClusterPlan:
+    """The plan of hosts that each keep a part of the model, with its prediction."""
+    run, hosts = cluster.run, cluster.hosts
+    assert run.shape is not None
+    rates = [one.gflops if one else None for one in cluster.calibrations]
+    if not all(rates) and all(host.gflops for host in hosts):  # comparable only where all are measured the same way
+        rates = [host.gflops for host in hosts]
+    comparable = [replace(host, gflops=rate) for host, rate in zip(hosts, rates, strict=True)]
+    plan = plan_sharded(with_strategy(config, "sharded"), comparable, run.shape, run.memory_model)
+    tokens = run.key.sequence_length * (1 if run.key.records == "sft" else 2)
+    sums = cluster.sum_seconds if cluster.link_is_known else None
+    prediction = predict_sharded(plan, run.shape, cluster.of_this_model(run.key), tokens, sums)
+    return replace(plan, predictions=(prediction,))
 
 
-def _plan_replicas(config: Config, measured: Measured, key: CurveKey, dataset_size: int | None) -> ClusterPlan:
-    """The plan of hosts that all keep the whole model.
+# ---- The whole model on every host
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Hosts that all keep the whole model, with the curves that were chosen for a key."""
+
+    config: Config
+    cluster: Cluster
+    key: CurveKey
+    choice: CurveChoice
+
+    @classmethod
+    def of(cls, config: Config, cluster: Cluster, key: CurveKey) -> _Replicas:
+        choice = cluster.choose(key, config.plan.require_calibration)
+        estimates = cluster.memory_estimates
+        return cls(config, cluster, key, estimates.choice(choice, key) if estimates else choice)
+
+    @property
+    def is_calibrated(self) -> bool:
+        return measured_for(self.key, self.choice)
+
+    def plan(self, sync_seconds: float) -> ClusterPlan:
+        """As make_plan."""
+        estimates, curves = self.cluster.memory_estimates, self.choice.curves
+        sizes = estimates.default_sizes(self.key) if estimates and curves is None else None
+        return make_plan(self.config, self.cluster.names, curves, sync_seconds, self.cluster.speeds, sizes)
+
+    def sync_seconds(self) -> float:
+        """One sum of the gradients."""
+        if not self.choice.curves:
+            return 0.0
+        gradients = max((curve.gradient_bytes or 0 for curve in self.choice.curves), default=0)
+        return self.cluster.sum_seconds(compressed_bytes(gradients, self.config.sync))
+
+    def planned_bytes(self, rank: int, pairs: int) -> int | None:
+        """Of a rank's micro-batch, as measured, else by arithmetic."""
+        estimates = self.cluster.memory_estimates
+        curve = self.choice.curves[rank] if self.choice.curves else None
+        peak = peak_bytes(curve, pairs) if curve else None
+        return estimates.needed_bytes(rank, pairs, self.key) if peak is None and estimates else peak
+
+
+def _plan_replicas(config: Config, cluster: Cluster) -> ClusterPlan:
+    """The plan of hosts that all keep the whole model, with the predictions of both strategies.
 
     Raises:
         TooLarge: a host's memory does not hold one pair.
         UserError: as make_plan and choose_curves.
     """
-    hosts = measured.hosts
-    warnings: tuple[str, ...] = ()
+    run, size = cluster.run, len(cluster.hosts)
+    if config.strategy in ("auto", "sharded") and run.shape is not None and size > 1:
+        _check_unmeasured(config, cluster, run.shape)
+    replicas, synchronous, warnings = _with_checkpointing_if_needed(config, cluster)
+    choice, sync_seconds = replicas.choice, replicas.sync_seconds()
+    without_sync = replicas.plan(0.0)
+    strategy, why = choose_strategy(config, size)
+    plan = without_sync if strategy == "independent" else synchronous
 
-    def choose(key: CurveKey) -> CurveChoice:
-        chosen = measured.choose(key, config.plan.require_calibration)
-        return fitting.choice(chosen, key) if fitting else chosen
+    reason = _reason(replicas, plan)
+    plan = with_memory(plan, [host.memory_bytes for host in cluster.hosts], replicas.planned_bytes)
+    plan = replace(
+        plan,
+        strategy=strategy,
+        reason=f"{strategy}, {why}; {reason}" if size > 1 else reason,
+        warnings=(*warnings, *_cost_warnings(config, cluster.names), *choice.warnings, *plan.warnings),
+        calibrated=replicas.is_calibrated,
+        gradient_checkpointing=replicas.key != run.key,
+    )
+    rounds = _plan_rounds(config, without_sync, cluster if replicas.is_calibrated else None, run.dataset_size)
+    plan = replace(plan, predictions=predict_replicas(plan, without_sync, sync_seconds, rounds, config.sync))
+    if strategy != "independent" or size == 1:
+        return plan
+    return replace(
+        plan,
+        steps_per_round=rounds.merging.steps_per_round,
+        merges=rounds.merging.merges,
+        merging=rounds.merging.reason,
+        synchronous_instead=_synchronous_instead(plan, sync_seconds if cluster.link_is_known else None),
+    )
 
-    def planned(sync: float) -> ClusterPlan:
-        sizes = fitting.default_sizes(key) if fitting and choice.curves is None else None
-        return make_plan(config, hosts, choice.curves, sync, measured.speeds, sizes)
 
-    def sync_seconds() -> float:
-        """One sum of the gradients."""
-        gradients = max((curve.gradient_bytes or 0 for curve in choice.curves or ()), default=0)
-        return measured.sum_seconds(compressed_bytes(gradients, config.sync)) if choice.curves else 0.0
+def _check_unmeasured(config: Config, cluster: Cluster, shape: ModelShape) -> None:
+    """Whether hosts without a measured peak memory can keep the whole model.
 
-    fitting = measured.fitting
-    checkpointed = False
+    Raises:
+        TooLarge: one cannot.
+    """
+    unmeasured = [
+        host
+        for host, curve in zip(cluster.hosts, cluster.of_this_model(cluster.run.key), strict=True)
+        if curve is None or curve.points[0].peak_memory_bytes is None
+    ]
+    check_whole(config, [host.name for host in unmeasured], shape, [host.memory_bytes for host in unmeasured])
+
+
+def _with_checkpointing_if_needed(config: Config, cluster: Cluster) -> tuple[_Replicas, ClusterPlan, tuple[str, ...]]:
+    """The curves and the plan of synchronous steps; with a warning where gradient checkpointing had to be turned on.
+
+    Raises:
+        TooLarge: one pair does not fit, nor with gradient checkpointing where that may be turned on.
+    """
+    key = cluster.run.key
     try:
-        choice = choose(key)
-        plan = planned(sync_seconds())
+        replicas = _Replicas.of(config, cluster, key)
+        return replicas, replicas.plan(replicas.sync_seconds()), ()
     except TooLarge as too_large:
         # Dropout is the one thing that MLX's gradient checkpointing gets wrong.
         if config.model.gradient_checkpointing is not None or config.model.dropout:
             raise
-        key = key.model_copy(update={"gradient_checkpointing": True})
-        choice = choose(key)
-        if not measured_for(key, choice) and fitting is None:
+        replicas = _Replicas.of(config, cluster, key.model_copy(update={"gradient_checkpointing": True}))
+        if not replicas.is_calibrated and cluster.memory_estimates is None:
             raise
-        plan = planned(sync_seconds())
-        checkpointed = True
-        warnings = (
-            *warnings,
-            f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without",
-        )
+        warning = f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without"
+        return replicas, replicas.plan(replicas.sync_seconds()), (warning,)
 
-    apart = planned(0.0)
-    strategy, why = choose_strategy(config, len(hosts))
-    plan = apart if strategy == "independent" else plan
 
-    reason = plan.reason
-    if choice.curves is None:
-        reason = choice.reason if plan.reason.startswith("equal shares") else plan.reason
-    elif config.plan.shares is None:
-        reason = f"{plan.reason} ({choice.reason})"
-    if len(hosts) == 1 and choice.curves is None:
+def _reason(replicas: _Replicas, plan: ClusterPlan) -> str:
+    """Why the shares are what they are, and which global batch would use the hosts better."""
+    config, hosts, choice = replicas.config, replicas.cluster.names, replicas.choice
+    if choice.curves is None and len(hosts) == 1:
         most = max(plan.ranks[0].micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE)
-        reason = f"{plan.reason}, in micro-batches of {most} at most: no calibration"
-    priced = [config.cost.watts, config.cost.rent_per_hour]
-    strangers = {name for prices in priced if isinstance(prices, dict) for name in prices} - set(hosts)
-    if strangers:
-        warnings = (*warnings, f"cost: no host of this run is called {listed(sorted(strangers))}")
-    if plan.efficiency is not None and plan.efficiency < GOOD_EFFICIENCY and 1 < len(hosts) <= 64 and choice.curves:
-        enough = sufficient_global_batch(hosts, choice.curves, plan.global_batch_size, sync_seconds())
-        if enough and enough > plan.global_batch_size and config.plan.shares is None:
+        return f"{plan.reason}, in micro-batches of {most} at most: no calibration"
+    if choice.curves is None:
+        return choice.reason if plan.reason.startswith("equal shares") else plan.reason
+    if config.plan.shares is not None:
+        return plan.reason
+    reason = f"{plan.reason} ({choice.reason})"
+    if plan.efficiency is not None and plan.efficiency < GOOD_EFFICIENCY and 1 < len(hosts) <= 64:
+        enough = sufficient_global_batch(hosts, choice.curves, plan.global_batch_size, replicas.sync_seconds())
+        if enough and enough > plan.global_batch_size:
             reason += f"; a global batch of {enough} would reach {GOOD_EFFICIENCY:.0%} of their speed"
-    calibrated = measured_for(key, choice)
-    plan = with_memory(
-        plan, measured.memory_bytes, lambda rank, pairs: _planned_bytes(choice, fitting, rank, pairs, key)
-    )
-    plan = replace(
-        plan,
-        strategy=strategy,
-        reason=f"{strategy}, {why}; {reason}" if len(hosts) > 1 else reason,
-        warnings=(*warnings, *choice.warnings, *plan.warnings),
-        calibrated=calibrated,
-        gradient_checkpointing=checkpointed,
-    )
-    rounds = _plan_rounds(config, apart, measured if calibrated else None, dataset_size)
-    plan = replace(plan, predictions=predict_replicas(plan, apart, sync_seconds(), rounds, config.sync))
-    if strategy != "independent" or len(hosts) == 1:
-        return plan
-    merging = rounds.merging
-    note = _synchronous_instead(plan, sync_seconds() if measured.link_is_known else None)
-    return replace(
-        plan,
-        steps_per_round=merging.steps_per_round,
-        merges=merging.merges,
-        merging=merging.reason,
-        synchronous_instead=note,
-    )
+    return reason
 
 
-def _planned_bytes(choice: CurveChoice, fitting: Fitting | None, rank: int, pairs: int, key: CurveKey) -> int | None:
-    """Of a rank's micro-batches, as measured, else by arithmetic."""
-    curve = choice.curves[rank] if choice.curves else None
-    peak = peak_bytes(curve, pairs) if curve else None
-    return fitting.needed_bytes(rank, pairs, key) if peak is None and fitting else peak
+def _cost_warnings(config: Config, hosts: Sequence[str]) -> list[str]:
+    """Prices of hosts that are not in the run."""
+    priced = [prices for prices in (config.cost.watts, config.cost.rent_per_hour) if isinstance(prices, dict)]
+    strangers = {name for prices in priced for name in prices} - set(hosts)
+    return [f"cost: no host of this run is called {listed(sorted(strangers))}"] if strangers else []
 
 
-def _plan_rounds(config: Config, apart: ClusterPlan, measured: Measured | None, dataset_size: int | None) -> RoundsPlan:
-    """measured: None where the hosts were not all measured with this model."""
-    in_epoch = -(-(dataset_size or apart.global_batch_size) // apart.global_batch_size)
-    steps = config.train.steps or config.train.epochs * in_epoch
-    trained = [curve.gradient_bytes for curve in apart.curves if curve is not None]
+def _plan_rounds(
+    config: Config, without_sync: ClusterPlan, cluster: Cluster | None, dataset_size: int | None
+) -> RoundsPlan:
+    """How often independent ranks merge. cluster: None where the hosts were not all measured with this model."""
+    batch, size = without_sync.global_batch_size, len(without_sync.ranks)
+    steps_per_epoch = -(-(dataset_size or batch) // batch)
+    steps = config.train.steps or config.train.epochs * steps_per_epoch
+    gradients = [curve.gradient_bytes for curve in without_sync.curves if curve is not None and curve.gradient_bytes]
     is_summed = config.model.method == "full" and config.sync.compression in ("none", "bf16")
-    seconds, step_seconds = None, None
-    if measured is not None and measured.link_is_known and len(trained) == len(apart.ranks) > 1 and all(trained):
-        message = compressed_bytes(max(filter(None, trained)), config.sync)
-        whole = (
-            message if is_summed else message * len(apart.ranks) / 2
-        )  # a sum passes 2 (n - 1) / n of it, a gather n - 1
-        seconds = measured.sum_seconds(whole) + 2 * measured.sum_seconds(MEETING_BYTES)
-        step_seconds = independent_seconds(apart, [rank for rank in apart.ranks if rank.share])
-    return RoundsPlan(plan_merging(config, steps, in_epoch, seconds, step_seconds), seconds or 0.0, is_summed)
+    merge_seconds, step_seconds = None, None
+    if cluster is not None and cluster.link_is_known and len(gradients) == size > 1:
+        message = compressed_bytes(max(gradients), config.sync)
+        summed_bytes = message if is_summed else message * size / 2  # a sum passes 2 (n - 1) / n of it, a gather n - 1
+        merge_seconds = cluster.sum_seconds(summed_bytes) + 2 * cluster.sum_seconds(MEETING_BYTES)
+        step_seconds = independent_seconds(without_sync, [rank for rank in without_sync.ranks if rank.share])
+    merging = plan_merging(config, steps, steps_per_epoch, merge_seconds, step_seconds)
+    return RoundsPlan(merging, merge_seconds or 0.0, is_summed)
 
 
 def _synchronous_instead(plan: ClusterPlan, sync_seconds: float | None) -> str:
@@ -275,12 +310,14 @@ def _synchronous_instead(plan: ClusterPlan, sync_seconds: float | None) -> str:
             f"no calibration of {listed(list(dict.fromkeys(unknown)))}" if unknown else "no calibration of this model"
         )
         return f"{gives}; at what speed is unknown: {whose} (make calibrate)"
-    ways = {way.strategy.partition(",")[0]: way for way in reversed(plan.predictions)}
-    here, there = (plan.global_batch_size / (ways[name].step_seconds or 1.0) for name in ("independent", "synchronous"))
+    predictions = {one.strategy.partition(",")[0]: one for one in reversed(plan.predictions)}
+    here, there = (
+        plan.global_batch_size / (predictions[name].step_seconds or 1.0) for name in ("independent", "synchronous")
+    )
     speeds = f"{there:.3g} pairs/s, where independent ranks have {here:.3g}"
     if sync_seconds is None:
         return f"{gives}; {speeds}, its syncs left out: the link is not calibrated (make calibrate)"
-    part = sync_seconds / (ways["synchronous"].step_seconds or 1.0)
+    part = sync_seconds / (predictions["synchronous"].step_seconds or 1.0)
     return f"{gives}; {speeds}; its sync takes {part:.1%} of a step"
 
 

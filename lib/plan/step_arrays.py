@@ -10,12 +10,12 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lib.data.batch_shapes import BatchShape
 from lib.model.partition import ModelShape
+from lib.system.hardware import Device
 
-Backend = Literal["cpu", "metal", "cuda"]
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/token_stream.py has it
 TASKS = 11  # that MLX has under way: ten, and the one that is being filled
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
@@ -50,7 +50,25 @@ class _Array:
         self.elements, self.size_bytes = elements, elements * item_bytes
 
 
-_Operation = tuple[list[_Array], tuple[_Array, ...], float, float]  # makes, reads, scratch bytes, elements read besides
+class _Operation(NamedTuple):
+    makes: tuple[_Array, ...]
+    reads: tuple[_Array, ...]
+    scratch_bytes: float
+    weights: float  # elements that are read besides
+
+
+@dataclass(frozen=True)
+class _AttentionPart:
+    """Attention over sequences of one shape, with the arrays that its backward pass reads."""
+
+    queries: _Array  # scaled, unless a kernel does that itself
+    keys_and_values: list[_Array]
+    probabilities: _Array | None  # None where a kernel keeps none
+    output: _Array
+    query_elements: float
+    key_elements: float  # of the keys, and again of the values
+    score_elements: float
+    query_length: int
 
 
 class Tape:
@@ -67,12 +85,12 @@ class Tape:
     ) -> _Array:
         """A new array; an operation that overwrites its input makes none."""
         array = _Array(elements, item_bytes)
-        self.operations.append(([array], reads, scratch, weights))
+        self.operations.append(_Operation((array,), reads, scratch, weights))
         return array
 
     def touch(self, *reads: _Array, scratch: float = 0, weights: float = 0) -> None:
         """An operation that makes nothing of weight."""
-        self.operations.append(([], reads, scratch, weights))
+        self.operations.append(_Operation((), reads, scratch, weights))
 
     def give(self, array: _Array, cotangent: _Array, item_bytes: float) -> None:
         """Adds to an array's cotangent."""
@@ -85,20 +103,23 @@ class Tape:
         while operations:
             operations.pop()()
 
-    def peak_bytes(self, backend: Backend) -> float:
+    def peak_bytes(self, device: Device) -> float:
         """The most bytes held at a time."""
-        last = {array: i for i, operation in enumerate(self.operations) for array in (*operation[0], *operation[1])}
+        last = {
+            array: i for i, operation in enumerate(self.operations) for array in (*operation.makes, *operation.reads)
+        }
         forever = set(self.kept_to_the_end)
-        most_operations, most_elements = TASK_SIZES[backend]
+        most_operations, most_elements = TASK_SIZES[device]
         tasks: deque[float] = deque()  # what each lets go, once it is done
         held = peak = freed = elements = 0.0
         count = 0
-        for index, (made, reads, scratch, weights) in enumerate(self.operations):
-            held += sum(array.size_bytes for array in made) + scratch
+        for index, operation in enumerate(self.operations):
+            held += sum(array.size_bytes for array in operation.makes) + operation.scratch_bytes
             peak = max(peak, held)
-            done = {array for array in (*made, *reads) if last[array] == index and array not in forever}
-            freed += sum(array.size_bytes for array in done) + scratch
-            elements += sum(array.elements for array in reads) + weights
+            arrays = (*operation.makes, *operation.reads)
+            done = {array for array in arrays if last[array] == index and array not in forever}
+            freed += sum(array.size_bytes for array in done) + operation.scratch_bytes
+            elements += sum(array.elements for array in operation.reads) + operation.weights
             count += 1
             if count >= most_operations or elements > most_elements:
                 tasks.append(freed)
@@ -111,11 +132,11 @@ class Tape:
 class Step:
     """Writes down one micro-batch of a step."""
 
-    def __init__(self, shape: ModelShape, training: Training, batch: BatchShape, backend: Backend):
-        self.shape, self.training, self.batch, self.backend = shape, training, batch, backend
+    def __init__(self, shape: ModelShape, training: Training, batch: BatchShape, device: Device):
+        self.shape, self.training, self.batch, self.device = shape, training, batch, device
         self.tape = Tape()
         self.tokens: float = batch.tokens
-        self.on_cpu = backend == "cpu"
+        self.on_cpu = device == "cpu"
         self.is_full = training.method == "full"
         self.item = 4 if self.is_full else shape.other_bytes
         self.trained_blocks = min(training.blocks or shape.blocks, shape.blocks)
@@ -244,15 +265,15 @@ class Step:
         return y
 
     def rectangles(self) -> list[tuple[int, int, int]]:
-        """Attention's: sequences, queries of each, and keys that each meets."""
+        """Of the attention: (sequences, queries of each, keys that each query reads)."""
         batch = self.batch
-        found = [(batch.rows * batch.completions, batch.length, batch.prefix + batch.length)]
+        rectangles = [(batch.rows * batch.completions, batch.length, batch.prefix + batch.length)]
         if batch.prefix:
-            found.insert(0, (batch.rows, batch.prefix, batch.prefix))
+            rectangles.insert(0, (batch.rows, batch.prefix, batch.prefix))
         window = self.training.window
         if window is None:
-            return found
-        return [(n, queries, min(keys, 2 * window) if keys > window else keys) for n, queries, keys in found]
+            return rectangles
+        return [(n, queries, min(keys, 2 * window) if keys > window else keys) for n, queries, keys in rectangles]
 
     def attention(self, q: _Array, k: _Array, v: _Array) -> _Array:
         shape, tape, item = self.shape, self.tape, self.item
@@ -264,16 +285,16 @@ class Step:
             is_whole = not self.batch.prefix or queries == keys == self.batch.prefix
             ks = [each if is_whole else tape.make(both, item, each) for each in (k, v)]
             scores = sequences * queries * keys * shape.heads
-            qs, probabilities, out = self.products(q, ks, own, scores, queries)
+            qs, probabilities, out = self.products(q, ks, own, scores)
             outputs.append(tape.make(own, item, out))  # in the order of tokens
-            parts.append((qs, ks, probabilities, out, own, both, scores, queries))
+            parts.append(_AttentionPart(qs, ks, probabilities, out, own, both, scores, queries))
         y = tape.make(q.elements, item, *outputs) if len(outputs) > 1 else outputs[0]
 
         def back() -> None:
             dy = tape.cotangents.pop(y)
             pieces: list[list[_Array]] = [[], [], []]
             for part in reversed(parts):
-                for piece, array in zip(pieces, self.products_back(dy, *part), strict=True):
+                for piece, array in zip(pieces, self.products_back(dy, part), strict=True):
                     piece.append(array)
             for x, piece in zip((q, k, v), pieces, strict=True):
                 tape.give(x, tape.make(x.elements, item, *piece), item)
@@ -282,11 +303,9 @@ class Step:
         return y
 
     def is_fused(self) -> bool:
-        return self.backend == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
+        return self.device == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
 
-    def products(
-        self, q: _Array, ks: list[_Array], own: float, scores: float, queries: int
-    ) -> tuple[_Array, _Array | None, _Array]:
+    def products(self, q: _Array, ks: list[_Array], own: float, scores: float) -> tuple[_Array, _Array | None, _Array]:
         """Scaled queries, probabilities (None where a kernel keeps none), output."""
         tape, item = self.tape, self.item
         if self.is_fused():
@@ -295,34 +314,25 @@ class Step:
         probabilities = tape.make(scores, item, qs, ks[0])  # in the scores' place, like the mask
         return qs, probabilities, tape.make(own, item, probabilities, ks[1])
 
-    def products_back(
-        self,
-        dy: _Array,
-        qs: _Array,
-        ks: list[_Array],
-        probabilities: _Array | None,
-        out: _Array,
-        own: float,
-        both: float,
-        scores: float,
-        queries: int,
-    ) -> list[_Array]:
+    def products_back(self, dy: _Array, part: _AttentionPart) -> list[_Array]:
         """Cotangents of queries, keys and values."""
         tape, item = self.tape, self.item
+        qs, (keys, values), probabilities = part.queries, part.keys_and_values, part.probabilities
+        own, both, scores = part.query_elements, part.key_elements, part.score_elements
         d_out = tape.make(own, item, dy)
-        if probabilities is None and queries % 128 == 0:
-            tape.touch(qs, *ks, out, d_out, scratch=4 * own)
-            return [tape.make(size, item, qs, *ks, d_out) for size in (own, both, both)]
+        if probabilities is None and part.query_length % 128 == 0:
+            tape.touch(qs, keys, values, part.output, d_out, scratch=4 * own)
+            return [tape.make(size, item, qs, keys, values, d_out) for size in (own, both, both)]
         if probabilities is None:  # cuDNN's backward pass wants whole tiles: else it is made of plain products
-            probabilities = tape.make(scores, item, qs, ks[0])
+            probabilities = tape.make(scores, item, qs, keys)
         repeated = both * self.shape.heads / self.shape.kv_heads
         dv = tape.make(repeated, item, probabilities, d_out)
         product = tape.make(
-            scores, item, probabilities, d_out, ks[1]
+            scores, item, probabilities, d_out, values
         )  # with the probabilities' cotangent, in its place
         other = tape.make(scores, item, probabilities, product)
         d_scores = tape.make(scores, item, product, other)
-        dq = tape.make(own, item, d_scores, ks[0])
+        dq = tape.make(own, item, d_scores, keys)
         dk = tape.make(repeated, item, d_scores, qs)
         return [
             tape.make(own, item, dq),

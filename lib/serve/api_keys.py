@@ -27,11 +27,11 @@ class Keys:
 
     def owner(self, key: str) -> str | None:
         """The name that a key belongs to, or None. Every digest is compared, whichever fits, each in constant time."""
-        given, found = _digest(key), None
+        given, owner = _digest(key), None
         for name, digest in self.digests:
             if hmac.compare_digest(given, digest):
-                found = name
-        return found
+                owner = name
+        return owner
 
 
 def read(path: Path) -> Keys:
@@ -44,7 +44,8 @@ def read(path: Path) -> Keys:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"serve.keys {path} cannot be read: {getattr(error, 'strerror', None) or 'not text'}; python -m lib.server --make-key NAME --keys {path} makes it"
+            f"serve.keys {path} cannot be read: {getattr(error, 'strerror', None) or 'not text'}; "
+            f"python -m lib.server --make-key NAME --keys {path} makes it"
         ) from None
     digests: dict[str, bytes] = {}
     for number, line in enumerate(lines, 1):
@@ -74,8 +75,8 @@ def make(name: str, path: Path) -> str:
     if path.exists() and path.stat().st_size and name in dict(read(path).digests):
         raise UserError(f"--make-key {name}: {path} has a key of that name; remove its line first to replace it")
     try:
-        there = path.read_bytes() if path.exists() else b""
-        begin = "\n" if there and not there.endswith(b"\n") else ""  # a last line that an editor left without its end
+        old = path.read_bytes() if path.exists() else b""
+        begin = "\n" if old and not old.endswith(b"\n") else ""  # a last line that an editor left without its end
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
             file.write(f"{begin}{line}\n")
     except OSError as error:

@@ -17,17 +17,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
 from lib.errors import Stopped
-from lib.launch import agent_link, ranks
+from lib.launch import ssh
 from lib.launch.hostfile import Host
+from lib.launch.job import ROOT
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_process import SECRET_HEADER
+from lib.serve.log import Log
 
 HEALTH_EVERY_SECONDS = 2.0
 HEALTH_SECONDS = 10.0
@@ -35,9 +37,6 @@ EXIT_SECONDS = 0.1  # between looks whether a backend's process has ended
 STEADY_SECONDS = 60.0  # up for so long, and the failures before are forgotten
 LONGEST_PAUSE_SECONDS = 30.0
 PROBE = {"prompt": "1", "max_tokens": 1, "temperature": 0.0}
-
-
-Log = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ class Recipe:
         words = [sys.executable, "-m", "lib.serve.backend_process", "--port", str(port), *self.words]
         if self.host is None:
             return words
-        *ssh, end, name = agent_link.ssh_words(self.host)
+        *options, end, name = ssh.ssh_command(self.host)
         # Not through a connection that others share: it would keep the tunnel when this one ends.
         tunnel = ["-S", "none", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local_port}:127.0.0.1:{port}"]
-        return [*ssh, *tunnel, end, name, f"cd {shlex.quote(str(ranks.ROOT))} && exec {shlex.join(words)}"]
+        return [*options, *tunnel, end, name, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
 
 
 def pause_seconds(failures: int) -> float:
@@ -76,7 +75,7 @@ class Process:
     async def start(cls, command: Sequence[str], secret: str) -> Process:
         process = await asyncio.create_subprocess_exec(
             *command,
-            cwd=ranks.ROOT,
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,15 +6,14 @@
     python -m lib.server --run runs/NAME serve.hostfile=hostfile  one backend on each host, over ssh
     python -m lib.server --model PATH                             a model without an adapter
 
-Settings are key=value words, or the `serve` section of the run's config.yaml. What happens is told on standard output,
-one JSON record a line. SIGTERM finishes what was taken and ends; SIGHUP reads the keys again.
+Settings are key=value words, or the `serve` section of the run's config.yaml. Standard output has a
+log of one JSON record a line. SIGTERM finishes what was taken and ends; SIGHUP reads the keys again.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import ipaddress
 import json
 import logging
@@ -24,10 +23,8 @@ import signal
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import uvicorn
@@ -37,11 +34,12 @@ from starlette.types import ASGIApp
 from lib.config import command_line, help, load
 from lib.config.schema import Config, ServeSettings
 from lib.errors import Stopped, UserError
-from lib.launch import agent_link, hostfile
+from lib.launch import hostfile, ssh
 from lib.serve import api_keys
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_supervisor import Keeper, Recipe
 from lib.serve.gateway import Gateway
+from lib.serve.log import LibraryRecords, log
 from lib.serve.openai_requests import Limits
 from lib.serve.tls_listener import Listener, protocol
 from lib.system import model_folder, terminal
@@ -65,12 +63,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def log(kind: str, **fields: Any) -> None:
-    """One record, as a line of JSON on standard output; where its disk is full or its reader gone, serving goes on."""
-    with contextlib.suppress(OSError):
-        print(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}, default=str), flush=True)
-
-
 def serve(settings: Config, run: Path | None) -> None:
     """Serves until SIGTERM or Ctrl-C.
 
@@ -78,12 +70,12 @@ def serve(settings: Config, run: Path | None) -> None:
         UserError: something that was asked for cannot be served.
         Stopped: a backend does not start.
     """
-    told = settings.serve
+    options = settings.serve
     _check(settings, run)
-    ring = None if told.keys is None else api_keys.read(Path(told.keys))
-    listening = bind(told.host, told.port)
+    ring = None if options.keys is None else api_keys.read(Path(options.keys))
+    listening = bind(options.host, options.port)
     is_public = not ipaddress.ip_address(listening.getsockname()[0]).is_loopback
-    if is_public and told.tls_certificate is None and ring is not None:
+    if is_public and options.tls_certificate is None and ring is not None:
         print(
             "warning: without serve.tls_certificate keys and texts travel readable by everybody on the way",
             file=sys.stderr,
@@ -91,13 +83,13 @@ def serve(settings: Config, run: Path | None) -> None:
     if is_public and ring is None:
         listening.close()
         raise UserError(
-            f"serve.host={told.host} can be reached from other machines, and there are no keys: "
+            f"serve.host={options.host} can be reached from other machines, and there are no keys: "
             "python -m lib.server --make-key NAME --keys FILE, then serve.keys=FILE"
         )
-    name = told.name or (run or Path(settings.model.path)).resolve().name
+    name = options.name or (run or Path(settings.model.path)).resolve().name
     folder = model_folder.resolve(settings.model.path, settings.model.revision)
     _allow_many_connections()
-    logging.basicConfig(level=logging.WARNING, handlers=[_Records()])
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryRecords()])
     asyncio.run(_serve(settings, run, name, folder, ring, listening))
 
 
@@ -126,18 +118,18 @@ def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
     Raises:
         UserError: the host file is wrong.
     """
-    told, model = settings.serve, settings.model
-    if told.backends:
-        return dict.fromkeys(told.backends)
+    options, model = settings.serve, settings.model
+    if options.backends:
+        return dict.fromkeys(options.backends)
     path = Path(model.path)
-    words = ["--model", str(path.resolve()) if path.exists() else model.path, "--concurrency", str(told.concurrency)]
+    words = ["--model", str(path.resolve()) if path.exists() else model.path, "--concurrency", str(options.concurrency)]
     words += ["--revision", model.revision] if model.revision else []
     words += ["--adapter", str(run.resolve())] if run is not None else []
-    words += ["--fuse"] * told.fuse + ["--trust-remote-code"] * model.trust_remote_code
-    if told.hostfile is None:
+    words += ["--fuse"] * options.fuse + ["--trust-remote-code"] * model.trust_remote_code
+    if options.hostfile is None:
         return {"local": Recipe(tuple(words))}
-    hosts = hostfile.read(Path(told.hostfile)).hosts
-    return {host.name: Recipe(tuple(words), None if agent_link.is_this_machine(host) else host) for host in hosts}
+    hosts = hostfile.read(Path(options.hostfile)).hosts
+    return {host.name: Recipe(tuple(words), None if ssh.is_this_machine(host) else host) for host in hosts}
 
 
 def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:
@@ -163,23 +155,23 @@ def token_counter(folder: Path) -> Callable[[str], int] | None:
 async def _serve(
     settings: Config, run: Path | None, name: str, folder: Path, ring: api_keys.Keys | None, listening: socket.socket
 ) -> None:
-    told = settings.serve
+    options = settings.serve
     named = recipes(settings, run)
-    backends = [Backend(name, told.concurrency) for name in named]
-    pool = Pool(backends, told.max_queue)
+    backends = [Backend(name, options.concurrency) for name in named]
+    pool = Pool(backends, options.max_queue)
     # Nothing from the environment: a proxy has no place between here and a backend.
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     client = httpx2.AsyncClient(limits=limits, trust_env=False)
-    gateway = Gateway(told, limits_of(told, name, folder), token_counter(folder), pool, client, ring, log)
+    gateway = Gateway(options, limits_of(options, name, folder), token_counter(folder), pool, client, ring, log)
     keepers = []
     for backend, recipe in zip(backends, named.values(), strict=True):
         backend.url = backend.name if recipe is None else ""
-        keepers.append(Keeper(backend, recipe, pool, client, log, told.start_seconds, told.stall_seconds))
-    listener = _listener(gateway, told)
-    if told.keys is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, gateway, Path(told.keys))
+        keepers.append(Keeper(backend, recipe, pool, client, log, options.start_seconds, options.stall_seconds))
+    listener = _listener(gateway, options)
+    if options.keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, gateway, Path(options.keys))
     host, port = listening.getsockname()[:2]
-    address = f"{'https' if told.tls_certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    address = f"{'https' if options.tls_certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     log("start", address=address, port=port, model=name, backends=list(named), keys=len(ring.digests) if ring else 0)
     who = f"keys: {len(ring.digests)}" if ring else "no keys: for this machine alone"
     print(f"{name} at {address}/v1 ({', '.join(named)}; {who})", file=sys.stderr)
@@ -200,35 +192,37 @@ async def _serve(
         log("end")
 
 
-def with_cors(gateway: Gateway, told: ServeSettings) -> ASGIApp:
+def with_cors(gateway: Gateway, settings: ServeSettings) -> ASGIApp:
     """The application, which browsers may call from the pages that are named, and from no other."""
-    if not told.cors_origins:
+    if not settings.cors_origins:
         return gateway
     methods, headers = ["GET", "POST"], ["authorization", "content-type", "x-request-id"]
-    return CORSMiddleware(gateway, list(told.cors_origins), allow_methods=methods, allow_headers=headers)
+    return CORSMiddleware(gateway, list(settings.cors_origins), allow_methods=methods, allow_headers=headers)
 
 
-def _listener(gateway: Gateway, told: ServeSettings) -> Listener:
+def _listener(gateway: Gateway, settings: ServeSettings) -> Listener:
     options = uvicorn.Config(
-        with_cors(gateway, told),
-        http=protocol(told),
+        with_cors(gateway, settings),
+        http=protocol(settings),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=math.ceil(told.idle_seconds),
+        timeout_keep_alive=math.ceil(settings.idle_seconds),
         # What still reads after a drain that waited for every answer will not be waited for any longer.
-        timeout_graceful_shutdown=math.ceil(told.write_seconds),
-        ssl_certfile=told.tls_certificate,
-        ssl_keyfile=told.tls_key,
+        timeout_graceful_shutdown=math.ceil(settings.write_seconds),
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
     )
     try:
         options.load()
     except (OSError, ssl.SSLError) as error:
-        raise UserError(f"serve.tls_certificate={told.tls_certificate} serve.tls_key={told.tls_key}: {error}") from None
-    return Listener(options, gateway, told, log)
+        raise UserError(
+            f"serve.tls_certificate={settings.tls_certificate} serve.tls_key={settings.tls_key}: {error}"
+        ) from None
+    return Listener(options, gateway, settings, log)
 
 
 def _read_keys_again(gateway: Gateway, path: Path) -> None:
@@ -237,19 +231,6 @@ def _read_keys_again(gateway: Gateway, path: Path) -> None:
         log("keys", count=len(gateway.keys.digests))
     except UserError as error:  # those that were good stay so
         log("keys", error=str(error))
-
-
-class _Records(logging.Handler):
-    """What libraries have to say, as records of ours."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        fault = record.exc_info and record.exc_info[1]
-        log(
-            "warning",
-            logger=record.name,
-            message=record.getMessage().strip(),
-            **({"error": repr(fault)} if fault else {}),
-        )
 
 
 def _allow_many_connections() -> None:

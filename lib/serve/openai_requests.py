@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions: what a request may ask for, what a backend is told, what comes back.
+"""OpenAI's chat and text completions: what a request may ask for, and what a backend is asked for then.
 
 Only what is known goes through, each value within the limits that mlx_lm.server relies on but does not check: there a
 `stop` that is no string, a `top_k` or a token id beyond the vocabulary ends the thread that generates for everybody,
@@ -9,7 +9,7 @@ would not get is refused, never ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from lib.config.schema import Fraction
 
 Kind = Literal["chat", "text"]
-OURS = b'"model": "default_model"'  # as mlx_lm.server answers; inside of a JSON string its quotes would be escaped
+JSON = dict[str, Any]  # an object, as OpenAI's clients and mlx_lm.server write it
 TOP_LOGPROBS = 10
 
 
@@ -91,12 +91,12 @@ class Message(_Part):
     audio: None = None
     function_call: None = None
 
-    def upstream(self) -> dict[str, Any]:
+    def upstream(self) -> JSON:
         """As mlx_lm.server takes it: content as one string."""
-        told = self.model_dump(exclude_none=True, exclude={"content"})
+        message: JSON = self.model_dump(exclude_none=True, exclude={"content"})
         content = self.content
-        told["content"] = content if isinstance(content, str) else "".join(part.text for part in content or ())
-        return told
+        message["content"] = content if isinstance(content, str) else "".join(part.text for part in content or ())
+        return message
 
 
 class Tool(_Part):
@@ -107,7 +107,7 @@ class Tool(_Part):
 
         name: str
         description: str | None = None
-        parameters: dict[str, Any] | None = None
+        parameters: JSON | None = None
 
     type: Literal["function"]
     function: Signature
@@ -163,7 +163,7 @@ class _Request(_Part):
         """What the model will read."""
         raise NotImplementedError
 
-    def upstream(self) -> dict[str, Any]:
+    def upstream(self) -> JSON:
         """The body for a backend, without its limits."""
         names = {"temperature", "top_p", "top_k", "min_p", "stop", "logit_bias"}
         names |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -185,21 +185,18 @@ class ChatRequest(_Request):
     modalities: tuple[Literal["text"]] | None = None
 
     def texts(self) -> list[str]:
-        told = [message.upstream() for message in self.messages]
-        calls = [call["function"]["arguments"] for message in told for call in message.get("tool_calls", ())]
-        return (
-            [message["content"] + message.get("reasoning", "") for message in told]
-            + calls
-            + [json.dumps(self._tools())]
-        )
+        messages = [message.upstream() for message in self.messages]
+        contents = [message["content"] + message.get("reasoning", "") for message in messages]
+        calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+        return [*contents, *calls, json.dumps(self._tools())]
 
-    def upstream(self) -> dict[str, Any]:
-        told = super().upstream() | {"messages": [message.upstream() for message in self.messages]}
+    def upstream(self) -> JSON:
+        body = super().upstream() | {"messages": [message.upstream() for message in self.messages]}
         if self._tools():
-            told["tools"] = self._tools()
+            body["tools"] = self._tools()
         if self.logprobs:
-            told |= {"logprobs": True, "top_logprobs": self.top_logprobs or -1}
-        return told
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs or -1}
+        return body
 
     @model_validator(mode="after")
     def _top_logprobs_are_logprobs(self) -> ChatRequest:
@@ -207,7 +204,7 @@ class ChatRequest(_Request):
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 
-    def _tools(self) -> list[dict[str, Any]]:
+    def _tools(self) -> list[JSON]:
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
 
@@ -223,7 +220,7 @@ class TextRequest(_Request):
     def texts(self) -> list[str]:
         return [self.prompt if isinstance(self.prompt, str) else self.prompt[0]]
 
-    def upstream(self) -> dict[str, Any]:
+    def upstream(self) -> JSON:
         return super().upstream() | {"prompt": self.texts()[0]}
 
 
@@ -239,11 +236,11 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ask:
+class BackendRequest:
     """A request that may go to a backend."""
 
     kind: Kind
-    body: dict[str, Any]
+    body: JSON
     stream: bool
     include_usage: bool
     model: str
@@ -276,8 +273,10 @@ def parse(kind: Kind, raw: bytes) -> ChatRequest | TextRequest:
         raise _refusal(error) from None
 
 
-def ask(kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_tokens: int) -> Ask:
-    """What a backend is asked, within the limits.
+def backend_request(
+    kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_tokens: int
+) -> BackendRequest:
+    """What a backend is asked for, within the limits.
 
     Args:
         prompt_tokens: of `request.texts()`.
@@ -294,8 +293,8 @@ def ask(kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_t
         )
     if prompt_tokens > limits.max_prompt_tokens:
         raise _too_long(f"the prompt has {prompt_tokens} tokens, but at most {limits.max_prompt_tokens} are allowed")
-    told = isinstance(request, ChatRequest) and request.max_completion_tokens or request.max_tokens
-    max_tokens = told or limits.max_tokens
+    asked_tokens = isinstance(request, ChatRequest) and request.max_completion_tokens or request.max_tokens
+    max_tokens = asked_tokens or limits.max_tokens
     if max_tokens > limits.max_tokens:
         raise RequestError(
             400,
@@ -305,9 +304,10 @@ def ask(kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_t
         )
     if limits.context_tokens is not None:
         room = limits.context_tokens - prompt_tokens
-        if room < (told or 1):
+        if room < (asked_tokens or 1):
             raise _too_long(
-                f"{prompt_tokens} tokens of prompt and {told or 1} of completion are more than the model's {limits.context_tokens}"
+                f"{prompt_tokens} tokens of prompt and {asked_tokens or 1} of completion are more than "
+                f"the model's {limits.context_tokens}"
             )
         max_tokens = min(max_tokens, room)
     for name, ids in (("top_k", [request.top_k or 0]), ("logit_bias", [int(key) for key in request.logit_bias or ()])):
@@ -320,7 +320,7 @@ def ask(kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_t
     body = request.upstream() | {"model": "default_model", "max_tokens": max_tokens}
     options = request.stream_options
     wants_usage = bool(options and options.include_usage)
-    whole = Ask(kind, body, bool(request.stream), wants_usage, limits.model)
+    whole = BackendRequest(kind, body, bool(request.stream), wants_usage, limits.model)
     if whole.is_streamed_upstream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     elif whole.stream:
@@ -328,55 +328,6 @@ def ask(kind: Kind, request: ChatRequest | TextRequest, limits: Limits, prompt_t
             400, "logprobs come with whole answers only; set stream to false", "invalid_value", "logprobs"
         )
     return whole
-
-
-def renamed(event: bytes, model: str) -> bytes:
-    """A backend's answer, under the name that clients know."""
-    return event.replace(OURS, b'"model": ' + json.dumps(model).encode())
-
-
-def data_of(event: bytes) -> bytes | None:
-    """The data of a server-sent event; None for a comment."""
-    return event[6:] if event.startswith(b"data: ") else None
-
-
-def is_usage(data: bytes) -> bool:
-    """Whether an event tells the usage, and no token."""
-    return b'"choices": [], "usage": {' in data
-
-
-def assemble(events: Iterable[bytes]) -> dict[str, Any]:
-    """The whole answer that a stream's events, as JSON, tell piece by piece."""
-    answer: dict[str, Any] = {}
-    texts: dict[str, list[str]] = {"content": [], "reasoning": [], "text": []}
-    calls: list[dict[str, Any]] = []
-    finish_reason, usage = None, None
-    for event in map(json.loads, events):
-        answer = answer or {key: event[key] for key in ("id", "object", "created", "model", "system_fingerprint")}
-        usage = event.get("usage") or usage
-        for told in event["choices"]:
-            finish_reason = told["finish_reason"] or finish_reason
-            piece = told.get("delta", told)
-            for key, parts in texts.items():
-                parts.append(piece.get(key) or "")
-            calls += ({key: call[key] for key in call if key != "index"} for call in piece.get("tool_calls", ()))
-    said = {key: "".join(parts) for key, parts in texts.items()}
-    choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
-    if answer["object"] == "text_completion":
-        choice["text"] = said["text"]
-    else:
-        answer["object"] = "chat.completion"
-        message: dict[str, Any] = {"role": "assistant", "content": said["content"] or None}
-        message |= {"reasoning": said["reasoning"]} if said["reasoning"] else {}
-        message |= {"tool_calls": calls} if calls else {}
-        choice["message"] = message
-    return answer | {"choices": [choice], "usage": usage}
-
-
-def split(buffer: bytes) -> tuple[list[bytes], bytes]:
-    """The whole server-sent events at a buffer's beginning, and what is left of it."""
-    *events, rest = buffer.split(b"\n\n")
-    return events, rest
 
 
 def _too_long(message: str) -> RequestError:

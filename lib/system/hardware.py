@@ -110,10 +110,10 @@ def processor_name() -> str:
 
 def apple_gpu_cores() -> int | None:
     """From the I/O registry; neither Metal nor MLX tells it."""
-    found = re.search(
+    cores = re.search(
         r'"gpu-core-count"\s*=\s*(\d+)', os_commands.output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"])
     )
-    return int(found[1]) if found else None
+    return int(cores[1]) if cores else None
 
 
 def usable_cpus() -> int | None:
@@ -156,7 +156,7 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
         `temperature_celsius` of its hottest processor; `power_watts` of its NVIDIA GPUs together, or of what else has a
         meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU. What is not told is not there.
     """
-    found: dict[str, float] = {}
+    readings: dict[str, float] = {}
     temperatures = [
         *_sysfs(system, "hwmon*/temp*_input", "name", 1e-3),
         *_sysfs(system, "thermal_zone*/temp", "type", 1e-3),
@@ -165,18 +165,18 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
         *_sysfs(system, "hwmon*/power*_average", "name", 1e-6),
         *_sysfs(system, "hwmon*/power*_input", "name", 1e-6),
     ]
-    told = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", os_commands.output(NVIDIA_SENSORS), re.MULTILINE)
-    if told:
-        temperatures, watts = ([float(one) for one in each if one[0].isdigit()] for each in zip(*told, strict=True))
+    nvidia = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", os_commands.output(NVIDIA_SENSORS), re.MULTILINE)
+    if nvidia:
+        temperatures, watts = ([float(one) for one in each if one[0].isdigit()] for each in zip(*nvidia, strict=True))
     if sane := [value for value in temperatures if 0 < value < 150]:  # an absent sensor reads as zero, or as nonsense
-        found["temperature_celsius"] = max(sane)
+        readings["temperature_celsius"] = max(sane)
     if sum(watts) > 0:
-        found["power_watts"] = sum(watts)
+        readings["power_watts"] = sum(watts)
     if os_commands.is_mac() and (
         limit := re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", os_commands.output(["pmset", "-g", "therm"]))
     ):
-        found["speed_limit"] = int(limit[1]) / 100
-    return found
+        readings["speed_limit"] = int(limit[1]) / 100
+    return readings
 
 
 NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
@@ -184,12 +184,12 @@ NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--for
 
 def _sysfs(system: Path, values: str, name: str, unit: float) -> list[float]:
     """What the processors' sensors of a kind say."""
-    found = []
+    readings = []
     for path in (system / ("hwmon" if values.startswith("hwmon") else "thermal")).glob(values):
         with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
             if PROCESSOR_SENSORS.search((path.parent / name).read_text()):
-                found.append(unit * int(path.read_text()))
-    return found
+                readings.append(unit * int(path.read_text()))
+    return readings
 
 
 def operating_system() -> str:

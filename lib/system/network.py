@@ -98,14 +98,14 @@ def own_addresses() -> list[str]:
     named: list[str] = []
     with contextlib.suppress(OSError):
         named = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    found = ["127.0.0.1", socket.gethostname(), *reversed(likeliest_first(named))]
+    addresses = ["127.0.0.1", socket.gethostname(), *reversed(likeliest_first(named))]
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
         ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
-        found += [address.rpartition(":")[0] for address in ring[int(os.environ.get("MLX_RANK", 0))]]
+        addresses += [address.rpartition(":")[0] for address in ring[int(os.environ.get("MLX_RANK", 0))]]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # nothing is sent; the system says by which address it would be
-        found.append(probe.getsockname()[0])
-    return list(dict.fromkeys(found))
+        addresses.append(probe.getsockname()[0])
+    return list(dict.fromkeys(addresses))
 
 
 # ---- Connections
@@ -116,7 +116,7 @@ def connections() -> list[dict[str, Any]]:
 
     Linux tells; elsewhere, and over backends that bypass TCP, the list is empty.
     """
-    found = []
+    connections_now = []
     folder = Path("/proc/self/fd")
     for path in folder.iterdir() if folder.exists() and hasattr(socket, "TCP_INFO") else ():
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or not connected
@@ -128,5 +128,5 @@ def connections() -> list[dict[str, Any]]:
                 peer = copy.getpeername()[0]
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
             trip, retransmits = (struct.unpack_from("=I", info, place)[0] for place in (ROUND_TRIP, RETRANSMITS))
-            found.append({"peer": peer, "round_trip_seconds": trip / 1e6, "retransmits": retransmits})
-    return sorted(found, key=lambda one: str(one["peer"]))
+            connections_now.append({"peer": peer, "round_trip_seconds": trip / 1e6, "retransmits": retransmits})
+    return sorted(connections_now, key=lambda one: str(one["peer"]))

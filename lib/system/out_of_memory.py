@@ -246,10 +246,10 @@ def kernel_kills(groups: str | None = None) -> dict[str, int]:
 
 def _count(file: Path, name: str) -> dict[str, int]:
     try:
-        found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
     except OSError:
         return {}
-    return {name: int(found[1])} if found else {}
+    return {name: int(match[1])} if match else {}
 
 
 def has_killed(before: dict[str, int], now: dict[str, int]) -> bool:

@@ -123,19 +123,19 @@ def _with_values(words: Sequence[str]) -> list[str]:
 
 def folded(text: Text, lead: Text, width: int | None) -> list[Text]:
     """A line's parts, each with what stands before it; a word is broken only where it is wider than the line."""
-    found = []
+    lines = []
     for piece in text.split("\n"):
         blanks = Text(piece.plain[: len(piece.plain) - len(piece.plain.lstrip(" "))])
         hang = Text(" " * ((lead.cell_len or HANG) + blanks.cell_len))
         if width is None or width - hang.cell_len < NARROW or lead.cell_len + piece.cell_len <= width:
-            found.append(Text.assemble(lead, piece))
+            lines.append(Text.assemble(lead, piece))
         else:
             first, *rest = piece[len(blanks) :].wrap(_RULER, width - hang.cell_len)
-            found += [Text.assemble(lead, blanks, first), *(Text.assemble(hang, part) for part in rest)]
+            lines += [Text.assemble(lead, blanks, first), *(Text.assemble(hang, part) for part in rest)]
         lead = Text(" " * lead.cell_len)
-    for part in found:
+    for part in lines:
         part.rstrip()
-    return found
+    return lines
 
 
 def laid_out(

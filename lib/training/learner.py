@@ -12,7 +12,7 @@ from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped
 from lib.model import adapters
 from lib.plan.first_plan import may_checkpoint, memory_limit
-from lib.plan.memory_ceilings import Memory
+from lib.plan.memory_ceilings import HostCeilings
 from lib.system import network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import step as train_step
@@ -32,7 +32,7 @@ class Learner:
     def __post_init__(self) -> None:
         run = self.run
         self.limit = memory_limit(run.config, run.hosts, run.world)  # what MLX may hold
-        self.memory = Memory.of(run.config, run.hosts, run.world.rank, run.plan)  # what this host remembers
+        self.memory = HostCeilings.of(run.config, run.hosts, run.world.rank, run.plan)  # what this host remembers
         mx.eval(run.model.state)
         plan = run.schedule.at(run.progress.step + 1)
         self.worker = 0 if plan.division else run.world.rank

@@ -24,7 +24,7 @@ from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.logps import completion_logps
-from lib.model.token_stream import arrays_of
+from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import losses
@@ -36,9 +36,11 @@ REWARDS = SUMS[3:]
 
 Metrics = dict[str, float | None]  # by name; None for what a loss does not have
 Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
-Inputs = dict[str, mx.array]
+
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities, float32 [b, K]
-GradientsOf = Callable[[Inputs, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]]  # ((loss, SUMS), gradients)
+GradientsOf = Callable[
+    [StreamInputs, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
+]  # ((loss, SUMS), gradients)
 MeanOf = Callable[[Tree, mx.array], tuple[Tree, exchange.Arrays]]  # (mean gradients, squared norms by name)
 Update = Callable[[Tree, Tree, mx.array], Tree]  # (parameters, gradients, norm) -> parameters
 
@@ -372,7 +374,7 @@ def make_step(
         rank: among all ranks, which draw different dropout masks; by default world.rank.
     """
 
-    def forward(inputs: Inputs, reference: mx.array | None) -> tuple[mx.array, mx.array]:
+    def forward(inputs: StreamInputs, reference: mx.array | None) -> tuple[mx.array, mx.array]:
         logps = completion_logps(model, inputs)
         counts = inputs["mask"].sum(axis=-1)
         _, sums = objective(train, logps, counts, reference)

@@ -1,4 +1,4 @@
-"""Ranks that are started, watched, ended and started again: as often as they may be, with the hosts that answer."""
+"""A job from its first start to its last: after a fault the ranks are started again, on the hosts that answer."""
 
 from __future__ import annotations
 
@@ -10,44 +10,38 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
-from lib.launch import attempt as ranks
 from lib.launch import reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
-from lib.launch.attempt import Attempt, Outcome
+from lib.launch.attempt import Attempt, Outcome, prepare_standbys
 from lib.launch.hostfile import Host
+from lib.launch.job import Job, resume_command
 from lib.launch.rank_console import Console
-from lib.launch.ranks import Launching, resumed
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
 PATIENCE_SECONDS = 900.0  # while none of the hosts answers
 QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
 LONGEST_PAUSE_SECONDS = 30.0
-MAC_RESTARTS = (
-    3  # by default where a host is a Mac: a lit display may end a rank there at any time (lib/system/metal.py)
-)
+# By default where a host is a Mac: a lit display may end a rank there at any time (lib/system/metal.py).
+MAC_RESTARTS = 3
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
 
 
-# ---- From the first start to the last
-
-
 def pause_seconds(fruitless: int) -> float:
-    """Before another start, after so many in a row that brought no checkpoint: none at first, then 1, 2, 4 ... 30 s."""
+    """The pause before another start, after so many in a row without a new checkpoint: 0, 0, then 1, 2, 4 ... 30 s."""
     late = min(fruitless, 100) - QUICK_STARTS
     return min(2.0**late, LONGEST_PAUSE_SECONDS) if late >= 0 else 0.0
 
 
 def usual_restarts(systems: Iterable[str]) -> int:
-    """How often a run is started again where nobody said it: some times if one of the hosts' systems is a Mac's."""
+    """The default of --max-restarts: more than 0 if one of the hosts is a Mac."""
     return MAC_RESTARTS if "Darwin" in systems else 0
 
 
 async def supervise(
-    launching: Launching,
+    job: Job,
     console: Console,
     max_restarts: int | None = 0,
     restart_with: str = "all",
@@ -64,9 +58,9 @@ async def supervise(
     for number in (signal.SIGINT, signal.SIGTERM, *hangups):
         loop.add_signal_handler(number, interrupts.put_nowait, int(number))
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
-    attempt = Attempt(launching, console, here, links, None if max_restarts is None else max_restarts > 0)
+    attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0)
     _hand_on_input(loop, lambda: attempt)
-    everyone, hosts, run, starts, restarts, fruitless = launching.hosts, launching.hosts, None, 1, 0, 0
+    everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
@@ -85,21 +79,21 @@ async def supervise(
                 if outcome.status == 2 or restarts >= (max_restarts or 0):  # 2: the user's input is wrong, and stays so
                     return outcome.status
                 restarts += 1
-                fruitless = 0 if attempt.checkpoint is not None else fruitless + 1
+                fruitless = 0 if attempt.world.checkpoint is not None else fruitless + 1
                 with contextlib.suppress(TimeoutError):
                     interrupt = await asyncio.wait_for(interrupts.get(), pause_seconds(fruitless))
                     return 128 + interrupt
             # Those that were there first: the checkpoints of the others may be older.
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
-            if launching.backend in ("ring", "jaccl-ring"):
+            if job.backend in ("ring", "jaccl-ring"):
                 in_order = topology.in_ring_order(hosts[0], everyone)
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
-            hosts = await _answering(launching, links, in_order, restart_with == "all", patience_seconds, interrupts)
-            is_rdma = len(hosts) > 1 and launching.backend in topology.RDMA_BACKENDS
-            if is_rdma and (wanted := topology.rdma_fault(launching.backend, hosts)) is not None:
-                console.note(f"{launching.backend} wants {wanted}: waiting for all hosts")
-                hosts = await _answering(launching, links, in_order, True, patience_seconds, interrupts)
-            placed = await _placed(launching, links, hosts, everyone, outcome)
+            hosts = await answering_hosts(job, links, in_order, restart_with == "all", patience_seconds, interrupts)
+            is_rdma = len(hosts) > 1 and job.backend in topology.RDMA_BACKENDS
+            if is_rdma and (wanted := topology.rdma_fault(job.backend, hosts)) is not None:
+                console.note(f"{job.backend} wants {wanted}: waiting for all hosts")
+                hosts = await answering_hosts(job, links, in_order, True, patience_seconds, interrupts)
+            placed = await _placed(job, links, hosts, everyone, outcome)
             hosts = tuple(host for host in hosts if host.name in {one.name for one in placed})
             if not interrupts.empty():
                 return 128 + interrupts.get_nowait()
@@ -108,32 +102,32 @@ async def supervise(
                 return outcome.status
             starts += 1
             without = [host.name for host in everyone if host not in hosts]
-            command = resumed(launching.command, run, hosts == everyone) if run else launching.command
+            command = resume_command(job.command, run, hosts == everyone) if run else job.command
             console.note(
                 f"start {starts}, {time.monotonic() - broken:.1f} s later, on {len(hosts)} of {len(everyone)} hosts"
                 + (f" (without {', '.join(without)})" if without else "")
                 + (f", from the last checkpoint of {run}" if run else "")
             )
-            again = replace(launching, hosts=placed, command=command)
-            attempt = Attempt(again, console, links=links, spares=restarts < (max_restarts or 0))
+            again = replace(job, hosts=placed, command=command)
+            attempt = Attempt(again, console, links=links, standbys=restarts < (max_restarts or 0))
     finally:
         await asyncio.gather(*(link.close() for link in links.values()))
 
 
-async def _reach(launching: Launching, links: dict[str, Link], host: Host) -> bool:
+async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
     """Whether a host answers; its agent then is among the links."""
     if host.name not in links or links[host.name].closed:
         if host.name in links:
             links[host.name].drop()
         try:
-            links[host.name] = await asyncio.wait_for(connect(launching, host), ANSWER_SECONDS)
+            links[host.name] = await asyncio.wait_for(connect(job, host), ANSWER_SECONDS)
         except (TimeoutError, ConnectionError):
             links.pop(host.name, None)
     return host.name in links
 
 
-async def _answering(
-    launching: Launching,
+async def answering_hosts(
+    job: Job,
     links: dict[str, Link],
     hosts: tuple[Host, ...],
     all_of_them: bool,
@@ -149,7 +143,7 @@ async def _answering(
         return connected
     deadline = time.monotonic() + patience_seconds
     while True:
-        answered = await asyncio.gather(*(_reach(launching, links, host) for host in hosts))
+        answered = await asyncio.gather(*(_reach(job, links, host) for host in hosts))
         enough = all(answered) if all_of_them else any(answered) or time.monotonic() > deadline
         if enough or not interrupts.empty():
             return tuple(host for host, there in zip(hosts, answered, strict=True) if there)
@@ -157,7 +151,7 @@ async def _answering(
 
 
 async def _placed(
-    launching: Launching, links: dict[str, Link], hosts: tuple[Host, ...], everyone: tuple[Host, ...], outcome: Outcome
+    job: Job, links: dict[str, Link], hosts: tuple[Host, ...], everyone: tuple[Host, ...], outcome: Outcome
 ) -> tuple[Host, ...]:
     """Those of the hosts that reach each other, where that is in doubt; each at an address that suits its neighbours.
 
@@ -166,26 +160,26 @@ async def _placed(
     if outcome.reached is not None and {host.name for host in outcome.reached} <= {host.name for host in hosts}:
         return outcome.reached
     is_cut = outcome.reached is not None or (outcome.fault is not None and outcome.fault.kind in ("wedged", "late"))
-    is_moved = launching.backend == "ring" and hosts != everyone and any(host.addresses for host in hosts)
+    is_moved = job.backend == "ring" and hosts != everyone and any(host.addresses for host in hosts)
     if len(hosts) < 2 or not (is_cut or is_moved):
         return hosts
-    return await reachable_hosts.reach_each_other(launching, links, hosts) or hosts
+    return await reachable_hosts.reach_each_other(job, links, hosts) or hosts
 
 
 async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple[Host, ...]) -> None:
     """Says when one of the missing hosts could take part again, with processes that are ready for it."""
-    while not attempt.back.is_set():
+    while not attempt.missing_is_back.is_set():
         await asyncio.sleep(LOOK_OUT_SECONDS)
         for host in missing:
             known = attempt.links.get(host.name)  # its ports were closed, its agent and what that keeps ready are there
             try:
-                link = known if known and not known.closed else await connect(attempt.launching, host)
+                link = known if known and not known.closed else await connect(attempt.job, host)
             except ConnectionError:
                 continue
             try:
                 if await _could_join(attempt, link, host, everyone):
                     attempt.links[host.name] = link
-                    attempt.back.set()
+                    attempt.missing_is_back.set()
             finally:
                 if attempt.links.get(host.name) is not link:
                     await link.close()
@@ -193,27 +187,24 @@ async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple
 
 async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[Host, ...]) -> bool:
     """Whether a host takes connections at the run's ports, too, from one that trains; then it gets its processes ready."""
-    launching, training = attempt.launching, {one.name for one in attempt.launching.hosts}
+    job, training = attempt.job, {one.name for one in attempt.job.hosts}
     before = [one.name for one in reversed(topology.in_ring_order(host, everyone)) if one.name in training]
-    asking = attempt.links.get(before[0] if launching.backend == "ring" else launching.hosts[0].name)
-    port = launching.starting_port + launching.size  # beyond those where ranks listen now
+    asking = attempt.links.get(before[0] if job.backend == "ring" else job.hosts[0].name)
+    port = job.starting_port + job.size  # beyond those where ranks listen now
     try:
         await link.ask("listen", ANSWER_SECONDS, port=port)
         if asking is None or asking.closed:
             return False
-        if (
-            await reachable_hosts.first_address(asking, host, launching.hosts, port, reachable_hosts.PROBE_SECONDS)
-            is None
-        ):
+        if await reachable_hosts.first_address(asking, host, job.hosts, port, reachable_hosts.PROBE_SECONDS) is None:
             return False
     except ConnectionError:
         return False
-    if attempt.run is not None:
-        await ranks.prepared(launching, link, host, attempt.run)
+    if attempt.world.run is not None:
+        await prepare_standbys(job, link, host, attempt.world.run)
     return not link.closed
 
 
-def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:
+def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Callable[[], Attempt]) -> None:
     """Hands our standard input on to rank 0, a piece at a time; in the background of a terminal there is none."""
 
     def read() -> None:
@@ -225,11 +216,11 @@ def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Any) -> None:
             while not attempt().takes_input:
                 time.sleep(0.05)
             now, text = attempt(), base64.b64encode(piece).decode() if piece else None
-            now.typed.clear()
+            now.world.input_taken.clear()
             loop.call_soon_threadsafe(functools.partial(now.type, text=text))
             if not piece:
                 return
-            now.typed.wait()
+            now.world.input_taken.wait()
 
     with contextlib.suppress(OSError):
         if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():

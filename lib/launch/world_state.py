@@ -1,0 +1,145 @@
+"""What the agents of all hosts have reported since a start: which ranks live, what they wait for, how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+import time
+import zlib
+from typing import cast
+
+from lib.launch import diagnose
+from lib.launch.agent_link import Link
+from lib.launch.agent_messages import Beat, Message
+from lib.launch.diagnose import HostState, RankState
+from lib.launch.job import Job, local_run_folder
+from lib.launch.rank_console import Console
+from lib.telemetry.log_tail import Copy
+
+MPIRUN = -1  # in place of a rank's number: mpirun, which starts the ranks
+
+
+class WorldState:
+    """The hosts and ranks of one start, by their agents' messages."""
+
+    def __init__(self, job: Job, console: Console, address: str):
+        """Nothing is known yet.
+
+        Args:
+            address: of the start; messages about another one are dropped.
+        """
+        self.job, self.console, self.address = job, console, address
+        self.is_mpi = job.backend == "mpi"
+        self.links: dict[str, Link] = {}
+        self.hosts: dict[str, HostState] = {}
+        self.ranks: dict[int, RankState] = {}
+        self.ended: dict[str, asyncio.Event] = {}  # by host: all its ranks have ended
+        self.run: str | None = None  # folder of the run
+        self.checkpoint: int | None = None  # its newest step
+        self.input_taken = threading.Event()  # rank 0 has the last piece of input
+        self.log_copies: dict[str, Copy | None] = {}  # of other hosts' logs; None where they cannot be written
+
+    def add_host(self, link: Link, ranks: list[int | None]) -> None:
+        """From now on what the agent reports is taken in.
+
+        ranks: that start there; None for mpirun.
+        """
+        self.links[link.name] = link
+        self.hosts[link.name] = HostState(link.name, time.monotonic(), closed=link.closed)
+        self.ended[link.name] = asyncio.Event()
+        for rank in ranks:
+            number = MPIRUN if rank is None else rank
+            self.ranks[number] = RankState(number, link.name)
+
+    def fault(self) -> diagnose.Fault | None:
+        """The first thing that is wrong now; None if nothing is."""
+        limits = self.job.silent_seconds, self.job.wedged_seconds
+        return diagnose.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *limits)
+
+    def processes(self) -> list[RankState]:
+        """The processes whose end ends the start: the ranks, or mpirun."""
+        return [self.ranks[MPIRUN]] if self.is_mpi else list(self.ranks.values())
+
+    def is_running(self) -> bool:
+        """Whether one of them has not ended."""
+        return any(process.status is None for process in self.processes())
+
+    def worst_status(self) -> int:
+        """The exit status of all: that of the worst rank."""
+        return max((diagnose.exit_status(process.status or 0) for process in self.processes()), default=1)
+
+    def receive(self, host: str, kind: str, fields: Message) -> None:
+        """Takes in a message of a host's agent."""
+        if kind == "foreign":  # no sign that the agent lives
+            self.console.note(f"{host} says: {fields['text']}")
+            return
+        self.hosts[host].last_message = time.monotonic()
+        if kind == "output":
+            self._print(host, fields["rank"], fields["stream"], fields["text"])
+        elif kind == "warning":
+            self.console.note(f"{host}: {fields['text']}")
+        elif kind == "closed":
+            self.hosts[host].closed = True
+            self.ended[host].set()
+        elif fields.pop("start", None) != self.address:
+            return
+        elif kind == "memory":
+            self._rank(fields["rank"], host).memory = fields["text"]
+        elif kind == "exit":
+            self._note_exit(**fields)
+        elif kind == "alive":
+            self._note_states(host, fields["states"])
+            for rank, status in fields["exits"]:
+                self._note_exit(rank, status)
+        elif kind == "beat":
+            self._note_beat(host, cast(Beat, fields))
+        elif kind == "log":
+            self._copy_log(host, **fields)
+        elif kind == "typed":
+            self.input_taken.set()
+        elif kind == "ended":
+            self.ended[host].set()
+
+    def _rank(self, rank: int, host: str) -> RankState:
+        return self.ranks.setdefault(rank, RankState(rank, host))
+
+    def _print(self, host: str, rank: int | None, stream: str, text: str) -> None:
+        self.console.output(rank, host, stream, text)
+        if rank is not None and (cause := diagnose.cause_of(text)) is not None:
+            self._rank(rank, host).cause = cause
+
+    def _note_exit(self, rank: int | None, status: int) -> None:
+        number = rank if rank is not None else MPIRUN if self.is_mpi else 0
+        self.ranks[number].status = status
+
+    def _note_states(self, host: str, states: dict[str, str]) -> None:
+        for rank, state in states.items():
+            seen = self._rank(int(rank), host)
+            if state != "stopped":
+                seen.stopped_since = None
+                if state == "gone" and self.is_mpi:
+                    seen.status = 0  # how it ended is mpirun's to report
+            elif seen.stopped_since is None:
+                seen.stopped_since = time.monotonic()
+
+    def _note_beat(self, host: str, beat: Beat) -> None:
+        seen = self._rank(beat["rank"], host)
+        now = time.monotonic()
+        seen.beats = True
+        seen.waiting, seen.waiting_since = beat["waiting"], now - beat["seconds"]
+        seen.passing, seen.passing_since, seen.passes = beat["passing"], now - beat["passing_seconds"], beat["passes"]
+        if beat["rank"] == 0:
+            self.run, self.checkpoint = beat.get("run"), beat.get("checkpoint")
+
+    def _copy_log(self, host: str, rank: int, run: str, offset: int, packed: str) -> None:
+        """Writes a piece of a log of another host where the dashboard of this machine looks for it."""
+        if host not in self.log_copies:
+            self.log_copies[host] = Copy(local_run_folder(self.job, run) / "logs", self.links[host].machine)
+        copy = self.log_copies[host]
+        if copy is not None:
+            try:
+                copy.write(rank, offset, zlib.decompress(base64.b64decode(packed)))
+            except OSError as error:
+                self.console.note(f"the logs of {host} are not copied to {copy.logs}: {error.strerror}")
+                self.log_copies[host] = None

@@ -1,0 +1,106 @@
+"""One HTTP request and its answer: reading the body, sending the answer, and noticing that the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from lib.serve.openai_requests import RequestError
+
+JSON_HEADERS = {"content-type": "application/json"}
+
+
+class ClientGone(Exception):
+    """The client has gone: there is nobody to answer."""
+
+
+@dataclass
+class Exchange:
+    """One request, and how far its answer is."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: Headers
+    id: str
+    owner: str = ""
+    since: float = field(default_factory=time.monotonic)
+    status: int = 0  # of the answer; 0: not begun
+    has_content: bool = False  # something of the answer has been sent
+    is_stream: bool = False
+    record: dict[str, object] = field(default_factory=dict)  # for the log
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+
+async def read_body(exchange: Exchange, max_bytes: int, limit_seconds: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestError: it is too large, too slow, or not JSON by its own word (which makes a browser ask first).
+        ClientGone: the connection ended in its middle.
+    """
+    too_large = RequestError(413, f"the body has more than {max_bytes} bytes", "request_too_large")
+    if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError(415, "the content-type has to be application/json", "unsupported_media_type")
+    length = exchange.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > max_bytes:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limit_seconds):
+            while True:
+                message = await exchange.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("in the middle of its body")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > max_bytes:
+                    raise too_large
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise RequestError(408, f"the body was not there after {limit_seconds:g} s", "timeout") from None
+
+
+async def while_listening(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does something for a client for as long as it listens.
+
+    Raises:
+        ClientGone: it left; the work is cancelled.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("before the answer's end")
+        task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_answer(exchange: Exchange, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    """Sends a whole answer."""
+    await exchange.send(start_of_answer(status, {**headers, "content-length": str(len(body))}))
+    await exchange.send({"type": "http.response.body", "body": body})
+
+
+def start_of_answer(status: int, headers: Mapping[str, str]) -> Message:
+    """The message that begins an answer."""
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": encoded}

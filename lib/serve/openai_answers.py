@@ -1,0 +1,81 @@
+"""What a backend answers, and what clients get of it: server-sent events, renamed, split, and put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, TypedDict
+
+BACKEND_MODEL = (
+    b'"model": "default_model"'  # as mlx_lm.server answers; inside of a JSON string its quotes would be escaped
+)
+HEADER = ("id", "object", "created", "model", "system_fingerprint")  # of an answer, the same in each of its events
+
+
+class Usage(TypedDict):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Event(TypedDict, total=False):
+    """One event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[dict[str, Any]]  # of chat: with a "delta"
+    usage: Usage
+
+
+def renamed(event: bytes, model: str) -> bytes:
+    """A backend's answer, under the name that clients know."""
+    return event.replace(BACKEND_MODEL, b'"model": ' + json.dumps(model).encode())
+
+
+def data_of(event: bytes) -> bytes | None:
+    """The data of a server-sent event; None for a comment."""
+    return event[6:] if event.startswith(b"data: ") else None
+
+
+def is_usage(data: bytes) -> bool:
+    """Whether an event has the usage, and no token."""
+    return b'"choices": [], "usage": {' in data
+
+
+def assemble(events: Iterable[bytes]) -> dict[str, object]:
+    """The whole answer, from the events of a stream, each as JSON."""
+    answer: dict[str, object] = {}
+    texts: dict[str, list[str]] = {"content": [], "reasoning": [], "text": []}
+    calls: list[dict[str, object]] = []
+    finish_reason, usage = None, None
+    for raw in events:
+        event: Event = json.loads(raw)
+        answer = answer or {key: event[key] for key in HEADER}  # type: ignore[literal-required]
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            finish_reason = choice["finish_reason"] or finish_reason
+            piece = choice.get("delta", choice)
+            for key, parts in texts.items():
+                parts.append(piece.get(key) or "")
+            calls += ({key: call[key] for key in call if key != "index"} for call in piece.get("tool_calls", ()))
+    text = {key: "".join(parts) for key, parts in texts.items()}
+    whole: dict[str, object] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+    if answer["object"] == "text_completion":
+        whole["text"] = text["text"]
+    else:
+        answer["object"] = "chat.completion"
+        message: dict[str, object] = {"role": "assistant", "content": text["content"] or None}
+        message |= {"reasoning": text["reasoning"]} if text["reasoning"] else {}
+        message |= {"tool_calls": calls} if calls else {}
+        whole["message"] = message
+    return answer | {"choices": [whole], "usage": usage}
+
+
+def split(buffer: bytes) -> tuple[list[bytes], bytes]:
+    """The whole server-sent events at a buffer's beginning, and what is left of it."""
+    *events, rest = buffer.split(b"\n\n")
+    return events, rest
