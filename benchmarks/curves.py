@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.dashboard import run_report
+from lib.dashboard import pictures
 from lib.plan.curves import BatchCurve, CurveKey, HostCalibration
 
 STYLE = """body { font: 15px/1.45 system-ui, sans-serif; color: #222 }
@@ -25,7 +25,7 @@ def draw(
     shape is to be compared, not their height.
     """
     measured = [(one, curve) for one in hosts for curve in one.curves if curve.key == key]
-    figure = run_report.batch_curves_figure(
+    figure = pictures.batch_curves_figure(
         [(one.machine.host, curve) for one, curve in measured],
         [(f"{one.machine.device_name}, published, other model", one.curves[0]) for one in published],
     )
@@ -34,7 +34,7 @@ def draw(
     picture, page = folder / "curves.png", folder / "curves.html"
     figure.savefig(picture, dpi=130)
     unfinished = page.with_suffix(".unfinished")
-    unfinished.write_text(_page(run_report.svg_of(figure), measured, key), encoding="utf-8")
+    unfinished.write_text(_page(pictures.svg_of(figure), measured, key), encoding="utf-8")
     unfinished.replace(page)
     return [picture, page]
 

@@ -84,7 +84,7 @@ def main() -> None:
 def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
     """The planner's choice for one model on one link, and what it predicts of each way."""
     link_name, latency, bandwidth = link.split(":")
-    shape = partition.shape_of(stored)
+    shape = partition.model_shape_of(stored)
     method = "full" if name.endswith("full") else "lora"
     key = CurveKey(model=name, method=method, dtype="bfloat16", sequence_length=TOKENS)
     published = read_published()
@@ -108,7 +108,7 @@ def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
 
 
 def calibrated(
-    published: HostCalibration, shape: partition.Shape, key: CurveKey, latency: float, bandwidth: float
+    published: HostCalibration, shape: partition.ModelShape, key: CurveKey, latency: float, bandwidth: float
 ) -> HostCalibration:
     """A host as its matmul rate would have it."""
     assert published.gflops is not None

@@ -95,7 +95,7 @@ def plan_for(
     config = load.load(None, ["model.path=-", "data.train=-", f"train.global_batch_size={BATCH}", *words])
     prompt, completion = LENGTHS
     rows = Rows(prompt, prompt + completion, prompt + 2 * completion, 2 * completion)
-    shape = partition.shape_of(stored, to_divide=False)
+    shape = partition.model_shape_of(stored, to_divide=False)
     can_divide = stored.get("model_type") in partition.FAMILIES
     shared = Training(method=config.model.method, rank=config.model.rank, shared_prompts=can_divide)
     limits = [limit_bytes(host) for host in hosts]

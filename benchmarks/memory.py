@@ -167,7 +167,7 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
 def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.StepBytes:
     """By arithmetic."""
     quantised = {"quantization": {"group_size": 64, "bits": case.bits}} if case.bits else {}
-    shape = partition.shape_of({**stored, **quantised}, case.dtype)
+    shape = partition.model_shape_of({**stored, **quantised}, case.dtype)
     training = step_arrays.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
     seen, scored = case.prompt + case.completion, 2 * (case.completion + 1)
     rows = memory.Rows(case.prompt, seen, case.prompt + 2 * case.completion, scored, length_multiple=multiple)

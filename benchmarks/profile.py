@@ -203,7 +203,7 @@ def components(model: nn.Module, batch: Batch, options: argparse.Namespace) -> d
         drawn(tokens, kv_heads, 1, head_dim),
     )
     rows, completions, _ = inputs["mask"].shape
-    parts = inputs["prefix_length"], inputs.get("slots"), inputs.get("sources")
+    parts = inputs["prefix_length"], inputs.get("suffix_indices"), inputs.get("suffix_uses")
     stream = token_stream.Stream(inputs["offsets"], rows, completions, *parts)
     scale = head_dim**-0.5
     if parts[0] or parts[1] is not None:

@@ -1,9 +1,10 @@
-"""Tandem's floors: each module imports only from the floors below it (see the README's tree).
+"""Tandem's packages; each imports only from those before it in this list (docs/architecture.md).
 
-Where to begin: `train` is the story of a run. `lib.config` has every setting, `lib.plan` decides who does how much, `lib.step` does
-it, and `lib.sync` is all that passes between ranks. `lib.losses` and `lib.merge` follow their papers. `lib.launcher` starts ranks,
-`lib.preflight` looks before, `lib.watch` and `lib.checkpoint` are for when something breaks. `lib.data` reads, `lib.evaluate` judges,
-`lib.server` serves, `lib.dashboard` shows.
+errors, config, system, telemetry / data / model, distributed, plan, training, evaluate, dashboard / launch, serve.
+
+Where to begin: `train` is the story of a run. `lib.config.schema` has every setting, `lib.plan.run_plan` decides who does how much,
+`lib.training.step` does it, and `lib.distributed.world` is all that passes between ranks. `lib.training.losses` and
+`lib.training.merge_adapters` follow their papers. `lib.launch.launcher` starts ranks.
 """
 
 from lib import environment

@@ -66,7 +66,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 # Their seconds are most of all; under xdist (make test), which hands out files, the longest have to begin first.
-LONGEST = ("server", "recovery", "launch", "train", "rounds", "preflight", "dashboard", "calibrate", "shapes", "step")
+LONGEST = (
+    "server",
+    "recovery",
+    "launch",
+    "out_of_memory",
+    "train",
+    "rounds",
+    "preflight",
+    "dashboard",
+    "calibrate",
+    "memory",
+    "mistakes",
+)
+LONGEST += ("shapes", "step")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,8 +106,8 @@ def pictures() -> None:
 def no_other_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing a tiny run's curves takes four times as long as training it: runs in this process leave their pages without."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("lib.dashboard.run_report.curves_svg", lambda run: "")
-        monkeypatch.setattr("lib.dashboard.run_report.plot_curves", lambda log, picture: None)
+        monkeypatch.setattr("lib.dashboard.pictures.curves_svg", lambda run: "")
+        monkeypatch.setattr("lib.dashboard.pictures.plot_curves", lambda log, picture: None)
 
 
 @pytest.fixture(scope="session")

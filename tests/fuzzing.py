@@ -38,7 +38,7 @@ FULL_DISK = """
 import resource, sys
 size = int(sys.argv.pop(1))
 import train
-from lib import checkpoint
+from lib.training import checkpoint
 def open_run(*args, opened=checkpoint.open_run):
     lock = opened(*args)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

@@ -10,7 +10,7 @@ import pytest
 
 from lib.config import load
 from lib.config.schema import Config
-from lib.model.partition import shape_of
+from lib.model.partition import model_shape_of
 from lib.plan import advice
 from lib.plan.curves import BatchCurve, read_published
 from lib.plan.divide_work import make_plan, plan_sharded
@@ -22,7 +22,7 @@ from tests.test_plan import LLAMA_8B
 from tests.test_replan import LEAD, constant, played
 
 HOSTS = ["m4-max", "m3-ultra"]
-SHAPE = shape_of(LLAMA_8B)
+SHAPE = model_shape_of(LLAMA_8B)
 
 
 def configured(*words: str) -> Config:

@@ -17,7 +17,7 @@ from tests.tiny import ROOT
 
 
 def spare(folder: Path, words: list[str], between: str = "", changed: Path | None = None) -> Path:
-    """A run by lib.spare; `changed` gets the text `between` when all is read and before the command comes."""
+    """A run by lib.launch.standby; `changed` gets the text `between` when all is read and before the command comes."""
     process = subprocess.Popen(
         [sys.executable, "-m", "lib.launch.standby"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )

@@ -160,7 +160,7 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
     monkeypatch.setattr(step, "make_step", slower)
     words = [*settings(world, folder, rows=300), "strategy=independent", "independent.pairs_per_round=150"]
     words += ["train.epochs=2", "checkpoint.every=10"]
-    original = local_sgd.Rounds._work
+    original = local_sgd.LocalSGD._work
 
     def stopping(self: Any, queue: Any, seconds: Any, local_step: Any) -> Any:
         def step_or_stop(step: int, *rest: Any) -> Any:
@@ -170,11 +170,11 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
 
         return original(self, queue, seconds, step_or_stop)
 
-    monkeypatch.setattr(local_sgd.Rounds, "_work", stopping)
+    monkeypatch.setattr(local_sgd.LocalSGD, "_work", stopping)
     with pytest.raises(Stopped):
         train(world, folder, words, "run")
     world.gather_text("stopped")
-    monkeypatch.setattr(local_sgd.Rounds, "_work", original)
+    monkeypatch.setattr(local_sgd.LocalSGD, "_work", original)
     run = train(world, folder, words, "run", resume=True)
     world.gather_text("finished")
     assert rows_of_epochs(run) == {0: list(range(300)), 1: list(range(300))}
@@ -288,7 +288,7 @@ def test_what_one_rank_meets_ends_all(
 ) -> None:
     """A fault on the last rank, in the middle of a round: all leave at their next meeting, and say whose it is."""
     common = [*settings(world, folder, rows=200), "strategy=independent", *words]
-    original = local_sgd.Rounds._work
+    original = local_sgd.LocalSGD._work
     for number, fault in enumerate([Stopped("not finite"), OSError(28, "No space left on device", "log")]):
 
         def work(self: Any, queue: Any, seconds: Any, local_step: Any, fault: Exception = fault) -> Any:
@@ -299,7 +299,7 @@ def test_what_one_rank_meets_ends_all(
 
             return original(self, queue, seconds, broken)
 
-        monkeypatch.setattr(local_sgd.Rounds, "_work", work)
+        monkeypatch.setattr(local_sgd.LocalSGD, "_work", work)
         with pytest.raises((Stopped, AgreedError), match=f"rank {world.size - 1}: .*(not finite|No space left)"):
             train(world, folder, common, f"run{number}")
         world.gather_text("left")

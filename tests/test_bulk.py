@@ -265,7 +265,9 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = ["It is 0.", "It is 1.", "It is 2.", "It is 2."]
-    monkeypatch.setattr("lib.evaluate.batch_inference.Writer.completions", lambda self, rows: [drawn] * len(rows))
+    monkeypatch.setattr(
+        "lib.evaluate.batch_inference.CompletionWriter.completions", lambda self, rows: [drawn] * len(rows)
+    )
     words = [*common(writer), "--data", str(writer / "questions.jsonl")]
     pattern = r"evaluate.answer_pattern=(\d+)\."
     bulk([*words, pattern, "--make-pairs", str(tmp_path / "checked.jsonl")])

@@ -26,7 +26,7 @@ from tests.test_plan import LLAMA_8B
 from tests.test_replan import KEY, calibrated
 from tests.test_shard import folder, train, words_of, world  # noqa: F401
 
-SHAPE = partition.shape_of(LLAMA_8B)  # 16.06 GB of weights
+SHAPE = partition.model_shape_of(LLAMA_8B)  # 16.06 GB of weights
 RATES = {1: 10.0, 8: 20.0}
 
 
@@ -184,7 +184,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     """Real ranks: the calibration of this host says that less than the model may be used."""
     words = words_of(world, folder, "train.schedule=constant", "train.steps=3")
     whole = train(world, folder, [*words, "strategy=synchronous"], "whole")
-    shape = partition.shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
+    shape = partition.model_shape_of(json.loads((folder / "model/config.json").read_text()), "float32")
     limit = int(whole_bytes(configured(), shape) * 0.95)  # less than the model and its headroom
     points = tuple(BatchPoint(batch_size=size, seconds_median=size / 9, pairs_per_second=9) for size in (1, 8))
     link = Link(backend="mpi", latency_seconds=1e-3, bandwidth_bytes_per_second=1e8)

@@ -17,7 +17,7 @@ import pytest
 
 from lib.dashboard import charts, run_report
 from lib.dashboard.figures import figures
-from lib.dashboard.history import Run
+from lib.dashboard.history import RunHistory
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import PerformanceTracker, read_records
 from tests import chromium, tiny
@@ -230,7 +230,7 @@ def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written
     )
     command = words_of_launch(others, backend=backend)
     launch = launching.start([*command, "train.py", "--config", str(tiny.config_file(tmp_path)), *words])
-    here = Run(launching.outside / "runs" / run.name)
+    here = RunHistory(launching.outside / "runs" / run.name)
 
     def seen(rank: int) -> int:
         while here.read():

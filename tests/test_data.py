@@ -575,19 +575,19 @@ def test_whole_rows_score_every_completion_token_at_the_position_before_it(rows,
     batch = collate(examples, multiple, shared_prompts=False)
     tokens = batch.tokens.reshape(2 * len(rows), -1)
     assert batch.rows.tolist() == [7 + row for row in range(len(rows))]
-    assert batch.prefix_length == 0 and batch.slots is None and tokens.shape[1] % multiple == 0
-    assert batch.places.shape == batch.mask.shape and batch.mask.shape[2] % multiple == 0
+    assert batch.prefix_length == 0 and batch.suffix_indices is None and tokens.shape[1] % multiple == 0
+    assert batch.logp_indices.shape == batch.mask.shape and batch.mask.shape[2] % multiple == 0
     sequences = [(prompt, completion) for prompt, *completions in rows for completion in completions]
-    mask, places = (a.reshape(len(sequences), -1) for a in (batch.mask, batch.places))
+    mask, logp_indices = (a.reshape(len(sequences), -1) for a in (batch.mask, batch.logp_indices))
     for index, (prompt, completion) in enumerate(sequences):
         whole = prompt + completion
         assert tokens[index].tolist()[: len(whole) - 1] == whole[:-1]
         assert not tokens[index, len(whole) - 1 :].any()
         scored = [(len(prompt) + c - 1, token) for c, token in enumerate(completion) if len(prompt) + c > 0]
-        where = places[index, mask[index]]
+        where = logp_indices[index, mask[index]]
         positions = batch.scored[where] - index * tokens.shape[1]
         assert list(zip(positions.tolist(), batch.targets[where].tolist(), strict=True)) == scored
-        assert not places[index, ~mask[index]].any()
+        assert not logp_indices[index, ~mask[index]].any()
     assert batch.completion_tokens == batch.mask.sum() and batch.computed_tokens == batch.tokens.size
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lib.data.row_order import (
     Position,
-    _deal_neighbours,
     advance,
-    deal,
+    assign_micro_batches,
+    assign_neighbours,
     epoch_order,
     global_batch,
     micro_batches,
@@ -113,14 +113,14 @@ def test_neighbours_end_where_no_exchange_of_two_micro_batches_helps():
         weights = np.array([sum(of_rank) for of_rank in sizes])
         lengths = random.integers(1, 100, weights.sum())
         cost = padded(lengths)
-        dealt, costs = _deal_neighbours(np.argsort(lengths, kind="stable"), sizes, weights, cost)
-        assert [sorted(map(len, batches)) for batches in dealt] == [sorted(of_rank) for of_rank in sizes]
-        assert costs == [sum(map(cost, batches)) for batches in dealt]
+        assigned, costs = assign_neighbours(np.argsort(lengths, kind="stable"), sizes, weights, cost)
+        assert [sorted(map(len, batches)) for batches in assigned] == [sorted(of_rank) for of_rank in sizes]
+        assert costs == [sum(map(cost, batches)) for batches in assigned]
         loads = np.array(costs) / weights
         heaviest = int(np.argmax(loads))
         for other in {0, 1, 2} - {heaviest}:
-            for mine in dealt[heaviest]:
-                for theirs in (batch for batch in dealt[other] if len(batch) == len(mine)):
+            for mine in assigned[heaviest]:
+                for theirs in (batch for batch in assigned[other] if len(batch) == len(mine)):
                     saved = cost(mine) - cost(theirs)
                     after = max(loads[heaviest] - saved / weights[heaviest], loads[other] + saved / weights[other])
                     assert after >= loads[heaviest] * (1 - 1e-8), seed
@@ -151,11 +151,11 @@ costs_of_layouts = st.sampled_from([padded, ragged])
 
 
 @given(sizes_lists, costs_of_layouts, st.data())
-def test_deal_follows_the_plans_sizes_and_ends_with_the_rows(sizes, layout, data):
+def test_assign_follows_the_plans_sizes_and_ends_with_the_rows(sizes, layout, data):
     count = data.draw(st.integers(1, sum(map(sum, sizes))))
     lengths = np.random.default_rng(count).integers(1, 500, 1000)
     rows = np.random.default_rng(count + 1).permutation(1000)[:count]
-    parts, costs = deal(rows, lengths, sizes, layout(lengths))
+    parts, costs = assign_micro_batches(rows, lengths, sizes, layout(lengths))
     assert costs == [sum(map(layout(lengths), part)) for part in parts]
     assert sorted(np.concatenate([batch for part in parts for batch in part])) == sorted(rows)
     shares = [sum(of_rank) for of_rank in sizes]
@@ -168,7 +168,7 @@ def test_deal_follows_the_plans_sizes_and_ends_with_the_rows(sizes, layout, data
 
 
 @given(st.integers(0, 10_000), st.sampled_from([[16, 16], [24, 8], [48, 16], [40, 16, 8], [16] * 4]))
-def test_deal_balances_tokens_and_pads_less_than_rows_dealt_one_by_one(seed, shares):
+def test_assign_balances_tokens_and_pads_less_than_rows_dealt_one_by_one(seed, shares):
     """Ragged lengths in no order, the worst case: by the slowest rank's tokens for its share."""
     lengths = np.clip(np.random.default_rng(seed).lognormal(5.5, 0.7, sum(shares)), 16, 2048).astype(int)
     sizes = [[8] * (share // 8) for share in shares]
@@ -176,13 +176,13 @@ def test_deal_balances_tokens_and_pads_less_than_rows_dealt_one_by_one(seed, sha
     interleaved = [micro_batches(part, 8) for part in split(rows, lengths, shares)]
     for layout in (padded, ragged):
         cost = layout(lengths)
-        slowest = (np.array(deal(rows, lengths, sizes, cost)[1]) / shares).max()
+        slowest = (np.array(assign_micro_batches(rows, lengths, sizes, cost)[1]) / shares).max()
         assert slowest <= max(sum(map(cost, part)) / n for part, n in zip(interleaved, shares, strict=True))
     assert slowest <= 1.01 * lengths.mean()
 
 
 @pytest.mark.parametrize(("layout", "excess"), [(padded, 1.03), (ragged, 1.002)])
-def test_deal_keeps_planned_shares_right_on_ragged_lengths(layout, excess):
+def test_assign_keeps_planned_shares_right_on_ragged_lengths(layout, excess):
     """At the default window, over an epoch: the slowest rank's excess over the mean, for its share."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.7, 64 * 64), 16, 2048).astype(int)
     order = epoch_order(lengths, 0, 0, 64, 32)
@@ -190,16 +190,16 @@ def test_deal_keeps_planned_shares_right_on_ragged_lengths(layout, excess):
         slowest = mean = 0.0
         for start in range(0, len(order), 64):
             sizes = [[8] * (share // 8) for share in shares]
-            _, costs = deal(order[start : start + 64], lengths, sizes, layout(lengths))
+            _, costs = assign_micro_batches(order[start : start + 64], lengths, sizes, layout(lengths))
             slowest += (np.array(costs) / shares).max()
             mean += sum(costs) / 64
         assert slowest <= excess * mean, (shares, slowest / mean)
 
 
-def test_deal_of_a_thousand_ranks():
+def test_assign_of_a_thousand_ranks():
     lengths = np.random.default_rng(0).integers(16, 2048, 16_384)
     sizes = [[4] * 4] * 500 + [[8, 4, 4]] * 500 + [[1]] * 384
-    parts, _ = deal(np.arange(16_384), lengths, sizes, padded(lengths))
+    parts, _ = assign_micro_batches(np.arange(16_384), lengths, sizes, padded(lengths))
     assert sum(len(batch) for part in parts for batch in part) == 16_384
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.model.partition import Division, Part, apportion, bounds, divide, rank_bytes, shape_of
+from lib.model.partition import Division, Part, apportion, bounds, divide, model_shape_of, rank_bytes
 
 MIXTURE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -29,7 +29,7 @@ MIXTURE: dict[str, Any] = {
 
 
 def test_the_weights_of_a_mixture_of_experts_by_hand() -> None:
-    shape = shape_of(MIXTURE)
+    shape = model_shape_of(MIXTURE)
     assert (shape.blocks, shape.expert_blocks, shape.experts, shape.is_tied) == (5, 1, 4, False)
     assert (shape.mlp_columns, shape.expert_columns, shape.group_size) == (20, 6, 1)
     assert shape.head_parameters == 5 * 8 * 3 * (2 + 2 + 1 + 1)  # two queries, their outputs, a key, a value
@@ -51,32 +51,34 @@ def test_the_weights_of_a_mixture_of_experts_by_hand() -> None:
 
 
 def test_dimensions_that_a_configuration_leaves_out_or_says_in_its_own_way() -> None:
-    everywhere = shape_of({**MIXTURE, "decoder_sparse_step": None, "mlp_only_layers": None})
+    everywhere = model_shape_of({**MIXTURE, "decoder_sparse_step": None, "mlp_only_layers": None})
     every_third = {**MIXTURE, "num_hidden_layers": 7, "decoder_sparse_step": 3}  # the third and the sixth
-    assert [shape_of({**every_third, "mlp_only_layers": only}).expert_blocks for only in ([], [5])] == [2, 1]
+    assert [model_shape_of({**every_third, "mlp_only_layers": only}).expert_blocks for only in ([], [5])] == [2, 1]
     assert everywhere.expert_blocks == 5 and everywhere.mlp_columns == 0 and everywhere.expert_columns == 6
-    dense = shape_of(
+    dense = model_shape_of(
         {**MIXTURE, "model_type": "llama", "num_experts": 0, "num_key_value_heads": None, "head_dim": None}
     )
     assert (dense.kv_heads, dense.head_dim, dense.expert_columns, dense.is_tied) == (4, 2, 0, True)
-    assert not shape_of({**MIXTURE, "model_type": "llama", "num_experts": 0, "tie_word_embeddings": False}).is_tied
+    assert not model_shape_of(
+        {**MIXTURE, "model_type": "llama", "num_experts": 0, "tie_word_embeddings": False}
+    ).is_tied
     for stored, dtype, number_bytes in (({}, None, 4), ({"torch_dtype": "bfloat16"}, None, 2), ({}, "float16", 2)):
-        shape = shape_of({**MIXTURE, **stored}, dtype)
+        shape = model_shape_of({**MIXTURE, **stored}, dtype)
         assert shape.weight_bytes == shape.other_bytes == number_bytes
-    assert shape_of({**MIXTURE, "dtype": "bfloat16"}, "float32").other_bytes == 4, (
+    assert model_shape_of({**MIXTURE, "dtype": "bfloat16"}, "float32").other_bytes == 4, (
         "as it is loaded, not as it is stored"
     )
     affine = {"group_size": 32, "bits": 4}
-    quantised = shape_of({**MIXTURE, "torch_dtype": "bfloat16", "quantization": affine})
+    quantised = model_shape_of({**MIXTURE, "torch_dtype": "bfloat16", "quantization": affine})
     assert (quantised.group_size, quantised.weight_bytes, quantised.other_bytes) == (32, 0.5 + 4 / 32, 2)
-    newer = shape_of({**MIXTURE, "quantization_config": {**affine, "mode": "mxfp4"}})
+    newer = model_shape_of({**MIXTURE, "quantization_config": {**affine, "mode": "mxfp4"}})
     assert newer.weight_bytes == 0.5 + 1 / 32
     mixed = {
         **affine,
         "layers.0.self_attn.o_proj": {"group_size": 64, "bits": 8},
         "layers.1.mlp.up_proj": {"group_size": 128},
     }
-    assert shape_of({**MIXTURE, "quantization": {**mixed, "layers.0.mlp.down_proj": False}}).group_size == 64
+    assert model_shape_of({**MIXTURE, "quantization": {**mixed, "layers.0.mlp.down_proj": False}}).group_size == 64
 
 
 @given(st.integers(1, 5), st.lists(st.floats(0.01, 10), min_size=1, max_size=4), st.integers(0, 6))
@@ -103,13 +105,13 @@ def test_columns_are_tidy_where_there_are_enough_and_whole_groups_in_any_case() 
         (64 * 32 + 1, [1, 2], 1),
     ):
         stored = {**llama, "intermediate_size": width, "num_attention_heads": 4, "num_key_value_heads": 4}
-        columns = divide(shape_of(stored), weights).mlp_columns
+        columns = divide(model_shape_of(stored), weights).mlp_columns
         assert sum(columns) == width and (all(count % 64 == 0 for count in columns) == (expected == 64)), columns
     quantised = {**llama, "intermediate_size": 96, "quantization": {"group_size": 32, "bits": 4}, "head_dim": 32}
-    assert all(count % 32 == 0 for count in divide(shape_of(quantised), [1, 2]).mlp_columns)
-    rows = divide(shape_of({**llama, "vocab_size": 64 * 32 * 2}), [1, 3], vocabulary=True).vocabulary
-    assert divide(shape_of({**llama, "vocab_size": 7}), [3, 4], vocabulary=True).vocabulary == (3, 4)
-    assert rows == (1024, 3072) and divide(shape_of(llama), [1, 3]).vocabulary == ()
+    assert all(count % 32 == 0 for count in divide(model_shape_of(quantised), [1, 2]).mlp_columns)
+    rows = divide(model_shape_of({**llama, "vocab_size": 64 * 32 * 2}), [1, 3], vocabulary=True).vocabulary
+    assert divide(model_shape_of({**llama, "vocab_size": 7}), [3, 4], vocabulary=True).vocabulary == (3, 4)
+    assert rows == (1024, 3072) and divide(model_shape_of(llama), [1, 3]).vocabulary == ()
 
 
 def test_a_part_is_a_slice_of_an_axis_counted_from_the_end() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lib.launch import doctor, host_facts, ranks
+from lib.launch import doctor, host_facts
 from lib.launch.doctor import Check, Checked, Examination, Result
 from lib.system import hardware, metal, network
 from tests import darwin
@@ -183,7 +183,7 @@ def test_what_only_a_mac_has(mac: darwin.Mac, monkeypatch: pytest.MonkeyPatch) -
     assert "109" not in examination.memory(5).message and "8.8 GB free" in examination.memory(5).message
     folder = examination.folder(5)
     assert folder is not None and folder.status == "ok"
-    monkeypatch.setattr(ranks, "ROOT", Path("/Users/jan/Documents/tandem"))
+    monkeypatch.setattr(doctor, "ROOT", Path("/Users/jan/Documents/tandem"))
     folder = examination.folder(5)
     assert folder is not None and folder.status == "note" and folder.remedy == "mv /Users/jan/Documents/tandem ~/tandem"
 

@@ -124,7 +124,7 @@ def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(t
         examples = draw(seed, count, shortest_prompt=shortest)
         batch = collate(examples, multiple, shared_prompts=True)
         assert_equal(model, examples, batch)
-        layouts.add((batch.prefix_length > 0, batch.slots is None))
+        layouts.add((batch.prefix_length > 0, batch.suffix_indices is None))
     assert layouts >= {(False, False), (True, False)}
 
 
@@ -134,7 +134,7 @@ def test_prompts_of_one_length_make_a_dense_stream(tmp_path: Path) -> None:
     ids = np.arange(2, 40, dtype=np.int32)
     examples = [Example(i, ids[i : i + 16], (ids[5 : 14 - (i > 1)], ids[i : i + 9])) for i in range(3)]
     batch = collate(examples, 8, shared_prompts=True)
-    assert batch.prefix_length == 16 and batch.slots is None and batch.computed_tokens == 3 * (16 + 2 * 8)
+    assert batch.prefix_length == 16 and batch.suffix_indices is None and batch.computed_tokens == 3 * (16 + 2 * 8)
     assert_equal(model, examples, batch)
     assert_equal(model, examples, batch, compiled=True)
 
@@ -145,7 +145,7 @@ def test_any_number_of_completions(tmp_path: Path, completions: int) -> None:
     assert token_stream.cannot_share_prompts(model) is None
     examples = draw(7, 4, completions, shortest_prompt=5)
     batch = collate(examples, 4, shared_prompts=True)
-    assert batch.places.shape[:2] == (4, completions)
+    assert batch.logp_indices.shape[:2] == (4, completions)
     assert_equal(model, examples, batch)
 
 
@@ -228,27 +228,29 @@ def test_every_token_of_a_stream_is_there_once_and_found_again(
     prefix, cut = batch.prefix_length, count * batch.prefix_length
     real = sum(len(e.prompt_ids) + sum(len(c) - 1 for c in e.completions) for e in examples)
     assert batch.real_tokens == real <= batch.computed_tokens == len(batch.tokens)
-    slots = (
-        batch.slots if batch.slots is not None else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
+    suffix_indices = (
+        batch.suffix_indices
+        if batch.suffix_indices is not None
+        else np.arange(len(batch.tokens) - cut).reshape(count, completions, -1)
     )
     for r, e in enumerate(examples):
         for k, completion in enumerate(e.completions):
             sequence = np.concatenate([e.prompt_ids, completion])
-            own = slots[r, k][: len(sequence) - 1 - prefix]
-            if batch.slots is not None:
-                assert (own >= 0).all() and (slots[r, k][len(own) :] == -1).all()
+            own = suffix_indices[r, k][: len(sequence) - 1 - prefix]
+            if batch.suffix_indices is not None:
+                assert (own >= 0).all() and (suffix_indices[r, k][len(own) :] == -1).all()
             where = np.concatenate([np.arange(r * prefix, (r + 1) * prefix), cut + own])
             assert batch.tokens[where].tolist() == sequence[:-1].tolist()
             assert batch.offsets[where].tolist() == list(range(len(sequence) - 1))
-            scored = batch.places[r, k][batch.mask[r, k]]
+            scored = batch.logp_indices[r, k][batch.mask[r, k]]
             first = max(len(e.prompt_ids), 1)
             assert batch.targets[scored].tolist() == sequence[first:].tolist()
             assert batch.scored[scored].tolist() == where[first - 1 :].tolist()
-    if batch.sources is not None:
-        assert len(batch.sources) == len(batch.tokens) - cut
-        uses = {(token, use) for token, row in enumerate(batch.sources.tolist()) for use in row if use >= 0}
-        assert uses == {(token, use) for use, token in enumerate(slots.reshape(-1).tolist()) if token >= 0}
-        in_stream = [token for token in range(len(batch.tokens) - cut) if (batch.sources[token] >= 0).any()]
+    if batch.suffix_uses is not None:
+        assert len(batch.suffix_uses) == len(batch.tokens) - cut
+        uses = {(token, use) for token, row in enumerate(batch.suffix_uses.tolist()) for use in row if use >= 0}
+        assert uses == {(token, use) for use, token in enumerate(suffix_indices.reshape(-1).tolist()) if token >= 0}
+        in_stream = [token for token in range(len(batch.tokens) - cut) if (batch.suffix_uses[token] >= 0).any()]
         assert len(in_stream) == real - cut  # nothing twice
 
 

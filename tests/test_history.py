@@ -14,10 +14,10 @@ from dash import html
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.dashboard import app, charts, history, run_report
+from lib.dashboard import charts, components, history, run_report
 from lib.dashboard import figures as figures_module
 from lib.dashboard.figures import figures
-from lib.dashboard.history import COLUMNS, INDEX, Run, Series
+from lib.dashboard.history import COLUMNS, INDEX, RunHistory, Series
 from lib.plan.curves import BatchCurve
 from lib.telemetry.log_tail import Copy, Tail
 from lib.telemetry.run_records import PerformanceTracker, rewind
@@ -37,7 +37,7 @@ def step(number: int, rank: int = 0, host: str = "a", **values: Any) -> dict[str
     return {"kind": "step", "time": 1000.0 + number, "rank": rank, "host": host, "step": number, **defaults, **values}
 
 
-def read_all(run: Run) -> Run:
+def read_all(run: RunHistory) -> RunHistory:
     while run.read():
         pass
     return run
@@ -92,7 +92,7 @@ def test_a_log_that_a_resume_cut_back_is_read_anew(tmp_path: Path) -> None:
         path,
         [step(n) for n in range(1, 21)] + [{"kind": "checkpoint", "time": 1020.5, "rank": 0, "host": "a", "step": 20}],
     )
-    run = read_all(Run(tmp_path))
+    run = read_all(RunHistory(tmp_path))
     rewind(path, 12)
     write(path, [step(n, loss=9.0) for n in range(13, 31)])  # as long as before, and longer, before anybody looks
     curve = read_all(run).curve((0, "a"), "loss")
@@ -123,7 +123,7 @@ def test_broken_lines_and_strangers_records_harm_nobody(tmp_path: Path) -> None:
     whole = [json.dumps(step(n)).encode() for n in (1, 2)]
     path.write_bytes(b"\n".join([whole[0], *strange, whole[1]]) + b'\n{"kind": "st')
     path.with_name("rank-001.jsonl").mkdir()  # what cannot be read
-    run = read_all(Run(tmp_path))
+    run = read_all(RunHistory(tmp_path))
     assert run.curve((0, "a"), "loss").values.tolist() == [1.0, 0.5]
     assert [event["kind"] for event in run.events] == ["start"] and figures(run, 2000.0).step == 2
 
@@ -155,21 +155,21 @@ def test_no_record_whatever_it_holds_breaks_a_page(found: list[tuple[str, dict[s
     ]
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "logs" / "rank-000.jsonl", lines)
-        run = read_all(Run(Path(folder)))
+        run = read_all(RunHistory(Path(folder)))
         now = figures(run, 2000.0)
         drawn = [charts.learning([run], name) for name, *_ in charts.LEARNING] + [charts.timeline(run)]
         drawn += [charts.speed(run, now), charts.seconds(now), charts.network(run), charts.batch_curves(run)]
         drawn += [charts.measured(run, name) for name in charts.MEASURED]
         json.dumps(drawn)
-        shown = [app._headline(html, now), app._machines(html, run, now), app._events(html, run)]
+        shown = [components.headline(html, now), components.machines(html, run, now), components.events(html, run)]
         shown += [
-            app._comparison(html, [run], [now]),
-            app._warnings(html, now),
-            app._values(run, now),
+            components.comparison(html, [run], [now]),
+            components.warnings(html, now),
+            components.chart_values(now),
         ]
         assert shown
         assert run_report.facts(run, now, {}) and isinstance(
-            run_report.samples(run) + charts.told_once(run.events), list
+            run_report.samples(run) + charts.distinct_events(run.events), list
         )
 
 
@@ -182,7 +182,7 @@ def test_the_network_and_sensors_are_told_by_rank_and_host(tmp_path: Path) -> No
     sensors = {"kind": "sensors", "time": 1003.5, **common, "temperature_celsius": 71.5, "power_watts": 120}
     write(tmp_path / "logs" / "rank-001.jsonl", [step(3, rank=1, host="b"), network, sensors])
     write(tmp_path / "logs" / "rank-002.jsonl", [step(3, rank=2, host="b")])  # on the same host
-    run = read_all(Run(tmp_path))
+    run = read_all(RunHistory(tmp_path))
     one, two = figures(run, 1004.0).ranks
     assert (one.round_trip_seconds, one.retransmits, one.temperature_celsius) == (0.005, 4, 71.5)
     assert (two.round_trip_seconds, two.power_watts) == (None, 120)
@@ -193,7 +193,7 @@ def test_the_network_and_sensors_are_told_by_rank_and_host(tmp_path: Path) -> No
 
 def test_a_folder_that_goes_away_is_shown_as_it_was(tmp_path: Path) -> None:
     write(tmp_path / "run" / "logs" / "rank-000.jsonl", [step(n) for n in (1, 2)])
-    run = read_all(Run(tmp_path / "run"))
+    run = read_all(RunHistory(tmp_path / "run"))
     (tmp_path / "run").rename(tmp_path / "gone")
     assert not run.read() and figures(run, 1003.0).step == 2 and history.runs_in(tmp_path / "run") == []
 
@@ -204,7 +204,7 @@ def test_the_first_look_at_a_long_log_has_its_ends_and_what_lies_between(
     monkeypatch.setattr(history, "GLANCE_BYTES", 2**20)
     start = {"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "steps": 20_000}
     write(tmp_path / "logs" / "rank-000.jsonl", [start, *(step(n) for n in range(1, 20_001))])
-    run = Run(tmp_path)
+    run = RunHistory(tmp_path)
     assert run.read() and run.is_sampled
     glanced = run.curve((0, "a"), "loss")
     assert glanced.steps[0] <= 2 and figures(run, 30_000.0).step == 20_000 and figures(run, 30_000.0).steps == 20_000
@@ -222,7 +222,7 @@ def test_of_two_copies_of_one_log_each_record_counts_once(tmp_path: Path) -> Non
     write(tmp_path / "logs" / "rank-001.jsonl", records[:5])
     write(tmp_path / "logs" / "b" / "rank-001.jsonl", records)
     write(tmp_path / "logs" / "discarded" / "rank-001.jsonl", records)
-    run = read_all(Run(tmp_path))
+    run = read_all(RunHistory(tmp_path))
     assert len(run.events) == 1 and run.series[1, "b"].count == 8 and list(run.series) == [(1, "b")]
 
 
@@ -231,7 +231,7 @@ def test_steps_that_a_lost_host_still_has_but_the_others_undid_are_not_shown(tmp
     again = [step(n, time=1020.0 + n) for n in range(11, 16)]
     write(tmp_path / "logs" / "rank-000.jsonl", [*(step(n) for n in range(1, 11)), start, *again])
     write(tmp_path / "logs" / "b" / "rank-001.jsonl", [step(n, rank=1, host="b") for n in range(1, 21)])
-    run = read_all(Run(tmp_path))
+    run = read_all(RunHistory(tmp_path))
     assert run.curve((1, "b"), "loss").steps.tolist() == list(range(1, 11))
     assert run.curve((0, "a"), "loss").steps.tolist() == list(range(1, 16))
 
@@ -258,7 +258,7 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
         steps = [step(n, rank, host, pairs=share) for n in range(1, 41)]
         write(tmp_path / "logs" / f"rank-{rank:03d}.jsonl", [{**start, "rank": rank, "host": host}, *steps])
-    now = figures(read_all(Run(tmp_path)), 1041.0)
+    now = figures(read_all(RunHistory(tmp_path)), 1041.0)
     assert (now.state, now.step, now.steps, now.strategy) == ("running", 40, 100, "synchronous")
     assert now.pairs_per_second == pytest.approx(16.0) and now.efficiency == pytest.approx(16 / 25)
     assert now.left_seconds == pytest.approx(60.0) and now.busy == pytest.approx(0.8)
@@ -267,21 +267,23 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert (first.pairs_per_second, first.planned_pairs_per_second) == (pytest.approx(12.0), pytest.approx(15.0))
     assert (second.peak_memory_bytes, second.memory_limit_bytes, second.host) == (140, 1000, "b")
     assert second.bytes_per_second == pytest.approx(1e7)
-    silent = figures(read_all(Run(tmp_path)), 5000.0)
+    silent = figures(read_all(RunHistory(tmp_path)), 5000.0)
     assert silent.state == "silent" and silent.left_seconds is None, "nobody knows when what is silent ends"
-    assert [(who, taken) for who, taken, _ in figures_module.batch_curves(read_all(Run(tmp_path)))] == [((0, "a"), [3])]
+    assert [(who, taken) for who, taken, _ in figures_module.batch_curves(read_all(RunHistory(tmp_path)))] == [
+        ((0, "a"), [3])
+    ]
     (tmp_path / "logs" / "rank-001.jsonl").rename(tmp_path / "elsewhere")
-    assert figures(read_all(Run(tmp_path)), 1041.0).missing == [(1, "b")]
+    assert figures(read_all(RunHistory(tmp_path)), 1041.0).missing == [(1, "b")]
     (tmp_path / "elsewhere").rename(tmp_path / "logs" / "rank-001.jsonl")
     for rank, host in enumerate("ab"):
         tracker = PerformanceTracker(tmp_path / "logs" / f"rank-{rank:03d}.jsonl", rank, host)
         tracker.record("end", step=40)
         tracker.close()
-    assert figures(read_all(Run(tmp_path)), 5000.0).state == "finished"
+    assert figures(read_all(RunHistory(tmp_path)), 5000.0).state == "finished"
 
 
 def test_a_run_without_a_record_has_figures_too(tmp_path: Path) -> None:
-    assert figures(Run(tmp_path), 5.0).state == "waiting"
+    assert figures(RunHistory(tmp_path), 5.0).state == "waiting"
 
 
 def test_a_copy_follows_its_log_and_writes_nothing_where_the_disk_is_the_same(tmp_path: Path) -> None:
@@ -318,5 +320,5 @@ def test_a_warning_is_told_once_whoever_says_it(tmp_path: Path) -> None:
     for rank in range(2):
         records = [{**plan, "rank": rank}, step(1, rank), {**said[rank], "rank": rank}, {**said[rank], "rank": rank}]
         write(tmp_path / f"logs/rank-{rank:03d}.jsonl", records)
-    now = figures(read_all(Run(tmp_path)), 1010.0)
+    now = figures(read_all(RunHistory(tmp_path)), 1010.0)
     assert [text for _, _, text in now.warnings] == ["equal shares", "hot"]

@@ -12,6 +12,7 @@ from lib.config.schema import TrainSettings
 from lib.training.losses import (
     PREFERENCE_LOSSES,
     LogProbs,
+    LossOptions,
     log_odds,
     log_sigmoid,
     needs_reference,
@@ -147,7 +148,7 @@ def close(actual: mx.array, function: Callable[..., float], points: Sequence[tup
 def gradients(name: str, policy: LogProbs, reference: LogProbs, options: dict[str, float]) -> list[mx.array]:
     def total(chosen: mx.array, rejected: mx.array) -> mx.array:
         moved = LogProbs(chosen, rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses(name, moved, reference, **options)[0].sum()
+        return preference_losses(name, moved, reference, LossOptions(**options))[0].sum()
 
     return list(mx.grad(total, argnums=(0, 1))(policy.chosen, policy.rejected))
 
@@ -157,7 +158,7 @@ def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str
     options = OPTIONS | changed
     pairs = ragged_pairs()
     policy, reference = to_arrays(pairs)
-    losses, chosen_rewards, rejected_rewards = preference_losses(name, policy, reference, **options)
+    losses, chosen_rewards, rejected_rewards = preference_losses(name, policy, reference, LossOptions(**options))
 
     assert losses.dtype == chosen_rewards.dtype == rejected_rewards.dtype == mx.float32
     close(losses, lambda *p: loss64(name, p, options), pairs)
@@ -179,10 +180,10 @@ def test_reference_free_losses_take_no_reference(name: str) -> None:
     policy, reference = to_arrays(ragged_pairs(3))
     if needs_reference(name):
         with pytest.raises(AssertionError, match="needs reference"):
-            preference_losses(name, policy, None, **OPTIONS)
+            preference_losses(name, policy, None, LossOptions(**OPTIONS))
         return
-    alone = preference_losses(name, policy, None, **OPTIONS)[0]
-    assert mx.array_equal(alone, preference_losses(name, policy, reference, **OPTIONS)[0])
+    alone = preference_losses(name, policy, None, LossOptions(**OPTIONS))[0]
+    assert mx.array_equal(alone, preference_losses(name, policy, reference, LossOptions(**OPTIONS))[0])
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
@@ -193,7 +194,7 @@ def test_extremes_stay_finite(name: str, beta: float) -> None:
     options = OPTIONS | {"beta": beta, "label_smoothing": 0.2, "rpo_alpha": 1.0}
     policy, reference = to_arrays(pairs)
     outputs = [
-        *preference_losses(name, policy, reference, **options),
+        *preference_losses(name, policy, reference, LossOptions(**options)),
         *gradients(name, policy, reference, options),
     ]
     for output in outputs:
@@ -223,7 +224,7 @@ def test_log_sigmoid_keeps_its_digits() -> None:
 def test_label_smoothing_of_one_half_breaks_robust() -> None:
     policy, reference = to_arrays(ragged_pairs(2))
     with pytest.raises(AssertionError):
-        preference_losses("robust", policy, reference, **(OPTIONS | {"label_smoothing": 0.5}))
+        preference_losses("robust", policy, reference, LossOptions(**(OPTIONS | {"label_smoothing": 0.5})))
 
 
 def test_rewards_carry_no_gradient() -> None:
@@ -231,7 +232,7 @@ def test_rewards_carry_no_gradient() -> None:
 
     def reward(chosen: mx.array) -> mx.array:
         moved = LogProbs(chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses("sigmoid", moved, reference, **OPTIONS)[1].sum()
+        return preference_losses("sigmoid", moved, reference, LossOptions(**OPTIONS))[1].sum()
 
     assert not mx.any(mx.grad(reward)(policy.chosen))
 
@@ -242,7 +243,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
 
     def metrics(some: list[Pair]) -> dict[str, mx.array]:
         policy, reference = to_arrays(some)
-        _, chosen, rejected = preference_losses("sigmoid", policy, reference, **OPTIONS)
+        _, chosen, rejected = preference_losses("sigmoid", policy, reference, LossOptions(**OPTIONS))
         return preference_metrics(chosen, rejected, policy, reference, mx.ones(len(chosen)))
 
     whole, first, rest = metrics(pairs), metrics(pairs[:2]), metrics(pairs[2:])
@@ -264,7 +265,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
     assert expected["reward_accuracy"] % 1 == 0.5
 
     policy, _ = to_arrays(pairs)
-    _, chosen, rejected = preference_losses("simpo", policy, None, **OPTIONS)
+    _, chosen, rejected = preference_losses("simpo", policy, None, LossOptions(**OPTIONS))
     assert "kl" not in preference_metrics(chosen, rejected, policy, None, mx.ones(len(chosen)))
 
 

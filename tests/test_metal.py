@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import train
 from lib.config import train_arguments
 from lib.config.schema import Config, MetalSettings
-from lib.data import collate as collate_module
+from lib.data import micro_batches
 from lib.data.collate import collate
 from lib.data.dataset import load_dataset
 from lib.distributed.world import World
@@ -239,18 +239,16 @@ def test_ranks_that_share_a_model_evaluate_as_many_rows(tmp_path: Path) -> None:
 def test_pieces_train_what_whole_micro_batches_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    from lib.data import collate as collate_module
-
     sizes: dict[str, list[int]] = {}
     words = [*tiny.settings(tmp_path), "train.steps=4", f"strategy={strategy}", "plan.micro_batch_sizes=[8]"]
     words = ["--config", str(tiny.config_file(tmp_path)), *words]
-    real = collate_module.collate
+    real = micro_batches.collate
     for name, pace in (("whole", Pace()), ("pieces", Pace(1.0, 0.5, is_fixed=True))):
         sizes[name] = []
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         seen = sizes[name]
         monkeypatch.setattr(
-            collate_module, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
+            micro_batches, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
         )
         assert train.main([*words, f"run.name={name}"]) == 0
     assert max(sizes["whole"]) == 8 and max(sizes["pieces"]) == 2
@@ -268,7 +266,7 @@ def test_the_reference_pass_is_evaluated_in_pieces_too(tmp_path: Path, monkeypat
         seen = sizes.setdefault(name, [])
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         monkeypatch.setattr(
-            collate_module, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
+            reference, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
         )
         found[name] = reference.dataset_logps(model, data, World(), [1], config)
     assert max(sizes["whole"]) == 16 and max(sizes["pieces"]) == 2
@@ -279,7 +277,7 @@ def test_a_run_says_that_a_display_is_lit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     macs.is_mac(monkeypatch, tmp_path / "bin", LIT)
-    monkeypatch.setattr("lib.loading.metal.keep_wired", lambda setting, size: False)
+    monkeypatch.setattr("lib.distributed.sharded_model.metal.keep_wired", lambda setting, size: False)
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "--dry-run"]
     assert train.main(words) == 0
     assert "Color LCD" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from lib.system import network
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
 
-ASKS = "from lib import network; import socket; print('name', network.host_name(), socket.gethostname())"
+ASKS = "from lib.system import network; import socket; print('name', network.host_name(), socket.gethostname())"
 
 
 @pytest.mark.parametrize("backend", ["ring", "mpi"], ids=["ring", "mpirun"])  # a bare "mpi" is a mark

@@ -452,7 +452,7 @@ def test_a_rank_that_the_kernel_kills_goes_on_with_half(small_group: Path, tmp_p
     script = tmp_path / "train_there.py"
     script.write_text(
         f"import os, sys\nopen({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        f"sys.path.insert(0, {str(tiny.ROOT)!r})\nimport train\nfrom lib import runtime\nsys.exit(runtime.status_of(train.main))\n"
+        f"sys.path.insert(0, {str(tiny.ROOT)!r})\nimport train\nfrom lib.system import mpi_and_blas\nsys.exit(mpi_and_blas.status_of(train.main))\n"
     )
     rows = [{"prompt_ids": [5] * 40, "chosen_ids": [6] * 40, "rejected_ids": [7] * 40} for _ in range(64)]
     words = [*tiny.settings(tmp_path, train__steps=2, train__global_batch_size=64, checkpoint__every=1)]

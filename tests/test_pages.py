@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.dashboard import run_report
+from lib.dashboard import pictures, run_report
 from lib.plan.curves import BatchCurve, BatchPoint
 from lib.telemetry.run_records import PerformanceTracker
 
@@ -36,7 +36,7 @@ def test_odd_figures_are_drawn_without_a_warning(tmp_path: Path, name: str) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_report.write(tmp_path)
-        run_report.plot_curves(tracker.log_path, tmp_path / "curves.png")
+        pictures.plot_curves(tracker.log_path, tmp_path / "curves.png")
     has_something = name not in ("not a number", "absent")
     assert ("<svg" in (tmp_path / "report.html").read_text()) == has_something
     assert (tmp_path / "curves.png").exists() == has_something
@@ -63,5 +63,5 @@ def curve(peaks: list[int | None], limit_bytes: int | None = None) -> BatchCurve
 def test_batch_curves_have_a_panel_of_memory_where_it_was_measured(curves: list[BatchCurve], has_memory: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        text = run_report.svg_of(run_report.batch_curves_figure([(f"host{i}", one) for i, one in enumerate(curves)]))
+        text = pictures.svg_of(pictures.batch_curves_figure([(f"host{i}", one) for i, one in enumerate(curves)]))
     assert ("peak memory, GB" in text) == has_memory and "pairs/s" in text

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lib.config.load import load
 from lib.config.schema import Config
 from lib.errors import UserError
-from lib.model.partition import shape_of
+from lib.model.partition import model_shape_of
 from lib.plan.balance import best_shares, distribute_work, equal_shares, fastest_micro_batches, within_memory
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, read_published
@@ -404,7 +404,7 @@ def sharded(memory_gb: list[float | None], gflops: list[float | None], *words: s
         RankHost(f"host{rank}", gflops=rate, memory_bytes=None if size is None else int(size * 1e9))
         for rank, (size, rate) in enumerate(zip(memory_gb, gflops, strict=True))
     ]
-    return plan_sharded(settings, hosts, shape_of(LLAMA_8B))
+    return plan_sharded(settings, hosts, model_shape_of(LLAMA_8B))
 
 
 def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:

@@ -96,10 +96,10 @@ def test_mlxs_ring_of_three_comes_up_whoever_is_late(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps([[f"{host}:{port}"] for host, port in free_addresses(3)]))
     code = (
-        "from lib import runtime; runtime.prepare()\n"
-        "import mlx.core as mx; from lib import sync\n"
+        "from lib.system import mpi_and_blas; mpi_and_blas.prepare()\n"
+        "import mlx.core as mx; from lib.distributed import world as worlds\n"
         "import time; began = time.monotonic()\n"
-        "world = sync.start(runtime.launch_environment(), 30)\n"
+        "world = worlds.start(mpi_and_blas.launch_environment(), 30)\n"
         "seconds = time.monotonic() - began\n"
         "print(world.all_sum(mx.array(2**world.rank), 'the sum').item(), world.rank > 0 or seconds < 2)"
     )
@@ -114,9 +114,9 @@ def test_mlxs_ring_of_three_comes_up_whoever_is_late(tmp_path: Path) -> None:
 def test_a_jaccl_rank_ends_in_order_when_it_is_told_to(tmp_path: Path) -> None:
     (tmp_path / "devices.json").write_text('[[null, "rdma_en5"], ["rdma_en5", null]]')
     code = (
-        "from lib import runtime; runtime.prepare()\n"
-        "import os, signal; from lib import sync\n"
-        "try: sync.start(runtime.launch_environment(), 5)\n"
+        "from lib.system import mpi_and_blas; mpi_and_blas.prepare()\n"
+        "import os, signal; from lib.distributed import world as worlds\n"
+        "try: worlds.start(mpi_and_blas.launch_environment(), 5)\n"
         "except (RuntimeError, ValueError): pass  # no RDMA here\n"
         "try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
         "except KeyboardInterrupt: print('in order')"

@@ -41,14 +41,14 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
         while len(pending):
             shares = rng.multinomial(batch, np.ones(ranks) / ranks).tolist()
             if rng.random() < 0.5 and round_assignment.is_tail(this, pending):
-                queues = round_assignment.deal_planned(this, pending, shares)
+                queues = round_assignment.assign_planned(this, pending, shares)
                 batches = [{len(queue) for queue in queues}]
                 cut = int(rng.integers(1, len(this.edges)))
                 end = this.edges[min(int(np.searchsorted(this.edges, pending[0])) + cut, len(this.edges) - 1)]
                 done = [sum(chunk.places[-1] < end for chunk in queue) for queue in queues]
                 assert batches
             else:
-                queues = round_assignment.deal_by_speed(this, pending, shares, rng.uniform(0.1, 9, ranks).tolist())
+                queues = round_assignment.assign_by_speed(this, pending, shares, rng.uniform(0.1, 9, ranks).tolist())
                 done = [int(rng.integers(0, len(queue) + 1)) for queue in queues]
             dealt = [chunk.places for queue in queues for chunk in queue]
             assert sorted(np.concatenate(dealt).tolist()) == pending.tolist(), "dealt twice, or not at all"
@@ -79,7 +79,7 @@ def test_every_pair_is_trained_once_an_epoch_whatever_ranks_do(data: st.DataObje
 def test_dealt_by_speed_all_end_within_a_chunk_of_each_other(shares: list[int], speeds: list[float], size: int) -> None:
     speeds = speeds[: len(shares)]
     this = round_assignment.open_round(0, 10**6, size, np.ones(size, int), 0, size, 1)
-    queues = round_assignment.deal_by_speed(this, np.arange(size), shares, speeds)
+    queues = round_assignment.assign_by_speed(this, np.arange(size), shares, speeds)
     ends = [sum(len(c.places) for c in queue) / speed for queue, speed in zip(queues, speeds, strict=True)]
     longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
     assert max(ends) <= size / sum(speeds) + longest * (1 + 1e-9)
@@ -89,7 +89,7 @@ def test_dealt_by_speed_all_end_within_a_chunk_of_each_other(shares: list[int], 
 
 def test_planned_shares_are_those_of_a_synchronous_step() -> None:
     this = round_assignment.open_round(3, 9, 40, np.arange(21), 0, 8, 1)
-    queues = round_assignment.deal_planned(this, np.arange(len(this.rows)), [6, 2])
+    queues = round_assignment.assign_planned(this, np.arange(len(this.rows)), [6, 2])
     batches = np.diff(this.edges).tolist()
     assert batches == [8, 8, 5, 8, 8, 5][: len(batches)] and [len(c.places) for c in queues[0]][:3] == [6, 6, 4]
     assert [len(c.places) for c in queues[1]][:3] == [2, 2, 1]

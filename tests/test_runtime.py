@@ -20,7 +20,7 @@ SET = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_", "OPENBLAS_")  # by l
 
 # Matrix products, wide, thin and ragged, and their gradients, at every alignment; prints the digest.
 PRODUCTS = """
-from lib import runtime
+from lib.system import mpi_and_blas
 mpi_and_blas.prepare()
 import hashlib
 import mlx.core as mx
@@ -106,7 +106,7 @@ def test_mlx_computes_with_openblas_and_numpy_keeps_its_own():
 @pytest.mark.skipif(mpi_and_blas.load_blas() is None, reason="MLX brings no reference BLAS here")
 def test_a_missing_openblas_is_one_warning(tmp_path):
     code = (
-        f"import sys; sys.prefix = {str(tmp_path)!r}; import lib.runtime as r; "
+        f"import sys; sys.prefix = {str(tmp_path)!r}; from lib.system import mpi_and_blas as r; "
         "r.shutil.which = lambda *_, **__: None; r.prepare()"
     )
     done = python(code)
@@ -114,29 +114,31 @@ def test_a_missing_openblas_is_one_warning(tmp_path):
     assert done.stderr.count("\n") == 1
     assert "make setup" in done.stderr
     assert python(code, OMPI_COMM_WORLD_RANK="1").stderr == ""  # the first rank tells it
-    late = python("import mlx.core, lib.runtime as r; r.prepare()")
-    assert "before lib.runtime.prepare()" in late.stderr
+    late = python("import mlx.core; from lib.system import mpi_and_blas as r; r.prepare()")
+    assert "before lib.system.mpi_and_blas.prepare()" in late.stderr
 
 
 def test_the_users_thread_count_stays():
-    show = "from lib import runtime; mpi_and_blas.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
+    show = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
     assert python(show).stdout == "1\n"
     assert python(show, OPENBLAS_NUM_THREADS="2").stdout == "2\n"
 
 
 def test_importing_runtime_is_quick_work():
     heavy = {"numpy", "pydantic", "mlx", "mpi4py", "asyncio"}
-    loaded = python(f"import sys, lib.runtime; print(*{heavy} & set(sys.modules))")
+    loaded = python(f"import sys, lib.system.mpi_and_blas; print(*{heavy} & set(sys.modules))")
     assert loaded.stdout == "\n"
 
 
 def test_the_mpi_library_and_mpirun_are_this_environments():
     assert Path(os.environ["MLX_MPI_LIBNAME"]).exists()
     assert mpi_and_blas.mpirun_path().exists()
-    late = "from lib import runtime; mpi_and_blas.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
+    late = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
     assert python(late).stdout == "False\n"
     # mlx.launch --backend mpi gives the name alone, which the dynamic linker would not find.
-    show = "from lib import runtime; mpi_and_blas.prepare(); import os; print(os.environ['MLX_MPI_LIBNAME'])"
+    show = (
+        "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); import os; print(os.environ['MLX_MPI_LIBNAME'])"
+    )
     assert Path(python(show, MLX_MPI_LIBNAME=mpi_and_blas.MPI_LIBRARY).stdout.strip()).is_absolute()
     assert python(show, MLX_MPI_LIBNAME="/opt/libmpi.so").stdout == "/opt/libmpi.so\n"
 

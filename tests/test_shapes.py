@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from lib.config import load as config
 from lib.data.batch_shapes import (
     NEED,
-    Shape,
+    BatchShape,
+    batch_shape_of,
     few_shapes,
     first_that_holds,
     need_of,
     pad_length,
     padded_lengths,
-    shape_of,
 )
 from lib.data.collate import Batch, collate
-from lib.data.dataset import Dataset, Example, tokens_to_deal
+from lib.data.dataset import Dataset, Example, lengths_and_cost
 from lib.data.micro_batches import MicroBatches
-from lib.data.row_order import Position, deal, epoch_order, global_batch
+from lib.data.row_order import Position, assign_micro_batches, epoch_order, global_batch
 from lib.model import logps as logps_module
 from lib.model import token_stream
 from lib.training.losses import PREFERENCE_LOSSES
@@ -61,11 +61,13 @@ def epoch_of(data: Dataset, make: MicroBatches, epoch: int, sizes: list[list[int
     """Every rank's micro-batches of an epoch, as train.py makes them."""
     batch_size = sum(map(sum, sizes))
     order = epoch_order(data.lengths, 0, epoch, batch_size, 32)
-    lengths, cost = tokens_to_deal(data, make.length_multiple, make.shared_prompts)
+    lengths, cost = lengths_and_cost(data, make.length_multiple, make.shared_prompts)
     batches: list[list[Batch]] = [[] for _ in sizes]
     for cursor in range(0, len(data), batch_size):
-        dealt, _ = deal(global_batch(order, Position(epoch, cursor), batch_size), lengths, sizes, cost)
-        for rank, parts in enumerate(dealt):
+        assigned, _ = assign_micro_batches(
+            global_batch(order, Position(epoch, cursor), batch_size), lengths, sizes, cost
+        )
+        for rank, parts in enumerate(assigned):
             batches[rank] += [batch for batch, _ in make.of(parts, max(sizes[rank]))]
     return batches
 
@@ -131,7 +133,7 @@ def test_any_rows_fit_into_one_of_the_shapes(seed: int, size: int, most: int, sh
     for _ in range(20):
         rows = random.permutation(40)[: random.integers(1, size + 1)]
         assert any(shape.holds(need(rows)) for shape in shapes)
-        alone = shape_of(need(rows)[None], count, 4, shared)
+        alone = batch_shape_of(need(rows)[None], count, 4, shared)
         assert alone.holds(need(rows)) and alone.tokens >= tokens[rows].sum()
 
 
@@ -161,7 +163,7 @@ def _cost_over_the_least(seed: int) -> float:
     for cuts in (cuts for groups in range(most) for cuts in itertools.combinations(range(1, 7), groups)):
         groups = np.split(ordered, cuts)
         whole = [*groups[:-1], np.concatenate([groups[-1], largest])]
-        costs = [shape_of(group, count, 4, shared).cost for group in whole]
+        costs = [batch_shape_of(group, count, 4, shared).cost for group in whole]
         least = min(least, sum(cost * len(group) for cost, group in zip(costs, groups, strict=True)))
     taken = [first_that_holds(shapes, need) for need in needs]
     assert all(shape is not None for shape in taken)
@@ -169,8 +171,8 @@ def _cost_over_the_least(seed: int) -> float:
 
 
 def test_a_shapes_cost_and_what_it_holds_by_hand() -> None:
-    dense = Shape(2, 2, prefix=8, length=16, behind=64, is_dense=True, uses=1, scored=20, width=8)
-    ragged = dataclasses.replace(dense, is_dense=False, behind=30)
+    dense = BatchShape(2, 2, prefix=8, length=16, suffix_tokens=64, is_dense=True, uses=1, scored=20, width=8)
+    ragged = dataclasses.replace(dense, is_dense=False, suffix_tokens=30)
     assert dense.tokens == 80 and dense.cost == 80 + (2 * 2 * 16 + 20) / 32
     assert ragged.tokens == 46 and ragged.cost == pytest.approx(46 * 1.03 + (2 * 2 * 16 + 20) / 32)
     full = {
@@ -183,7 +185,7 @@ def test_a_shapes_cost_and_what_it_holds_by_hand() -> None:
         "widest": 8,
     }
 
-    def holds(shape: Shape, **changes: int) -> bool:
+    def holds(shape: BatchShape, **changes: int) -> bool:
         return shape.holds(np.array(tuple((full | changes)[name] for name in NEED.names or ()), NEED))
 
     assert holds(dense) and holds(ragged) and holds(dense, tokens=999, longest_prompt=20)
@@ -206,7 +208,7 @@ def test_lengths_are_padded_to_the_rungs_of_a_ladder() -> None:
     assert padded_lengths(lengths, 8).tolist() == [[144, 8], [8, 144]]
 
 
-def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> Shape:
+def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> BatchShape:
     """A shape with room for `rows` more of the examples' kind."""
     more = [*examples, *examples[:1] * rows]
     batch = collate(more, multiple, shared)
@@ -214,7 +216,7 @@ def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> 
     prompts = np.array([len(e.prompt_ids) for e in more])
     completions = np.array([[len(c) for c in e.completions] for e in more])
     need = need_of(prompts, prompts[:, None] + completions - 1, completions - (prompts == 0)[:, None])
-    shape = shape_of(need[None], count, multiple, shared)
+    shape = batch_shape_of(need[None], count, multiple, shared)
     assert shape.tokens == batch.computed_tokens
     return shape
 
@@ -232,7 +234,7 @@ def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path: Pat
         batch = collate(examples, 4, shared, [shape])
         assert len(batch.mask) == 5 and batch.computed_tokens == shape.tokens and not batch.mask[3:].any()
         assert_padded_equal(model, examples, batch)
-        layouts.add((batch.prefix_length > 0, batch.slots is None))
+        layouts.add((batch.prefix_length > 0, batch.suffix_indices is None))
     assert len(layouts) == 1 + shared
 
 

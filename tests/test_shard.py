@@ -22,7 +22,8 @@ from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as sync
-from lib.distributed.world import ShardedWorld, World
+from lib.distributed.sharded_world import ShardedWorld, sharded
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command
 from lib.model import adapter_files, partition, tensor_parallel, token_stream
@@ -89,14 +90,16 @@ def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, schema.
 
 
 def division_of(path: Path, weights: tuple[float, ...], vocabulary: bool = False) -> partition.Division:
-    return partition.divide(partition.shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary)
+    return partition.divide(
+        partition.model_shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary
+    )
 
 
 def divide(
     world: World, path: Path, model: nn.Module, weights: tuple[float, ...], vocabulary: bool = False
 ) -> ShardedWorld:
     dealt = division_of(path, weights, vocabulary)
-    return sync.sharded(world, dealt, *tensor_parallel.shard(model, dealt, world))
+    return sharded(world, dealt, *tensor_parallel.shard(model, dealt, world))
 
 
 def gathered(world: World, tree: Any) -> dict[str, mx.array]:
@@ -258,7 +261,7 @@ def test_heads_and_columns_are_dealt_by_weight() -> None:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    shape = partition.shape_of(stored)
+    shape = partition.model_shape_of(stored)
     assert partition.divide(shape, [1, 1]) == partition.Division((4, 4), (7168, 7168), weights=(1.0, 1.0))
     assert partition.divide(shape, [2, 6]).kv_heads == (2, 6)
     three = partition.divide(shape, [1, 1, 1])
@@ -271,7 +274,7 @@ def test_heads_and_columns_are_dealt_by_weight() -> None:
         own = np.array([partition.rank_bytes(shape, dealt, rank)[0] for rank in range(len(weights))])
         np.testing.assert_allclose(own / own.sum(), np.array(weights) / sum(weights), rtol=0.01)
         assert own.sum() + partition.rank_bytes(shape, dealt, 0)[1] == pytest.approx(2 * 8.03e9, rel=0.001)
-    quantised = partition.shape_of({**stored, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
+    quantised = partition.model_shape_of({**stored, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
     assert all(heads % 2 == 0 for heads in partition.divide(quantised, [3, 5]).kv_heads)  # 32 inputs a head
 
 
@@ -290,7 +293,7 @@ def test_what_cannot_be_divided_is_refused(
     stored = json.loads((model_folder(tmp_path, head_dim=32) / "config.json").read_text()) | changes
     with pytest.raises(UserError, match=message):
         partition.divide(
-            partition.shape_of({key: value for key, value in stored.items() if value is not None}), weights
+            partition.model_shape_of({key: value for key, value in stored.items() if value is not None}), weights
         )
 
 
@@ -418,7 +421,7 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, folder: Path) -> 
     world.gather_text("written")
     weights = UNEVEN[world.size]
     settings = schema.ModelSettings(path=str(path), rank=4)
-    shape = partition.shape_of(json.loads((path / "config.json").read_text()))
+    shape = partition.model_shape_of(json.loads((path / "config.json").read_text()))
     dealt = partition.divide(shape, weights)
     gc.collect()
     mx.clear_cache()

@@ -84,8 +84,8 @@ def test_the_plan_of_merges_follows_the_settings_and_what_is_known() -> None:
 def test_the_next_round_is_as_long_as_the_last_ones_ask_for() -> None:
     def length(*words: str, ends: list[float], speeds: tuple[float, float] = (24.0, 8.0)) -> tuple[int, str]:
         settings = configured("strategy=independent", *words)
-        one = local_sgd.Rounds(settings, World(0, 2), make_plan(settings, ["a", "a"]), None, np.ones(9, int), 8000)  # type: ignore[arg-type]
-        one.speeds, one.round_ends = list(speeds), ends
+        one = local_sgd.LocalSGD(settings, World(0, 2), make_plan(settings, ["a", "a"]), None, np.ones(9, int), 8000)  # type: ignore[arg-type]
+        one.ranks.speeds, one.round_ends = list(speeds), ends
         one._choose_length()
         return one.steps_per_round, one.take_remark()
 
@@ -168,14 +168,14 @@ def test_ranks_that_measured_unlike_ends_agree_on_the_next_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One saw nothing of a merge, the others a second: by the mean of all, rounds are as long as they may be."""
-    work = local_sgd.Rounds._work
+    work = local_sgd.LocalSGD._work
 
-    def measured_unlike(self: local_sgd.Rounds, *rest: Any) -> Any:
+    def measured_unlike(self: local_sgd.LocalSGD, *rest: Any) -> Any:
         if self.own_round_end is not None:
             self.own_round_end = 1e-9 if world.rank == 0 else 1.0
         return work(self, *rest)
 
-    monkeypatch.setattr(local_sgd.Rounds, "_work", measured_unlike)
+    monkeypatch.setattr(local_sgd.LocalSGD, "_work", measured_unlike)
     run = train(world, folder, [*settings(world, folder, rows=45), "train.epochs=6"], "run")
     world.gather_text("finished")
     sizes = [sum(merge["pairs"]) for merge in merges_of(run, world.rank)]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from lib.system import terminal
 from lib.telemetry.run_records import read_records
-from lib.training.console import Meter
+from lib.training.console import ProgressLine
 from lib.training.step import StepResult
 from tests.tiny import settings, train
 
@@ -122,7 +122,7 @@ def test_tables_and_lines_fit_and_lose_nothing(width: int) -> None:
 
 @pytest.mark.parametrize("total", [9, 12_500, 10_000_000])
 def test_the_progress_line_keeps_what_matters(total: int) -> None:
-    meter = Meter(0, total, window=3)
+    meter = ProgressLine(0, total, window=3)
     for step, loss in enumerate((9.0, 0.3, 0.2, 0.1), 1):
         meter.add(step, result(loss))
     for width in (40, 60, 80, 160):

@@ -329,17 +329,17 @@ def test_a_log_on_a_full_disk_is_kept_until_there_is_room(tmp_path: Path, capsys
 
 
 def test_a_checkpoint_comes_before_more_would_be_lost_than_is_allowed() -> None:
-    writer = checkpoint.Writer(max_lost_seconds=10.0)
+    writer = checkpoint.CheckpointWriter(max_lost_seconds=10.0)
     assert [writer.is_due(1.0) for _ in range(9)] == [False] * 8 + [True], "this step and one more have to fit"
     writer.unsaved_seconds = 0.0
-    assert writer.is_due(6.0) and not checkpoint.Writer().is_due(1e9)
+    assert writer.is_due(6.0) and not checkpoint.CheckpointWriter().is_due(1e9)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "weights")
 
-    writer, tracker = checkpoint.Writer(), PerformanceTracker(tmp_path / "log.jsonl")
+    writer, tracker = checkpoint.CheckpointWriter(), PerformanceTracker(tmp_path / "log.jsonl")
     writer.write_beside(3, tmp_path, fail)
     writer.write(4, tmp_path, lambda: None)
     writer.record(tracker)
@@ -516,9 +516,9 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
     script.write_text(
         "import os, runpy, sys\n"
         f"sys.path[0] = {str(ROOT)!r}\n"
-        "from lib import runtime\n"
-        "runtime.prepare()\n"
-        "from lib import step\n"
+        "from lib.system import mpi_and_blas\n"
+        "mpi_and_blas.prepare()\n"
+        "from lib.training import step\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
         "    step.learning_rate = lambda *_: 1 / 0\n"
         f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"

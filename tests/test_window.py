@@ -65,7 +65,7 @@ def test_a_window_equals_its_mask_in_every_layout(tmp_path: Path, family: str, w
     for seed, count, multiple, shared, shortest in [(0, 5, 4, False, 0), (0, 5, 4, True, 0), (2, 3, 8, True, 9)]:
         examples = draw(seed, count, shortest_prompt=shortest)
         batch = collate(examples, multiple, shared)
-        layouts.add((batch.prefix_length > 0, batch.slots is None))
+        layouts.add((batch.prefix_length > 0, batch.suffix_indices is None))
         inputs = token_stream.arrays_of(batch.inputs)
 
         def ours(inputs: dict[str, Any] = inputs) -> mx.array:

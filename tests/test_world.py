@@ -11,6 +11,7 @@ import pytest
 
 import train as script
 from lib.config import load, schema
+from lib.distributed import collectives
 from lib.distributed import world as sync
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
@@ -188,7 +189,7 @@ def test_gradients_and_sums_are_added_whatever_the_order_of_names(
     tree = {name: mx.array((world.rank + 1) * arrays[name]) for name in names}
     total = sum(range(1, world.size + 1))
     for bucket_bytes in (8, 40, 2**28):  # leaves alone, some together, all together
-        monkeypatch.setattr(sync, "BUCKET_BYTES", bucket_bytes)
+        monkeypatch.setattr(collectives, "BUCKET_BYTES", bucket_bytes)
         gradients, sums = world.sum_gradients(tree, mx.array([1.0, float(world.rank)]))
         assert sums.tolist() == [world.size, sum(range(world.size))]
         for name, array in arrays.items():

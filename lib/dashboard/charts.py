@@ -1,6 +1,6 @@
 """What the dashboard draws: plain Plotly figures made from runs' records, without any state of their own.
 
-Colours are told apart by people with any colour vision, and have a contrast of 3 : 1 or more on the light and on the
+People with any colour vision can distinguish the colours, whose contrast is 3 : 1 or more on the light and on the
 dark ground; lines of one chart differ in dashes as well. Text and grid take the page's colours by its style sheet.
 """
 
@@ -16,9 +16,11 @@ import numpy as np
 
 from lib.dashboard import figures
 from lib.dashboard.figures import Figures
-from lib.dashboard.history import SENSORS, Curve, Run, Who
+from lib.dashboard.history import SENSORS, MetricCurve, RunHistory, Who
+from lib.telemetry.record_types import PlanRecord, Record
 
-Figure = dict[str, Any]
+Plotly = dict[str, Any]
+"""A figure, or a part of one, as Plotly takes it."""
 
 
 COLOURS = ("#2490fc", "#d55e00", "#7a8a5c", "#9024fc", "#c0609c")
@@ -58,12 +60,12 @@ HIGHEST_DRAWN = 1e30  # Matplotlib cannot divide an axis that is much longer
 LANE_POINTS = 500  # of more events of a kind some are left out, at even distances
 
 
-def learning(runs: Sequence[Run], name: str) -> Figure:
+def learning(runs: Sequence[RunHistory], name: str) -> Plotly:
     """One quantity of training over the steps; held-out values as points. Ranks that train apart have a line each.
 
     Of several runs the smooth lines alone, in the styles of `style`, with no key: the page's table of runs is that.
     """
-    traces: list[dict[str, Any]] = []
+    traces: list[Plotly] = []
     several = len(runs) > 1
     for number, run in enumerate(runs):
         each = learners(run)
@@ -83,8 +85,7 @@ def learning(runs: Sequence[Run], name: str) -> Figure:
                 raw = _line(curve.steps, curve.values, label, {**line, "width": 1}, opacity=0.45)
                 traces.append({**raw, "showlegend": len(each) == 1})
             traces.append(_line(curve.steps, running_mean(curve.values), smooth, line))
-        points = [(e["step"], e[name]) for e in run.events if is_held_out(e, name)]
-        if points:
+        if points := held_out_points(run, name):
             steps, values = zip(*points, strict=True)
             colour = style(number)["color"] if several else HELD_OUT_COLOUR if len(each) > 1 else COLOURS[1]
             traces.append(
@@ -94,27 +95,27 @@ def learning(runs: Sequence[Run], name: str) -> Figure:
                     "marker": {"symbol": "circle-open", "size": 8, "color": colour, "line": {"width": 2}},
                 }
             )
-    axis: dict[str, Any] = {"tickformat": ".0%"} if name == "reward_accuracy" else {"exponentformat": "e"}
+    axis: Plotly = {"tickformat": ".0%"} if name == "reward_accuracy" else {"exponentformat": "e"}
     figure = _figure(traces, "step", axis, AXES.get(name))
     figure["layout"]["showlegend"] &= not several
     return figure
 
 
-def learners(run: Run) -> list[Who]:
+def learners(run: RunHistory) -> list[Who]:
     """Whose curves tell how a run learns: rank 0, wherever it was, or all ranks where they train apart."""
     everyone = list(run.series)
-    if is_apart(run):
+    if is_independent(run):
         return everyone
     return [who for who in everyone if who[0] == everyone[0][0]]
 
 
-def is_apart(run: Run) -> bool:
+def is_independent(run: RunHistory) -> bool:
     """Whether the ranks have weights of their own between merges."""
-    starts = [event for event in run.events if event["kind"] == "start" and event.get("plan")]
-    return bool(starts) and starts[-1]["plan"].get("strategy") == "independent"
+    plans = [plan for event in run.events if event["kind"] == "start" and (plan := event.get("plan"))]
+    return bool(plans) and plans[-1].get("strategy") == "independent"
 
 
-def speed(run: Run, now: Figures) -> Figure:
+def speed(run: RunHistory, now: Figures) -> Plotly:
     """Pairs a second of every rank over the steps; the plan's as dotted lines."""
     traces = []
     planned = {(rank.rank, rank.host): rank.planned_pairs_per_second for rank in now.ranks}
@@ -127,7 +128,7 @@ def speed(run: Run, now: Figures) -> Figure:
     return _figure(traces, "step", {"rangemode": "tozero"}, "pairs/s")
 
 
-def seconds(now: Figures) -> Figure:
+def seconds(now: Figures) -> Plotly:
     """Where each rank's step goes, its last steps' means, as stacked bars: one colour and one pattern a part."""
     names = [html.escape(label_of((rank.rank, rank.host)), quote=False) for rank in now.ranks]
     traces = []
@@ -141,7 +142,7 @@ def seconds(now: Figures) -> Figure:
     return figure
 
 
-def network(run: Run) -> Figure:
+def network(run: RunHistory) -> Plotly:
     """Milliseconds of every step's sync by rank."""
     traces = []
     for index, who in enumerate(run.series):
@@ -150,31 +151,31 @@ def network(run: Run) -> Figure:
     return _figure(traces, "step", {"rangemode": "tozero"}, "ms")
 
 
-def measured(run: Run, name: str) -> Figure | None:
-    """One of MEASURED over the time, a rank a line, or a host where ranks ask their host; None where nobody tells it."""
+def measured(run: RunHistory, name: str) -> Plotly | None:
+    """One of MEASURED over time, a line for each rank, or for each host (SENSORS); None where it was not measured."""
     _, factor, unit = MEASURED[name]
-    traces: dict[str, dict[str, Any]] = {}
+    traces: dict[str, Plotly] = {}
     for who in run.measured:
         times, values = run.measure(who, name)
         label = who[1] if name in SENSORS else label_of(who)
         if len(values) and label not in traces:
-            line = _line([_clock(time) for time in times], factor * values, label, style(place(run, who)))
+            line = _line([_clock(time) for time in times], factor * values, label, style(rank_index(run, who)))
             traces[label] = {**line, "mode": "lines+markers" if len(values) < 40 else "lines"}
     axis = {} if name == "temperature_celsius" else {"rangemode": "tozero"}
     return _figure(list(traces.values()), None, axis, unit) if traces else None
 
 
-def place(run: Run, who: Who) -> int:
-    """Which of a run's ranks it is, so that it looks alike in every chart; one more where it is none of them."""
+def rank_index(run: RunHistory, who: Who) -> int:
+    """Which of a run's ranks it is, so that its line looks the same in every chart; one more where it is none."""
     everyone = list(run.series)
     return everyone.index(who) if who in everyone else len(everyone)
 
 
-def batch_curves(run: Run) -> Figure | None:
+def batch_curves(run: RunHistory) -> Plotly | None:
     """Pairs a second by the size of a micro-batch, as every host was measured, and where on it the plan is."""
     traces = []
     for who, taken, curve in figures.batch_curves(run):
-        look, label = style(place(run, who)), label_of(who)
+        look, label = style(rank_index(run, who)), label_of(who)
         rates = [point.pairs_per_second for point in curve.points]
         line = _line([point.batch_size for point in curve.points], rates, label, look)
         traces.append({**line, "mode": "lines+markers", "marker": {"symbol": "circle-open", "size": 7}})
@@ -189,11 +190,11 @@ def batch_curves(run: Run) -> Figure | None:
     return figure
 
 
-def timeline(run: Run) -> Figure:
+def timeline(run: RunHistory) -> Plotly:
     """What happened when, a lane a kind."""
-    traces, told = [], told_once(run.events)
+    traces, distinct = [], distinct_events(run.events)
     for index, (lane, symbol) in enumerate(LANES.items()):
-        events = [event for event in told if _lane(event) == lane]
+        events = [event for event in distinct if _lane(event) == lane]
         if not events:
             continue
         shown = events[:: -(-len(events) // LANE_POINTS)]
@@ -213,7 +214,7 @@ def timeline(run: Run) -> Figure:
     return figure
 
 
-def _lane(event: dict[str, Any]) -> str:
+def _lane(event: Record) -> str:
     return "restart" if event["kind"] == "start" and event.get("resumed_from_step") is not None else event["kind"]
 
 
@@ -222,13 +223,13 @@ def _wrapped(text: str) -> str:
     return "<br>".join(html.escape(line) for line in textwrap.wrap(text[:600], 70))
 
 
-def describe(event: dict[str, Any]) -> str:
+def describe(event: Record) -> str:
     """One line of an event."""
     kind, step = event["kind"], event.get("step")
     at = f"step {step}: " if step is not None else ""
     if kind == "start":
         resumed = event.get("resumed_from_step")
-        hosts = dict.fromkeys(rank["host"] for rank in (event.get("plan") or {}).get("ranks") or [])
+        hosts = dict.fromkeys(rank["host"] for rank in (event.get("plan") or PlanRecord()).get("ranks") or [])
         where = f" on {', '.join(hosts)}" if hosts else ""
         return f"started{where}" if resumed is None else f"started again after step {resumed}{where}"
     if kind == "plan":
@@ -236,12 +237,16 @@ def describe(event: dict[str, Any]) -> str:
         return f"{at}from step {event.get('first_step')} on shares {shares}: {event.get('reason')}"
     if kind == "merge":
         pairs = " + ".join(map(str, event.get("pairs") or []))
-        error = f", error {event['error']:.1e}" if event.get("error") is not None else ""
+        error = f", error {merge_error:.1e}" if (merge_error := event.get("error")) is not None else ""
         return (
             f"{at}merged by {event.get('method')}, {pairs} pairs, {event.get('bytes_sent') or 0:,.0f} bytes sent{error}"
         )
     if kind == "evaluation":
-        shown = [f"{title} {text.format(event[name])}" for name, title, text in HELD_OUT if event.get(name) is not None]
+        shown = [
+            f"{title} {text.format(value)}"
+            for name, title, text in HELD_OUT
+            if (value := metric_of(event, name)) is not None
+        ]
         return f"{at}held out: {', '.join(shown)}"
     if kind == "checkpoint":
         return f"{at}checkpoint"
@@ -260,7 +265,7 @@ HELD_OUT = (
 
 
 def drawable(values: Sequence[float | None] | np.ndarray) -> np.ndarray:
-    """The values as float64, with NaN, a gap, in the place of what no axis can show: infinities, and losses of 1e300."""
+    """The values as float64, with NaN (a gap) for what no axis can show: infinities, and losses of 1e300."""
     numbers = np.array(values, dtype=np.float64)
     return np.where(np.abs(numbers) <= HIGHEST_DRAWN, numbers, np.nan)
 
@@ -277,19 +282,35 @@ def running_mean(values: np.ndarray) -> np.ndarray:
     return np.divide(sums[ends] - sums[begins], number, out=np.full(len(values), np.nan), where=number > 0)
 
 
-def is_held_out(event: dict[str, Any], name: str) -> bool:
-    return event["kind"] == "evaluation" and event.get("rank") == 0 and None not in (event.get(name), event.get("step"))
+def held_out_points(run: RunHistory, name: str) -> list[tuple[int, float]]:
+    """Step and value of one metric in rank 0's evaluations."""
+    return [
+        (step, value)
+        for event in evaluations(run)
+        if (step := event.get("step")) is not None and (value := metric_of(event, name)) is not None
+    ]
 
 
-def told_once(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All ranks record what they do together: rank 0's word is enough, and of what all warn of the first one's."""
-    found: dict[Any, dict[str, Any]] = {}
+def evaluations(run: RunHistory) -> list[Record]:
+    """Rank 0's evaluations."""
+    return [event for event in run.events if event["kind"] == "evaluation" and event.get("rank") == 0]
+
+
+def metric_of(event: Record, name: str) -> float | None:
+    """A metric of an evaluation; None where it was not measured."""
+    value = event.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+def distinct_events(events: Sequence[Record]) -> list[Record]:
+    """Each event once. All ranks record what they do together: rank 0's record is taken, and a warning's first."""
+    distinct: dict[object, Record] = {}
     for number, event in enumerate(events):
         if event["kind"] == "warning":
-            found.setdefault((event.get("step"), event.get("text")), event)
+            distinct.setdefault((event.get("step"), event.get("text")), event)
         elif event["kind"] != "samples" and event.get("rank", 0) == 0:
-            found[number] = event
-    return list(found.values())
+            distinct[number] = event
+    return list(distinct.values())
 
 
 def label_of(who: Who) -> str:
@@ -297,13 +318,13 @@ def label_of(who: Who) -> str:
     return f"rank {who[0]}, {who[1]}"
 
 
-def style(index: int) -> dict[str, Any]:
+def style(index: int) -> Plotly:
     """The line of a rank, a host or a run: a colour, and a dash where there are more of them than colours."""
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
     return {"color": COLOURS[index % len(COLOURS)], "dash": dash, "width": 1.6}
 
 
-def _line(x: Any, y: Any, name: str, line: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _line(x: Any, y: Any, name: str, line: Plotly, **more: Any) -> Plotly:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -315,10 +336,10 @@ def _line(x: Any, y: Any, name: str, line: dict[str, Any], **more: Any) -> dict[
     }
 
 
-def _band(curve: Curve, colour: str) -> list[dict[str, Any]]:
+def _band(curve: MetricCurve, colour: str) -> list[Plotly]:
     """Least to greatest value of every bucket."""
     edge = {"width": 0, "color": colour}
-    quiet: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "fillcolor": f"{colour}33"}
+    quiet: Plotly = {"showlegend": False, "hoverinfo": "skip", "fillcolor": f"{colour}33"}
     return [
         _line(curve.steps, curve.least, "least", edge, **quiet),
         _line(curve.steps, curve.greatest, "greatest", edge, fill="tonexty", **quiet),
@@ -344,9 +365,7 @@ def _offset_seconds(time: float) -> float:
     return offset.total_seconds() if offset else 0.0
 
 
-def _figure(
-    traces: list[dict[str, Any]], x_title: str | None, y_axis: dict[str, Any], y_title: str | None = None
-) -> Figure:
+def _figure(traces: list[Plotly], x_title: str | None, y_axis: Plotly, y_title: str | None = None) -> Plotly:
     # Without a title it is the time of day.
     title = {"title": {"text": x_title, "standoff": 6}} if x_title else {"tickangle": 0, "nticks": 5}
     unit = {"title": {"text": y_title, "standoff": 4}} if y_title else {}

@@ -22,13 +22,12 @@ from typing import Any
 
 from lib.config import command_line
 from lib.dashboard import run_report
-from lib.dashboard.app import Watcher, make_app
+from lib.dashboard.app import make_app
 from lib.dashboard.history import runs_in
+from lib.dashboard.watcher import Watcher
 from lib.errors import UserError
 from lib.system import terminal
 from lib.system.network import own_addresses
-
-# ---- The command line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

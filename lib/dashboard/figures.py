@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from lib.config.schema import CostSettings
-from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, Run, Series, Warned, Who
+from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, RunHistory, Series, Warned, Who
 from lib.plan.curves import BatchCurve
-from lib.telemetry.cost import hosts_cost
-
-# ---- What follows from the records
+from lib.telemetry.cost import RunCost, hosts_cost
+from lib.telemetry.record_types import PlanRecord, Record, SettingsRecord
 
 
 @dataclass(frozen=True)
@@ -53,29 +51,29 @@ class Figures:
     step: int
     steps: int | None
     latest: dict[str, float | None]  # of the newest step
-    held_out: dict[str, Any]  # of the newest evaluation
+    held_out: Record  # the newest evaluation
     pairs_per_second: float
     planned_pairs_per_second: float | None
     efficiency: float | None  # eta; None where the hosts were never measured
     busy: float | None  # part of their time that ranks compute
     elapsed_seconds: float
     left_seconds: float | None
-    cost: dict[str, Any] | None  # so far
-    cost_at_end: dict[str, Any] | None
+    cost: RunCost | None  # so far
+    cost_at_end: RunCost | None
     restarts: int
     warnings: list[Warned]
     solo_pairs_per_second: float | None = None  # all hosts alone, added up, as they were measured
     ranks: list[RankFigures] = field(default_factory=list)
-    missing: list[Who] = field(default_factory=list)  # ranks of the plan whose records are not here, while others' are
+    missing: list[Who] = field(default_factory=list)  # ranks of the plan whose records are not here
 
 
-def figures(run: Run, now: float) -> Figures:
+def figures(run: RunHistory, now: float) -> Figures:
     """Everything that a person asks first. now: Unix seconds."""
     events, series = run.events, run.series
     starts = [event for event in events if event["kind"] == "start"]
-    start = starts[-1] if starts else {}
+    start = starts[-1] if starts else Record()
     plans = [start.get("plan"), *(event for event in events if event["kind"] == "plan")]
-    plan: dict[str, Any] = next((plan for plan in reversed(plans) if plan), {})
+    plan = next((plan for plan in reversed(plans) if plan), PlanRecord())
     hosts = [rank["host"] for rank in plan.get("ranks") or []]
     # Who is in the run now: as the plan has them, wherever a rank was before.
     present = {who: one for who, one in series.items() if not hosts or who in list(enumerate(hosts))} or series
@@ -108,7 +106,7 @@ def figures(run: Run, now: float) -> Figures:
         step=step,
         steps=steps,
         latest={name: _or_none(row[index]) for name, index in INDEX.items()},
-        held_out=evaluations[-1] if evaluations else {},
+        held_out=evaluations[-1] if evaluations else Record(),
         pairs_per_second=speed,
         planned_pairs_per_second=plan.get("predicted_pairs_per_second") if plan.get("calibrated") else None,
         efficiency=speed / solo if solo and plan.get("calibrated") and speed else None,
@@ -125,22 +123,22 @@ def figures(run: Run, now: float) -> Figures:
     )
 
 
-def _warnings(events: Sequence[dict[str, Any]]) -> list[Warned]:
+def _warnings(events: Sequence[Record]) -> list[Warned]:
     """What was warned of, each once, whatever the number of ranks that say so; plans warn as well."""
-    found: dict[tuple[int | None, str], Warned] = {}
+    warnings: dict[tuple[int | None, str], Warned] = {}
     for event in events:
-        texts = [event.get("text")] if event["kind"] == "warning" else (event.get("plan") or {}).get("warnings") or []
-        for text in texts:
-            if text and (None, text) not in found:
-                found.setdefault((event.get("step"), text), (event["time"], event.get("step"), text))
-    return list(found.values())
+        of_plan = (event.get("plan") or PlanRecord()).get("warnings") or []
+        for text in [event.get("text")] if event["kind"] == "warning" else of_plan:
+            if text and (None, text) not in warnings:
+                warnings.setdefault((event.get("step"), text), (event["time"], event.get("step"), text))
+    return list(warnings.values())
 
 
 def _rank_figures(
     who: Who,
     series: Series,
-    plan: dict[str, Any],
-    events: Sequence[dict[str, Any]],
+    plan: PlanRecord,
+    events: Sequence[Record],
     measured: dict[Who, dict[str, float]],
     now: float,
 ) -> RankFigures:
@@ -188,16 +186,17 @@ def _seconds_a_record(series: Series) -> float:
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
-def _span(events: Sequence[dict[str, Any]], series: dict[Who, Series]) -> tuple[float, float]:
+def _span(events: Sequence[Record], series: dict[Who, Series]) -> tuple[float, float]:
     """The times of the first and the last record; zeros where there is none."""
     times = [event["time"] for event in (*events[:1], *events[-1:])]
     times += [row[INDEX["time"]] for one in series.values() for row in (one.table()[0][0], one.recent[-1])]
     return (min(times), max(times)) if times else (0.0, 0.0)
 
 
-def _cost(hosts: Sequence[str], start: dict[str, Any]) -> Any:
+def _cost(hosts: Sequence[str], start: Record) -> Callable[[float], RunCost | None]:
+    """What these hosts cost for given seconds, by the prices that the run was started with."""
     try:
-        settings = CostSettings.model_validate((start.get("config") or {}).get("cost") or {})
+        settings = CostSettings.model_validate((start.get("config") or SettingsRecord()).get("cost") or {})
     except ValidationError:  # another version's
         settings = CostSettings()
     return lambda seconds: hosts_cost(hosts, seconds, settings)
@@ -212,14 +211,15 @@ def _or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def batch_curves(run: Run) -> list[tuple[Who, list[int], BatchCurve]]:
-    """What the plan of a run rests on: every rank's micro-batches and batch curve; one of those of a host that are alike."""
-    plans = [event["plan"] for event in run.events if event["kind"] == "start" and event.get("plan")]
-    plan = plans[-1] if plans else {}
-    found: dict[tuple[str, str], tuple[Who, list[int], BatchCurve]] = {}
+def batch_curves(run: RunHistory) -> list[tuple[Who, list[int], BatchCurve]]:
+    """What the plan of a run rests on: every rank's micro-batches and batch curve; of equal ones of a host, one."""
+    plans = [plan for event in run.events if event["kind"] == "start" and (plan := event.get("plan"))]
+    plan = plans[-1] if plans else PlanRecord()
+    distinct: dict[tuple[str, str], tuple[Who, list[int], BatchCurve]] = {}
     for number, (rank, curve) in enumerate(zip(plan.get("ranks") or [], plan.get("curves") or [], strict=False)):
         with contextlib.suppress(ValidationError):
-            told = BatchCurve.model_validate(curve)
+            measured = BatchCurve.model_validate(curve)
             sizes = sorted({size for size in rank.get("micro_batch_sizes") or [] if isinstance(size, int) and size > 0})
-            found.setdefault((rank["host"], told.model_dump_json()), ((number, rank["host"]), sizes, told))
-    return list(found.values())
+            key = rank["host"], measured.model_dump_json()
+            distinct.setdefault(key, ((number, rank["host"]), sizes, measured))
+    return list(distinct.values())

@@ -1,13 +1,13 @@
 """A run's records in bounded memory, as its logs grow: curves, events, and the figures that follow from them.
 
-    run = Run(Path("runs/NAME"))
+    run = RunHistory(Path("runs/NAME"))
     while run.read():                            # False: all that was written has been read
         ...
     run.curve(0, "loss"), run.events, figures(run, time.time())
 
 A log may have millions of records. It is read by byte offset, and records become buckets: while there are few a bucket
-is a record, later the mean, least and greatest value of 2, 4, 8, ... records (as much as a screen can show). Of a long log the
-first look takes records at even distances, so that there is something to see at once; the whole is read after it.
+is a record, later the mean, least and greatest value of 2, 4, 8, ... records (as much as a screen can show). Of a long
+log the first look takes records at even distances, so that there is something to see at once; then the whole is read.
 """
 
 from __future__ import annotations
@@ -19,28 +19,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from lib.config.schema import Config
 from lib.telemetry.log_tail import Tail
+from lib.telemetry.record_types import Record
+
+JSON = dict[str, Any]  # a record that nobody has looked at yet
 
 COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
-
-
 COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
-
-
 COLUMNS += ("peak_memory_bytes", "bytes_sent", "skipped")
 INDEX = {name: index for index, name in enumerate(COLUMNS)}
 
 
 # Of the records of the network and of sensors, which come every few seconds as long as a run goes on.
 MEASURES: tuple[str, ...] = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits")
-
-
 MEASURES += ("temperature_celsius", "power_watts", "speed_limit")
 CAPACITY = 1024  # buckets, at least, once there are so many records
 RECENT = 20  # records behind the figures of the moment
@@ -49,10 +45,8 @@ GLANCE_RECORDS = 1500
 LINE_BYTES = 2**13  # most step records are shorter
 STEP = b'{"kind": "step", '
 SILENT_SECONDS = 60.0
-LATE_SECONDS = 20.0  # into a run its ranks have told of themselves, or do so elsewhere
+LATE_SECONDS = 20.0  # into a run every rank has written a record, here or elsewhere
 LATEST_TIME = 1e11  # whoever says to be of the year 5138 is none of ours
-
-
 SENSORS = {"temperature_celsius", "power_watts", "speed_limit"}
 
 
@@ -61,7 +55,7 @@ Warned = tuple[float, int | None, str]  # time, step and text
 
 
 class Series:
-    """Step records of one rank as buckets: for every column its sum, count, least and greatest value; never a mean of means."""
+    """Step records of one rank as buckets: sum, count, least and greatest value of every column; no mean of means."""
 
     def __init__(self, capacity: int = CAPACITY, columns: Sequence[str] = COLUMNS):
         self.capacity, self.width = capacity, 1  # records in a bucket
@@ -114,7 +108,7 @@ class Log:
         self.tail = Tail(path)
         self.series: dict[Who, Series] = {}  # steps
         self.measured: dict[Who, Series] = {}  # the network, sensors
-        self.events: list[dict[str, Any]] = []  # all others
+        self.events: list[Record] = []  # all others
         self.length = 0  # when it was opened
         self.glance: Log | None = None  # what the first look at a long log gave
 
@@ -162,14 +156,14 @@ class Log:
             self.measured.setdefault(who, Series(CAPACITY // 4, MEASURES)).append(_numbers(table))
 
 
-def _measures(record: dict[str, Any]) -> list[Any]:
+def _measures(record: JSON) -> list[Any]:
     """A row of MEASURES. Of a rank's connections the slowest round trip, and what all together sent again."""
     links = record.get("connections")
     links = [link for link in links if isinstance(link, dict)] if isinstance(links, list) else []
     links = [link for link in links if not str(link.get("peer")).startswith(("127.", "::1"))]  # mpirun's own, for one
     trips, again = ([_number(link.get(name)) for link in links] for name in ("round_trip_seconds", "retransmits"))
-    found = {**record, "round_trip_seconds": max(trips, default=None), "retransmits": sum(again) if again else None}
-    return [found.get(name) for name in MEASURES]
+    row = {**record, "round_trip_seconds": max(trips, default=None), "retransmits": sum(again) if again else None}
+    return [row.get(name) for name in MEASURES]
 
 
 def _glance(path: Path, length: int) -> Log | None:
@@ -178,10 +172,10 @@ def _glance(path: Path, length: int) -> Log | None:
     with contextlib.suppress(OSError), path.open("rb") as file:
         seen._take(file.read(LINE_BYTES * 8).splitlines()[:-1])
         begun = file.tell()
-        places = np.linspace(begun, length - LINE_BYTES * 16, GLANCE_RECORDS, dtype=np.int64)
+        offsets = np.linspace(begun, length - LINE_BYTES * 16, GLANCE_RECORDS, dtype=np.int64)
         samples = []
-        for place in places:
-            file.seek(place)
+        for offset in offsets:
+            file.seek(offset)
             lines = file.read(LINE_BYTES).split(b"\n")
             samples += [line for line in lines[1:-1] if line.startswith(STEP)][:1]
         seen._take(samples)
@@ -198,18 +192,18 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _parse(lines: list[bytes]) -> list[dict[str, Any]]:
+def _parse(lines: list[bytes]) -> list[JSON]:
     """Records of lines, at once where all are whole; a line that is none is left out."""
     try:
-        found = json.loads(b"[" + b",".join(lines) + b"]")
+        values = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
-        found = []
+        values = []
         for line in lines:
             try:
-                found.append(json.loads(line))
+                values.append(json.loads(line))
             except (ValueError, RecursionError):
                 continue
-    return [record for record in found if isinstance(record, dict)]
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _numbers(table: list[list[Any]]) -> np.ndarray:
@@ -223,80 +217,23 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
-class _Record(BaseModel):
-    """What the pages rely on: where there is anything else in its place, a record is somebody else's."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+_EVENTS = TypeAdapter(Record)
 
 
-class _Rank(_Record):
-    host: str
-
-
-class _Plan(_Record):
-    strategy: str | None = None
-    reason: str | None = None
-    shares: list[int] | None = None
-    ranks: list[_Rank] | None = None
-    global_batch_size: PositiveInt | None = None
-    predicted_step_seconds: float | None = None
-    predicted_pairs_per_second: float | None = None
-    solo_sum_pairs_per_second: float | None = None
-    warnings: list[str] | None = None
-    curves: list[Any] | None = None
-
-
-class _Settings(_Record):
-    model: dict[str, Any] | None = None
-    train: dict[str, Any] | None = None
-    data: dict[str, Any] | None = None
-    cost: dict[str, Any] | None = None
-
-
-class _Sample(_Record):
-    prompt: str
-    before: str | None = None
-    after: str | None = None
-
-
-class _Event(_Plan):
-    kind: str
-    rank: int = 0
-    host: str = ""
-    step: int | None = None
-    steps: PositiveInt | list[int] | None = None  # of the run; in a merge, of each rank
-    first_step: int | None = None
-    resumed_from_step: int | None = None
-    resumes: list[list[int]] | None = None
-    plan: _Plan | None = None
-    config: _Settings | None = None
-    versions: dict[str, Any] | None = None
-    memory_limit_bytes: float | None = None
-    pairs: list[int] | None = None
-    bytes_sent: float | None = None
-    error: float | None = None
-    text: str | None = None
-    samples: list[_Sample] | None = None
-    loss: float | None = None
-    kl: float | None = None
-    reward_accuracy: float | None = None
-    reward_margin: float | None = None
-    exact_match: float | None = None
-
-
-def _is_event(record: dict[str, Any]) -> bool:
+def _is_event(record: JSON) -> TypeGuard[Record]:
+    """Whether a record has what the pages rely on; where it has anything else in its place, it is somebody else's."""
     try:
-        _Event.model_validate(record)
+        _EVENTS.validate_python(record, strict=True)
     except ValidationError:
         return False
-    return True
+    return isinstance(record.get("kind"), str)
 
 
 # ---- A run: all its logs
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """One quantity of one rank over its steps; all arrays have the same length."""
 
     steps: np.ndarray
@@ -306,14 +243,14 @@ class Curve:
     width: int  # records in a bucket; 1: every record
 
 
-class Run:
+class RunHistory:
     """A run's folder, read as it grows: its ranks' logs, and copies of those of other hosts."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.logs: dict[Path, Log] = {}
         self.version = 0  # changes with what there is to see
-        self._events: tuple[int, list[dict[str, Any]]] | None = None  # of which version
+        self._events: tuple[int, list[Record]] | None = None  # of which version
 
     @property
     def name(self) -> str:
@@ -336,12 +273,12 @@ class Run:
         return any(log.glance is not None for log in self.logs.values())
 
     @property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Record]:
         """All records that are no measurements, by time; of two copies of one file each record once."""
         if self._events is None or self._events[0] != self.version:
             every = [event for log in self._shown() for event in log.events]
-            found = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
-            self._events = self.version, sorted(found.values(), key=lambda event: event["time"])
+            distinct = {(e["time"], e["kind"], e.get("rank"), e.get("host"), e.get("text")): e for e in every}
+            self._events = self.version, sorted(distinct.values(), key=lambda event: event["time"])
         return self._events[1]
 
     @property
@@ -354,7 +291,7 @@ class Run:
         """Records of the network and of sensors, as `series`."""
         return _longest([log.measured for log in self._shown()])
 
-    def curve(self, who: Who, name: str, over: str | None = None) -> Curve:
+    def curve(self, who: Who, name: str, over: str | None = None) -> MetricCurve:
         """A column over the steps; divided by another one, as the mean of the one over the mean of the other.
 
         Steps that a crash undid are left out, where a host that was lost still has them.
@@ -367,13 +304,13 @@ class Run:
         steps, column = greatest[keep, INDEX["step"]], INDEX[name]
         values = means[keep, column]
         if over is None:
-            return Curve(steps, values, least[keep, column], greatest[keep, column], series.width)
+            return MetricCurve(steps, values, least[keep, column], greatest[keep, column], series.width)
         below = means[keep, INDEX[over]]
         ratio = np.divide(values, below, out=np.full(len(values), np.nan), where=below > 0)
-        return Curve(steps, ratio, ratio, ratio, series.width)
+        return MetricCurve(steps, ratio, ratio, ratio, series.width)
 
     def measure(self, who: Who, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """When, in Unix seconds, and how much: one of MEASURES as a rank told it, without what it did not tell."""
+        """When, in Unix seconds, and how much: one of MEASURES as a rank recorded it, without gaps."""
         series = self.measured[who]
         means, _, greatest = series.table()
         # What was sent again is counted since a process began, so its mean would say nothing.
@@ -385,31 +322,25 @@ class Run:
         return [log.shown() for _, log in sorted(self.logs.items())]
 
 
-def _longest(found: Sequence[dict[Who, Series]]) -> dict[Who, Series]:
-    every = [(who, one) for each in found for who, one in each.items()]
+def _longest(copies: Sequence[dict[Who, Series]]) -> dict[Who, Series]:
+    every = [(who, one) for each in copies for who, one in each.items()]
     return dict(sorted(sorted(every, key=lambda pair: pair[1].count), key=lambda pair: pair[0]))
 
 
-def _resumes(events: Sequence[dict[str, Any]], rank: int) -> list[tuple[float, float]]:
+def _resumes(events: Sequence[Record], rank: int) -> list[tuple[float, float]]:
     """When the run was taken up again, and this rank's last step that lived on."""
-    found = []
+    resumes: list[tuple[float, float]] = []
     for event in events:
-        if event["kind"] == "start" and event.get("rank") == 0 and event.get("resumed_from_step") is not None:
-            steps = (event.get("resumes") or [[event["resumed_from_step"]]])[-1]
-            found.append((event["time"], steps[1 + rank] if 1 + rank < len(steps) else steps[0]))
-    return found
+        if event["kind"] == "start" and event.get("rank") == 0 and (step := event.get("resumed_from_step")) is not None:
+            steps = (event.get("resumes") or [[step]])[-1]
+            resumes.append((event["time"], steps[1 + rank] if 1 + rank < len(steps) else steps[0]))
+    return resumes
 
 
 def runs_in(folder: Path) -> list[Path]:
     """The runs of a folder that have logs, the newest first."""
-    found = []
+    by_time = []
     for path in Path(folder).glob("*/logs"):
         with contextlib.suppress(OSError):  # removed at this moment
-            found.append((path.stat().st_mtime, path.parent))
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def config_of(run: Run) -> Config | None:
-    """The settings that a run was started with, as its records have them."""
-    starts = [event for event in run.events if event["kind"] == "start" and event.get("config")]
-    return Config.model_validate(starts[-1]["config"]) if starts else None
+            by_time.append((path.stat().st_mtime, path.parent))
+    return [path for _, path in sorted(by_time, reverse=True)]

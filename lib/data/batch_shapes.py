@@ -31,24 +31,24 @@ once), scored tokens in all and of the completion that has most."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a Batch's arrays (lib/data/dataset.py): b, K, P, T, the N - b * P tokens behind the prefixes, M and C."""
+class BatchShape:
+    """The sizes of a Batch's arrays (lib/data/dataset.py): b, K, P, T, the N - b * P suffix tokens, M and C."""
 
     rows: int
     completions: int
     prefix: int
     length: int
-    behind: int
+    suffix_tokens: int
     is_dense: bool
     uses: int
-    """Sequences that use a token behind the prefixes: K where completions share what is left of a prompt, else 1."""
+    """Sequences that use a suffix token: K where completions share what is left of a prompt, else 1."""
     scored: int
     width: int
 
     @property
     def tokens(self) -> int:
         """N: what the blocks run over."""
-        return self.rows * self.prefix + self.behind
+        return self.rows * self.prefix + self.suffix_tokens
 
     @property
     def cost(self) -> float:
@@ -67,7 +67,7 @@ class Shape:
             and (
                 self.is_dense
                 or (
-                    need["tokens"] - need["rows"] * self.prefix <= self.behind
+                    need["tokens"] - need["rows"] * self.prefix <= self.suffix_tokens
                     and (self.uses > 1 or self.completions == 1 or need["longest_prompt"] <= self.prefix)
                 )
             )
@@ -87,7 +87,7 @@ def real_tokens(prompts: np.ndarray, seen: np.ndarray) -> np.ndarray:
     return tokens
 
 
-def shape_of(needs: np.ndarray, completions: int, length_multiple: int, shared_prompts: bool) -> Shape:
+def batch_shape_of(needs: np.ndarray, completions: int, length_multiple: int, shared_prompts: bool) -> BatchShape:
     """The cheapest shape for all of some micro-batches (whole rows, unless shared_prompts). needs: NEED [m].
 
     P is a multiple of length_multiple that no prompt is shorter than. T, N, M and C are padded to rungs of a
@@ -97,13 +97,13 @@ def shape_of(needs: np.ndarray, completions: int, length_multiple: int, shared_p
     scored = pad_length(int(needs["scored"].max()), length_multiple, 64)
     width = pad_length(int(needs["widest"].max()), length_multiple, 8)
 
-    def shape(prefix: int, is_dense: bool) -> Shape:
+    def shape(prefix: int, is_dense: bool) -> BatchShape:
         length = pad_length(longest - prefix, length_multiple)
-        behind = rows * completions * length
+        suffix_tokens = rows * completions * length
         if not is_dense:
-            behind = pad_length(int((needs["tokens"] - needs["rows"] * prefix).max()), length_multiple, 64)
+            suffix_tokens = pad_length(int((needs["tokens"] - needs["rows"] * prefix).max()), length_multiple, 64)
         uses = completions if not is_dense and needs["longest_prompt"].max() > prefix else 1
-        return Shape(rows, completions, prefix, length, behind, is_dense, uses, scored, width)
+        return BatchShape(rows, completions, prefix, length, suffix_tokens, is_dense, uses, scored, width)
 
     layouts = [shape(0, is_dense=True)]  # whole rows
     if shared_prompts:
@@ -119,7 +119,7 @@ def few_shapes(
     completions: int,
     length_multiple: int,
     shared_prompts: bool,
-) -> list[Shape]:
+) -> list[BatchShape]:
     """At most `most` shapes, the cheapest first, that every micro-batch can be padded to at little cost.
 
     needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. The micro-batches
@@ -127,8 +127,8 @@ def few_shapes(
     least (dynamic programming). Each shape serves the first epoch: none is met for the first time after it.
     """
 
-    def fitting(needs: np.ndarray) -> Shape:
-        return shape_of(needs, completions, length_multiple, shared_prompts)
+    def fitting(needs: np.ndarray) -> BatchShape:
+        return batch_shape_of(needs, completions, length_multiple, shared_prompts)
 
     def bounds(needs: np.ndarray) -> np.ndarray:
         """Two needs with a shape of their own that holds all of these."""
@@ -166,7 +166,7 @@ def few_shapes(
     return sorted(used, key=lambda shape: shape.cost)
 
 
-def first_that_holds(shapes: Sequence[Shape], need: np.ndarray) -> Shape | None:
+def first_that_holds(shapes: Sequence[BatchShape], need: np.ndarray) -> BatchShape | None:
     """The first shape that a micro-batch can be padded to."""
     return next((shape for shape in shapes if shape.holds(need)), None)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from lib.data.batch_shapes import Shape, first_that_holds, need_of, shape_of
+from lib.data.batch_shapes import BatchShape, batch_shape_of, first_that_holds, need_of
 from lib.data.dataset import Example
 
 
@@ -16,9 +15,9 @@ from lib.data.dataset import Example
 class Batch:
     """Examples of K completions as one stream of N tokens, each computed once: b rows, of which the last may be padding.
 
-    The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows is
+    The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows, the suffix, is
     either dense, the other T tokens of each of the b * K sequences (a prompt's end once for each completion),
-    or ragged: what is left of a prompt, then its completions, without padding between them; `slots` then tells
+    or ragged: what is left of a prompt, then its completions, without padding between them; then `suffix_indices` says
     where each sequence's tokens are. Without shared prompts P is 0 and the stream is dense: whole rows of T
     tokens, one after the other. Sequences come without their last token, which nothing is predicted from.
     """
@@ -31,18 +30,18 @@ class Batch:
     """int32 [N]."""
     offsets: np.ndarray
     """int32 [N]: each token's position in its sequence; 0 for padding."""
-    slots: np.ndarray | None
-    """int32 [b, K, T]: where a sequence's tokens from P on are, counted behind the prefixes; -1 past its end."""
-    sources: np.ndarray | None
-    """int32 [N - b * P, 1 or K]: the inverse, where in b * K * T a token is used; -1 for nowhere."""
+    suffix_indices: np.ndarray | None
+    """int32 [b, K, T]: where a sequence's tokens from P on are, counted from where the suffix begins; -1 past its end."""
+    suffix_uses: np.ndarray | None
+    """int32 [N - b * P, 1 or K]: the inverse: where in b * K * T a suffix token is used; -1 for nowhere."""
     scored: np.ndarray
     """int32 [M]: where in the stream the scored tokens are predicted; 0 for padding."""
     targets: np.ndarray
     """int32 [M]: the tokens that are scored; 0 for padding."""
-    places: np.ndarray
+    logp_indices: np.ndarray
     """int32 [b, K, C]: where in M a completion's scored tokens are; 0 where masked."""
     mask: np.ndarray
-    """bool [b, K, C]: true where `places` means a token."""
+    """bool [b, K, C]: true where `logp_indices` means a token."""
     completion_tokens: int
     """Tokens scored."""
     computed_tokens: int
@@ -51,17 +50,17 @@ class Batch:
     """The fewest that would do: every prompt once, every completion without its last token."""
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, int | np.ndarray]:
         """What the model needs of it; absent entries left out."""
         names = (
             "prefix_length",
             "tokens",
             "offsets",
-            "slots",
-            "sources",
+            "suffix_indices",
+            "suffix_uses",
             "scored",
             "targets",
-            "places",
+            "logp_indices",
             "mask",
         )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -73,7 +72,7 @@ class Batch:
         return whole
 
     @property
-    def shapes(self) -> tuple[Any, ...]:
+    def shapes(self) -> tuple[object, ...]:
         """Equal for batches that a compiled step needs no new trace for."""
         return (
             self.prefix_length,
@@ -83,7 +82,7 @@ class Batch:
 
 
 def collate(
-    examples: Sequence[Example], length_multiple: int, shared_prompts: bool, shapes: Sequence[Shape] = ()
+    examples: Sequence[Example], length_multiple: int, shared_prompts: bool, shapes: Sequence[BatchShape] = ()
 ) -> Batch:
     """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
 
@@ -92,90 +91,124 @@ def collate(
     scored.
     """
     assert examples, "a rank without rows has no batch"
-    sequences = [(e.prompt_ids, completion) for e in examples for completion in e.completions]
-    count = len(examples[0].completions)
-    seen = np.array([len(prompt) + len(completion) - 1 for prompt, completion in sequences])
-    prompts = np.array([len(e.prompt_ids) for e in examples])
-    counts = np.array([len(completion) - (not len(prompt)) for prompt, completion in sequences])  # scored
-    need = need_of(prompts, seen.reshape(-1, count), counts.reshape(-1, count))
-    shape = first_that_holds(shapes, need) or shape_of(need[None], count, length_multiple, shared_prompts)
-    rows, prefix, length, behind = shape.rows, shape.prefix, shape.length, shape.behind
-
-    tails = np.maximum(seen - prefix, 0)
-    inside = np.arange(length) < tails[:, None]
-    shared_tails = np.repeat(prompts - prefix, count)  # tokens behind the prefix that the completions share
-    if shape.is_dense:
-        slots = np.arange(len(sequences) * length).reshape(-1, length)
-    else:
-        first = np.arange(len(sequences)) % count == 0
-        own = tails - shared_tails  # tokens of a completion alone
-        starts = np.cumsum(own + first * shared_tails) - own  # of these, in the stream
-        ends_of_prompts = np.repeat(starts[::count], count)
-        at = np.arange(length)
-        slots = (
-            np.where(
-                at < shared_tails[:, None],
-                ends_of_prompts[:, None] - shared_tails[:, None],
-                starts[:, None] - shared_tails[:, None],
-            )
-            + at
-        )
-    tokens = np.zeros(rows * prefix + behind, np.int32)
-    offsets = np.zeros_like(tokens)
-    head = tokens[: rows * prefix].reshape(rows, prefix)
-    for row, e in enumerate(examples):
-        head[row] = e.prompt_ids[:prefix]
-    offsets[: len(examples) * prefix] = np.tile(np.arange(prefix), len(examples))
-    for index, (prompt, completion) in enumerate(sequences):
-        where = rows * prefix + slots[index, : tails[index]]
-        tokens[where] = np.concatenate([prompt[prefix:], completion[:-1]])
-        offsets[where] = np.arange(prefix, seen[index])
-
-    scored, targets = np.zeros((2, shape.scored), np.int32)
-    mask = np.arange(shape.width) < counts[:, None]
-    places = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(shape.width), 0)
-    for index, (_, completion) in enumerate(sequences):
-        positions = np.arange(seen[index] - counts[index], seen[index])
-        behind_prefix = rows * prefix + slots[index, np.maximum(positions - prefix, 0)]
-        where = places[index, : counts[index]]
-        scored[where] = np.where(positions < prefix, index // count * prefix + positions, behind_prefix)
-        targets[where] = completion[len(completion) - counts[index] :]
-
-    def with_padding(array: np.ndarray, filler: int) -> np.ndarray:
-        """[sequences, ...] ➜ [b, K, ...], rows of padding at the end."""
-        whole = np.full((rows * count, *array.shape[1:]), filler, array.dtype)
-        whole[: len(array)] = array
-        return whole.reshape(rows, count, -1)
-
-    sources = None
+    sequences = _Sequences(examples)
+    need = need_of(
+        sequences.prompts, sequences.seen.reshape(-1, sequences.count), sequences.scored.reshape(-1, sequences.count)
+    )
+    shape = first_that_holds(shapes, need) or batch_shape_of(
+        need[None], sequences.count, length_multiple, shared_prompts
+    )
+    suffix_indices = _suffix_indices(sequences, shape)
+    tokens, offsets = _stream(examples, sequences, shape, suffix_indices)
+    scored, targets, logp_indices, mask = _scored(sequences, shape, suffix_indices)
+    ragged_indices = ragged_uses = None
     if not shape.is_dense:
-        slots = with_padding(np.where(inside, slots, -1), -1)
-        sources = _invert(slots, behind, shape.uses)
+        is_used = np.arange(shape.length) < sequences.suffix_lengths(shape)[:, None]
+        ragged_indices = _with_padding(np.where(is_used, suffix_indices, -1), shape, -1)
+        ragged_uses = _invert(ragged_indices, shape.suffix_tokens, shape.uses)
     return Batch(
         rows=np.array([e.row for e in examples], np.int64),
-        prefix_length=prefix,
+        prefix_length=shape.prefix,
         tokens=tokens,
         offsets=offsets,
-        slots=None if shape.is_dense else slots.astype(np.int32),
-        sources=sources,
+        suffix_indices=None if ragged_indices is None else ragged_indices.astype(np.int32),
+        suffix_uses=ragged_uses,
         scored=scored,
         targets=targets,
-        places=with_padding(places, 0).astype(np.int32),
-        mask=with_padding(mask, False),
-        completion_tokens=int(counts.sum()),
+        logp_indices=_with_padding(logp_indices, shape, 0).astype(np.int32),
+        mask=_with_padding(mask, shape, False),
+        completion_tokens=int(sequences.scored.sum()),
         computed_tokens=len(tokens),
         real_tokens=int(need["tokens"]),
     )
 
 
-def _invert(slots: np.ndarray, size: int, uses: int) -> np.ndarray:
-    """For each of `size` tokens the places in `slots` [b, K, T] that use it, in order: int32 [size, uses]."""
-    sources = np.full((size, uses), -1, np.int32)
-    flat = np.arange(slots.size).reshape(slots.shape)
-    for k in reversed(range(slots.shape[1])):
-        inside = slots[:, k] >= 0
-        used = slots[:, k][inside]
+class _Sequences:
+    """The prompts with each of their completions, row by row, and their lengths."""
+
+    def __init__(self, examples: Sequence[Example]):
+        self.count = len(examples[0].completions)
+        """K: sequences of a row."""
+        self.pairs = [(e.prompt_ids, completion) for e in examples for completion in e.completions]
+        self.prompts = np.array([len(e.prompt_ids) for e in examples])
+        """int64 [rows]: tokens of each prompt."""
+        self.seen = np.array([len(prompt) + len(completion) - 1 for prompt, completion in self.pairs])
+        """int64 [rows * K]: positions that the model sees."""
+        self.scored = np.array([len(completion) - (not len(prompt)) for prompt, completion in self.pairs])
+        """int64 [rows * K]: tokens that are scored."""
+
+    def suffix_lengths(self, shape: BatchShape) -> np.ndarray:
+        """int64 [rows * K]: positions from P on."""
+        return np.maximum(self.seen - shape.prefix, 0)
+
+
+def _suffix_indices(sequences: _Sequences, shape: BatchShape) -> np.ndarray:
+    """Where in the suffix each sequence's tokens from P on are: int64 [rows * K, T]; what is past its end means nothing."""
+    if shape.is_dense:
+        return np.arange(len(sequences.pairs) * shape.length).reshape(-1, shape.length)
+    count = sequences.count
+    shared = np.repeat(sequences.prompts - shape.prefix, count)  # suffix tokens that a row's completions share
+    is_first = np.arange(len(sequences.pairs)) % count == 0
+    own = sequences.suffix_lengths(shape) - shared  # tokens of a completion alone
+    starts = np.cumsum(own + is_first * shared) - own  # of these, in the suffix
+    prompt_ends = np.repeat(starts[::count], count)
+    at = np.arange(shape.length)
+    first = np.where(at < shared[:, None], prompt_ends[:, None] - shared[:, None], starts[:, None] - shared[:, None])
+    return first + at
+
+
+def _stream(
+    examples: Sequence[Example], sequences: _Sequences, shape: BatchShape, suffix_indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The stream's tokens, and each one's position in its sequence: int32 [N] each."""
+    rows, prefix = shape.rows, shape.prefix
+    tokens = np.zeros(shape.tokens, np.int32)
+    offsets = np.zeros_like(tokens)
+    prefixes = tokens[: rows * prefix].reshape(rows, prefix)
+    for row, e in enumerate(examples):
+        prefixes[row] = e.prompt_ids[:prefix]
+    offsets[: len(examples) * prefix] = np.tile(np.arange(prefix), len(examples))
+    lengths = sequences.suffix_lengths(shape)
+    for index, (prompt, completion) in enumerate(sequences.pairs):
+        where = rows * prefix + suffix_indices[index, : lengths[index]]
+        tokens[where] = np.concatenate([prompt[prefix:], completion[:-1]])
+        offsets[where] = np.arange(prefix, sequences.seen[index])
+    return tokens, offsets
+
+
+def _scored(
+    sequences: _Sequences, shape: BatchShape, suffix_indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Batch's `scored` and `targets`, int32 [M]; `logp_indices`, int64 [rows * K, C]; `mask`, bool [rows * K, C]."""
+    rows, prefix, counts = shape.rows, shape.prefix, sequences.scored
+    scored, targets = np.zeros((2, shape.scored), np.int32)
+    mask = np.arange(shape.width) < counts[:, None]
+    logp_indices = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(shape.width), 0)
+    for index, (_, completion) in enumerate(sequences.pairs):
+        positions = np.arange(sequences.seen[index] - counts[index], sequences.seen[index])
+        in_prefix = index // sequences.count * prefix + positions
+        in_suffix = rows * prefix + suffix_indices[index, np.maximum(positions - prefix, 0)]
+        where = logp_indices[index, : counts[index]]
+        scored[where] = np.where(positions < prefix, in_prefix, in_suffix)
+        targets[where] = completion[len(completion) - counts[index] :]
+    return scored, targets, logp_indices, mask
+
+
+def _with_padding(array: np.ndarray, shape: BatchShape, filler: int) -> np.ndarray:
+    """[rows * K, ...] ➜ [b, K, ...], rows of padding at the end."""
+    whole = np.full((shape.rows * shape.completions, *array.shape[1:]), filler, array.dtype)
+    whole[: len(array)] = array
+    return whole.reshape(shape.rows, shape.completions, -1)
+
+
+def _invert(suffix_indices: np.ndarray, size: int, uses: int) -> np.ndarray:
+    """For each of `size` suffix tokens where in `suffix_indices` [b, K, T] it is used, in order: int32 [size, uses]."""
+    suffix_uses = np.full((size, uses), -1, np.int32)
+    flat = np.arange(suffix_indices.size).reshape(suffix_indices.shape)
+    for k in reversed(range(suffix_indices.shape[1])):
+        inside = suffix_indices[:, k] >= 0
+        used = suffix_indices[:, k][inside]
         if uses > 1:
-            sources[used, 1:] = sources[used, :-1]
-        sources[used, 0] = flat[:, k][inside]
-    return sources
+            suffix_uses[used, 1:] = suffix_uses[used, :-1]
+        suffix_uses[used, 0] = flat[:, k][inside]
+    return suffix_uses

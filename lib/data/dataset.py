@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import index, record_files, record_formats, sources
-from lib.data.batch_shapes import need_of, real_tokens, shape_of
-from lib.data.record_formats import Chat, Kind, Plain, Tokens, Unusable, Unwanted
-from lib.data.tokenize import Encoder, Ids, encode_records, truncate
+from lib.data.batch_shapes import batch_shape_of, need_of, real_tokens
+from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
+from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
 from lib.errors import UserError
 
 # Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
@@ -43,7 +42,7 @@ class Example:
 class Sized:
     """What is known of a data set's rows without their tokens, from the sizes of their pieces."""
 
-    kind: Kind
+    kind: RecordKind
 
     @property
     def completions_per_example(self) -> int:
@@ -82,7 +81,7 @@ class Dataset(Sized):
     """Examples in memory, in the files' order; index them with the rows of lib/data/row_order.py."""
 
     path: str
-    kind: Kind
+    kind: RecordKind
     columns: str
     """What was read, for people: `prompt + chosen + rejected`."""
     truncated_count: int
@@ -147,8 +146,8 @@ Pieces = list[np.ndarray]
 def load_dataset(
     path: str | Mapping[str, float],
     settings: DataSettings,
-    kind: Kind,
-    tokenizer: Any | None,
+    kind: RecordKind,
+    tokenizer: Tokenizer | None,
     *,
     eos_token_id: int | None,
     vocab_size: int | None = None,
@@ -212,7 +211,13 @@ def load_dataset(
 
 
 def in_memory(
-    name: str, kind: Kind, columns: str, pieces: Pieces, truncated_count: int, skipped: list[str], unwanted_count: int
+    name: str,
+    kind: RecordKind,
+    columns: str,
+    pieces: Pieces,
+    truncated_count: int,
+    skipped: list[str],
+    unwanted_count: int,
 ) -> Dataset:
     """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ..."""
     tokens = np.concatenate(pieces)
@@ -223,13 +228,13 @@ def in_memory(
     return Dataset(name, kind, columns, truncated_count, skipped, digest.hexdigest(), tokens, bounds, unwanted_count)
 
 
-def _parsed(file: Path, settings: DataSettings, kind: Kind) -> Iterator[tuple[str, Record | Unusable]]:
+def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
     for line, record in record_files.read(str(file), settings):
         yield f"{file}:{line}", record if isinstance(record, Unusable) else parse(record, settings, kind)
 
 
-def parse(record: dict[str, Any], settings: DataSettings, kind: Kind) -> Record | Unusable:
+def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The record's form, or why it has none."""
     try:
         return record_formats.parse(record, settings, kind)
@@ -255,9 +260,6 @@ def tokenised(
                 yield place, record, _finish(ids, settings, encoder, vocab_size)
             except Unusable as why:
                 yield place, record, why
-
-
-"""Token ids of a prompt, and of its completions."""
 
 
 def _finish(
@@ -289,15 +291,15 @@ def _finish(
     return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
 
 
-def tokens_to_deal(
+def lengths_and_cost(
     dataset: Sized, length_multiple: int, shared_prompts: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
-    """What `deal` needs: each row's length, int [n], and what a micro-batch of given rows costs, in tokens."""
+    """What `assign_micro_batches` needs: each row's length, int [n], and what a micro-batch of given rows costs, in tokens."""
     prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
     lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
 
     def cost(rows: np.ndarray) -> float:
         need = need_of(prompts[rows], seen[rows], scored[rows])
-        return shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
+        return batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
 
     return lengths, cost

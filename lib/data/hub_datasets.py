@@ -1,7 +1,7 @@
 """Data sets of the Hugging Face hub, or in one of its local folders, streamed into JSON lines on the disk.
 
 hf://OWNER/NAME, hf://OWNER/NAME?config=C&split=S&revision=R&rows=N, hf:///local/folder?split=S. Shards are written one
-after the other, each with the stream's position behind it: what is cut off goes on from the last whole shard.
+after the other, and after each the stream's position: a download that broke off goes on from the last whole shard.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypedDict
 from urllib.parse import parse_qsl
 
 from lib.config.schema import DataSettings
+from lib.data.record_formats import JSON
 from lib.errors import UserError
 from lib.system import files
 
@@ -23,13 +24,40 @@ SHARD_BYTES = 64 * 2**20
 STATE = "stream.json"
 
 
+class Shard(TypedDict):
+    """A whole shard on the disk."""
+
+    name: str
+    records: int
+    bytes: int
+
+
+class State(TypedDict):
+    """How far a download is."""
+
+    shards: list[Shard]
+    stream: object
+    """The stream's own position; None at its beginning."""
+    done: bool
+
+
+class Stream(Protocol):
+    """What is needed of a streamed data set of `datasets`."""
+
+    def __iter__(self) -> Iterator[JSON]: ...
+    def state_dict(self) -> object: ...
+    def load_state_dict(self, state: object) -> None: ...
+
+
 def folder_of(source: str, settings: DataSettings) -> Path:
     """Where the shards of a hub's data set lie."""
     return Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}"
 
 
 def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> list[Path]:
-    """The shards of a hub's data set on this disk, fetched where they are not there yet; by one process of a host at a time.
+    """The shards of a hub's data set on this disk, downloaded where they are missing.
+
+    One process of a host at a time may call this.
 
     Raises:
         UserError: no such data set, no `datasets` package, or more than data.spool_limit_gb.
@@ -59,7 +87,7 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def _open(source: str, name: str, options: dict[str, str]) -> Any:
+def _open(source: str, name: str, options: dict[str, str]) -> Stream:
     try:
         import datasets
     except ImportError:
@@ -77,10 +105,8 @@ def _open(source: str, name: str, options: dict[str, str]) -> Any:
         raise UserError(f"{source}: cannot be opened: {reason}") from None
 
 
-def keep(stream: Any, source: str, folder: Path, limit_gb: float, rows: int | None = None) -> None:
+def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int | None = None) -> None:
     """Writes a stream's records (those that are not there yet) as shards of JSON lines.
-
-    stream: an iterable of records with `state_dict` and `load_state_dict`, as `datasets` has it.
 
     Raises:
         UserError: the limit is reached, or the stream breaks off; what is whole stays.
@@ -108,7 +134,7 @@ def keep(stream: Any, source: str, folder: Path, limit_gb: float, rows: int | No
     _write_state(folder, {**state, "done": True})
 
 
-def _write_shard(path: Path, stream: Iterable[dict[str, Any]], source: str, room: float) -> tuple[int, int]:
+def _write_shard(path: Path, stream: Iterable[JSON], source: str, room: float) -> tuple[int, int]:
     """One shard, whole or not at all: its records and bytes, 0 where the stream has ended."""
     unfinished = path.with_name(f".{path.name}")
     count = size = 0
@@ -119,7 +145,8 @@ def _write_shard(path: Path, stream: Iterable[dict[str, Any]], source: str, room
                 count += 1
                 if size > room:
                     raise UserError(
-                        f"{source}: more than data.spool_limit_gb allows to be kept in {path.parent}; raise it, or take fewer with ?rows=N"
+                        f"{source}: more than data.spool_limit_gb allows to be kept in {path.parent}; "
+                        "raise it, or take fewer with ?rows=N"
                     )
                 if size >= SHARD_BYTES:
                     break
@@ -137,15 +164,16 @@ def _write_shard(path: Path, stream: Iterable[dict[str, Any]], source: str, room
     return count, size
 
 
-def _state(folder: Path) -> dict[str, Any]:
+def _state(folder: Path) -> State:
+    """How far the download is."""
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        state: State = json.loads((folder / STATE).read_text())
         return state
     except (OSError, ValueError):
         return {"shards": [], "stream": None, "done": False}
 
 
-def _write_state(folder: Path, state: dict[str, Any]) -> None:
+def _write_state(folder: Path, state: State) -> None:
     unfinished = folder / f".{STATE}"
     unfinished.write_text(json.dumps(state) + "\n")
     unfinished.replace(folder / STATE)

@@ -12,13 +12,13 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import record_files, record_formats
-from lib.data.record_formats import Chat, Kind, Plain, Tokens, Unusable
+from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 
 # Larger sources are read as they are needed, smaller ones whole.
@@ -29,6 +29,8 @@ STREAMED_BYTES = 64 * 2**20
 NAMED = 20
 
 
+# A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and of
+# prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion.
 ENTRY = np.dtype(
     [
         ("offset", "<i8"),
@@ -41,7 +43,8 @@ ENTRY = np.dtype(
 )
 
 
-pack_entry = struct.Struct("<qIIQQ3I").pack
+_ENTRY_STRUCT = struct.Struct("<qIIQQ3I")  # the same, to write one quickly
+assert _ENTRY_STRUCT.size == ENTRY.itemsize
 
 
 # ---- What a record is, whatever its form
@@ -89,7 +92,7 @@ def sizes_of(record: Tokens | Plain | Chat) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Index:
-    """One file, its records' places, and what was found out on the way."""
+    """One file, where its records are, and what its checks gave."""
 
     file: Path
     """As the user knows it."""
@@ -109,7 +112,9 @@ class Index:
     """All of them, a line each."""
 
 
-def index(file: Path, settings: DataSettings, kind: Kind, tell: Callable[[str], None] = lambda text: None) -> Index:
+def index(
+    file: Path, settings: DataSettings, kind: RecordKind, tell: Callable[[str], None] = lambda text: None
+) -> Index:
     """The index of a file, made if there is none, or the file is another than it was.
 
     Raises:
@@ -146,22 +151,37 @@ def index(file: Path, settings: DataSettings, kind: Kind, tell: Callable[[str], 
     )
 
 
+class Meta(TypedDict):
+    """index.json: what an index says of itself."""
+
+    file: str
+    size: int
+    modified_ns: int
+    unpacked: bool
+    bytes: int
+    count: int
+    digest: str
+    columns: str
+    unusable: list[str]
+    unusable_count: int
+
+
 VERSION = 1  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 
-def _read_meta(folder: Path) -> dict[str, Any] | None:
+def _read_meta(folder: Path) -> Meta | None:
     """What an index says of itself; None where there is none, or part of it is lost."""
     try:
-        meta: dict[str, Any] = json.loads((folder / META).read_text())
+        meta: Meta = json.loads((folder / META).read_text())
         whole = (folder / ENTRIES).stat().st_size == meta["count"] * ENTRY.itemsize
         return meta if whole and (not meta["unpacked"] or (folder / LINES).stat().st_size == meta["bytes"]) else None
     except (OSError, ValueError, KeyError):
         return None
 
 
-def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSettings, kind: Kind) -> dict[str, Any]:
-    """One pass over a file: every record checked, the usable ones entered."""
+def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSettings, kind: RecordKind) -> Meta:
+    """Indexes a file in one pass: checks every record, and enters the usable ones."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     unpacks = file.suffix in (".gz", ".parquet")
@@ -186,11 +206,11 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 raw = raw if raw.endswith(b"\n") else raw + b"\n"
                 offset = written
                 written += lines.write(raw)
-            entries.write(pack_entry(offset, len(raw), line, *keys_of(parsed), *sizes_of(parsed)))
+            entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(parsed), *sizes_of(parsed)))
             digest.update(raw)
             columns[parsed.columns] = None
             count += 1
-    meta = {
+    meta: Meta = {
         "file": str(file),
         "size": seen.st_size,
         "modified_ns": seen.st_mtime_ns,

@@ -21,9 +21,9 @@ from lib.config import command_line, help, load
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
 from lib.data.dataset import Pieces, parse, tokenised
-from lib.data.record_formats import Kind, Unusable, Unwanted
+from lib.data.record_formats import RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoder, Tokenizer
 from lib.errors import UserError
 from lib.system import mpi_and_blas, terminal
 from lib.system.terminal import Voice
@@ -81,11 +81,12 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
     tokenizer, encoder, vocab_size = None, None, None
     if with_model:
         mpi_and_blas.prepare()
-        from lib.data import tokenizer as models
+        from lib.data import tokenizer as tokenizer_module
 
-        tokenizer, words = models.load_tokenizer_of(settings.model), models.vocabulary(settings.model)
-        vocab_size = words["vocab_size"]
-        encoder = tokenizer and Encoder(tokenizer, data.chat_template, words["eos_token_id"])
+        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+        known = tokenizer_module.vocabulary(settings.model)
+        vocab_size = known["vocab_size"]
+        encoder = Encoder(tokenizer, data.chat_template, known["eos_token_id"]) if tokenizer is not None else None
     unit = "token ids or characters"
     unusable = [name for index in found.indices for name in index.unusable][:NAMED]
     unusable_count = sum(index.unusable_count for index in found.indices)
@@ -117,7 +118,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
 
 
 def _tokenised(
-    found: Records, data: DataSettings, kind: Kind, encoder: Encoder | None, vocab_size: int | None
+    found: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, vocab_size: int | None
 ) -> tuple[np.ndarray, np.ndarray, int, int, list[str], int]:
     """Pieces' tokens before truncation, int64 [n, 1 + K]; their records; rows that are cut; filtered; unusable: named, all."""
     whole = data.model_copy(update={"max_length": 2**31 - 1})  # lengths as they are
@@ -154,7 +155,7 @@ def _facts(
     found: Records,
     kept: np.ndarray,
     data: DataSettings,
-    kind: Kind,
+    kind: RecordKind,
     unusable: int,
     truncated: int,
     filtered: int,
@@ -237,9 +238,9 @@ def _show_rows(
     found: Records,
     numbers: Sequence[int],
     data: DataSettings,
-    kind: Kind,
+    kind: RecordKind,
     encoder: Encoder | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
 ) -> None:
     """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
     read = ((str(number), parse(found[number], data, kind)) for number in numbers)

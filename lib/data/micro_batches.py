@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lib.config.schema import Config
-from lib.data.batch_shapes import NEED, Shape, few_shapes, need_of, real_tokens
+from lib.data.batch_shapes import NEED, BatchShape, few_shapes, need_of, real_tokens
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Dataset
 from lib.data.row_order import epoch_order, micro_batches
@@ -82,7 +82,7 @@ class MicroBatches:
                 smaller += self.of(np.split(batch.rows, np.cumsum(sizes)[:-1]), most)
         return smaller
 
-    def _few_shapes(self, micro_batch_size: int) -> list[Shape]:
+    def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
         """Shapes for micro-batches of up to so many rows, whichever rows they are: from data, seed and settings alone."""
         train, data = self.config.train, self.data
         prompts, seen, scored = data.prompts, data.seen, data.scored_tokens

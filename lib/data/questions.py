@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from lib.config.schema import Config  # noqa: E402
-from lib.data import tokenizer as models  # noqa: E402
-from lib.data.record_files import read  # noqa: E402
-from lib.data.tokenize import encode_prompt  # noqa: E402
-from lib.errors import UserError  # noqa: E402
+from lib.config.schema import Config
+from lib.data import tokenizer as tokenizer_module
+from lib.data.record_files import read
+from lib.data.tokenize import Tokenizer, encode_prompt
+from lib.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,7 @@ class Question:
     answer: str
 
 
-# ---- Answers -----------------------------------------------------------------------------------------------------------
-
-
-def load_questions(settings: Config, tokenizer: Any) -> list[Question]:
+def load_questions(settings: Config, tokenizer: Tokenizer | None) -> list[Question]:
     """The records of evaluate.answers, at most evaluate.answers_limit.
 
     Raises:
@@ -48,7 +44,9 @@ def load_questions(settings: Config, tokenizer: Any) -> list[Question]:
         questions.append(
             Question(
                 shown,
-                encode_prompt(prompt, settings.data, tokenizer, models.vocabulary(settings.model)["eos_token_id"]),
+                encode_prompt(
+                    prompt, settings.data, tokenizer, tokenizer_module.vocabulary(settings.model)["eos_token_id"]
+                ),
                 str(answer).strip(),
             )
         )

@@ -18,10 +18,10 @@ import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from lib.config.schema import DataSettings
-from lib.data.record_formats import ANSWER, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
+from lib.data.record_formats import ANSWER, JSON, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
 from lib.errors import UserError
 
 # A longer line is a fault of whoever wrote it; none is longer in memory.
@@ -44,7 +44,7 @@ def require(file: Path) -> None:
         )
 
 
-def read(path: str, settings: DataSettings) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+def read(path: str, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusable]]:
     """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
 
     Lines count from 1: the text line of JSON lines (blank lines are no records), the row of parquet. A file that is
@@ -61,7 +61,7 @@ def read(path: str, settings: DataSettings) -> Iterator[tuple[int, dict[str, Any
             yield line, record
 
 
-def scan(file: Path, settings: DataSettings) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
+def scan(file: Path, settings: DataSettings) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
     """Like `read`, with each record's place in the (unpacked) file in bytes, and its line; a parquet row as it would be one."""
     try:
         if file.suffix == ".parquet":
@@ -98,7 +98,7 @@ def _names_beside(file: Path) -> list[str]:
         return []
 
 
-def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, dict[str, Any] | Unusable]]:
+def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
     line = offset = 0
     try:
         while raw := stream.readline(LINE_BYTES + 1):
@@ -126,7 +126,7 @@ def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, dict[
         yield line + 1, offset, b"", Unusable(why)
 
 
-def parse_json(raw: bytes) -> dict[str, Any] | Unusable:
+def parse_json(raw: bytes) -> JSON | Unusable:
     """A line's record, or why there is none."""
     try:
         record = json.loads(raw.decode("utf-8").rstrip())
@@ -144,7 +144,7 @@ def parse_json(raw: bytes) -> dict[str, Any] | Unusable:
     return record
 
 
-def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusable]]:
     try:
         import pyarrow
         import pyarrow.parquet

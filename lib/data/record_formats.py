@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, cast
 
 from lib.config.schema import DataSettings
 
-Kind = Literal["preference", "sft", "prompt"]
-Message = dict[str, Any]
+RecordKind = Literal["preference", "sft", "prompt"]
+JSON = dict[str, Any]
+"""A record as its file has it: any columns."""
+
+
+class Message(TypedDict):
+    """One message of a chat; it may have other fields, which only its chat template knows."""
+
+    role: str
+    content: Any
 
 
 # What other data sets call our columns: only used to suggest the setting in an error.
@@ -64,7 +73,7 @@ ANSWER = "answer"
 TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
-def parse(record: dict[str, Any], settings: DataSettings, kind: Kind) -> Tokens | Plain | Chat:
+def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Plain | Chat:
     """The record's prompt and completions: (chosen, rejected) for preferences, one completion for SFT, none for a prompt.
 
     Raises Unusable. Columns that no setting names are ignored. Of several forms in one record the first wins:
@@ -96,7 +105,7 @@ def parse(record: dict[str, Any], settings: DataSettings, kind: Kind) -> Tokens 
     raise Unusable(_missing(record, settings, "completion", "messages", "text"))
 
 
-def _parse_prompt(record: dict[str, Any], settings: DataSettings) -> Tokens | Plain | Chat:
+def _parse_prompt(record: JSON, settings: DataSettings) -> Tokens | Plain | Chat:
     """The prompt alone; of a conversation, what comes before its last answer."""
     if "prompt_ids" in record:
         return _parse_tokens(record, ())
@@ -107,7 +116,7 @@ def _parse_prompt(record: dict[str, Any], settings: DataSettings) -> Tokens | Pl
     return _join(_get(record, settings, "prompt"), (), (), settings.prompt)
 
 
-def _parse_tokens(record: dict[str, Any], names: tuple[str, ...]) -> Tokens:
+def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
     for name in ("prompt_ids", *names):
         ids = record.get(name)
         if ids is None:
@@ -123,7 +132,7 @@ def _parse_tokens(record: dict[str, Any], names: tuple[str, ...]) -> Tokens:
     return Tokens(record["prompt_ids"], completions, " + ".join(("prompt_ids", *names)))
 
 
-def _parse_pair(record: dict[str, Any], settings: DataSettings) -> Plain | Chat:
+def _parse_pair(record: JSON, settings: DataSettings) -> Plain | Chat:
     chosen, rejected = _get(record, settings, "chosen"), _get(record, settings, "rejected")
     if chosen == rejected:
         raise Unusable(f"{settings.chosen!r} is equal to {settings.rejected!r}: nothing to prefer")
@@ -139,7 +148,7 @@ def _parse_pair(record: dict[str, Any], settings: DataSettings) -> Plain | Chat:
     return _join(prompt, (chosen, rejected), ("chosen", "rejected"), columns)
 
 
-def _parse_chosen(record: dict[str, Any], settings: DataSettings) -> Plain | Chat:
+def _parse_chosen(record: JSON, settings: DataSettings) -> Plain | Chat:
     """SFT on a preference record: the chosen completion."""
     chosen = _get(record, settings, "chosen")
     note = f"{settings.chosen} (preference records: the other completion is not used)"
@@ -149,14 +158,14 @@ def _parse_chosen(record: dict[str, Any], settings: DataSettings) -> Plain | Cha
     return _join(_get(record, settings, "prompt"), (chosen,), ("chosen",), note)
 
 
-def _parse_messages(value: Any, settings: DataSettings) -> Plain | Chat:
+def _parse_messages(value: object, settings: DataSettings) -> Plain | Chat:
     messages = _check_messages(value, "messages")
     if len(messages) < 2:
         raise Unusable(f"column {settings.messages!r} has one message; it needs a prompt and an answer")
     return _join(messages[:-1], (messages[-1:],), ("messages",), settings.messages)
 
 
-def _is_answer(messages: list[Any]) -> bool:
+def _is_answer(messages: list[object]) -> bool:
     """One message without a conversation before it."""
     return len(messages) == 1
 
@@ -168,7 +177,7 @@ def _common_prompt(chosen: list[Message], rejected: list[Message]) -> list[Messa
     return chosen[:-1]
 
 
-def _check_contained(prompt: Any, common: list[Message], settings: DataSettings) -> None:
+def _check_contained(prompt: object, common: list[Message], settings: DataSettings) -> None:
     """A prompt column beside whole conversations has to be part of them, or it would be dropped unsaid."""
     if isinstance(prompt, str):
         fits = any(prompt.strip() in str(message.get("content")) for message in common)
@@ -178,11 +187,12 @@ def _check_contained(prompt: Any, common: list[Message], settings: DataSettings)
         raise Unusable(f"column {settings.prompt!r} is not in the conversation of {settings.chosen!r}")
 
 
-def _join(prompt: Any, completions: tuple[Any, ...], names: tuple[str, ...], columns: str) -> Plain | Chat:
+def _join(prompt: object, completions: tuple[object, ...], names: tuple[str, ...], columns: str) -> Plain | Chat:
     """Strings stay strings; as soon as one side is a list of messages, both are messages."""
-    if isinstance(prompt, str) and all(isinstance(completion, str) for completion in completions):
+    texts = [completion for completion in completions if isinstance(completion, str)]
+    if isinstance(prompt, str) and len(texts) == len(completions):
         _check_unicode(prompt, "prompt")
-        return Plain(prompt, tuple(map(_check_completion, completions, names)), columns)
+        return Plain(prompt, tuple(map(_check_completion, texts, names)), columns)
     if isinstance(prompt, str):
         _check_unicode(prompt, "prompt")
         messages: list[Message] = [{"role": "user", "content": prompt}]
@@ -194,7 +204,7 @@ def _join(prompt: Any, completions: tuple[Any, ...], names: tuple[str, ...], col
     return Chat(messages, tuple(answers), columns)
 
 
-def _answer(prompt: list[Message], completion: Any, name: str) -> Message:
+def _answer(prompt: list[Message], completion: object, name: str) -> Message:
     if isinstance(completion, str):
         return {"role": "assistant", "content": _check_completion(completion, name)}
     messages = _check_messages(completion, name)
@@ -209,7 +219,7 @@ def _answer(prompt: list[Message], completion: Any, name: str) -> Message:
     return answer
 
 
-def _check_messages(value: Any, name: str) -> list[Message]:
+def _check_messages(value: object, name: str) -> list[Message]:
     if not isinstance(value, list):
         raise Unusable(f"{name!r} is {name_of_type(value)}, not a string or a list of messages")
     if not value:
@@ -224,7 +234,8 @@ def _check_messages(value: Any, name: str) -> list[Message]:
             _check_unicode(message["content"], name)
         # Parquet fills the fields that a message lacks with None, and chat templates ask whether one is
         # defined.
-        messages.append({key: item for key, item in message.items() if item is not None or key == "content"})
+        known = {key: item for key, item in message.items() if item is not None or key == "content"}
+        messages.append(cast(Message, known))
     return messages
 
 
@@ -244,7 +255,7 @@ def _check_unicode(text: str, name: str) -> str:
     return text
 
 
-def _get(record: dict[str, Any], settings: DataSettings, name: str) -> Any:
+def _get(record: JSON, settings: DataSettings, name: str) -> Any:
     column = getattr(settings, name)
     if column not in record:
         raise Unusable(_missing(record, settings, name))
@@ -254,7 +265,7 @@ def _get(record: dict[str, Any], settings: DataSettings, name: str) -> Any:
     return value
 
 
-def _missing(record: dict[str, Any], settings: DataSettings, *names: str) -> str:
+def _missing(record: JSON, settings: DataSettings, *names: str) -> str:
     """Names the columns that are missing, those that are there, and the setting to change."""
     wanted = " or ".join(repr(getattr(settings, name)) for name in names)
     hint = f"name yours with data.{names[0]}=COLUMN"
@@ -272,11 +283,12 @@ def _missing(record: dict[str, Any], settings: DataSettings, *names: str) -> str
     return f"no column {wanted} (columns: {_list(record)}); {hint}"
 
 
-def _list(names: dict[str, Any]) -> str:
+def _list(names: Iterable[object]) -> str:
     return ", ".join(str(name) for name in names) or "none"
 
 
-def name_of_type(value: Any) -> str:
+def name_of_type(value: object) -> str:
+    """A JSON type in words."""
     if value is None:
         return "null"
     names = {

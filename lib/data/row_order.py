@@ -58,7 +58,7 @@ def advance(position: Position, count: int, dataset_size: int) -> Position:
     return Position(position.epoch + 1, 0) if cursor == dataset_size else Position(position.epoch, cursor)
 
 
-def divide(count: int, shares: Sequence[int]) -> np.ndarray:
+def divide_rows(count: int, shares: Sequence[int]) -> np.ndarray:
     """`count` rows in proportion to the shares, by largest remainder: int64 [ranks]."""
     total = sum(shares)
     assert total > 0 and min(shares) >= 0, shares
@@ -76,7 +76,7 @@ def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[
     the sorted lengths, and then exchange rows until their lengths add up to their shares, too: the planned
     shares stay right for the batch at hand.
     """
-    counts = divide(len(rows), shares)
+    counts = divide_rows(len(rows), shares)
     # The j-th of a rank's n rows belongs at the quantile (j + 1/2) / n of the lengths.
     quantiles = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
     owners = np.repeat(np.arange(len(shares)), counts)[np.argsort(quantiles, kind="stable")]
@@ -107,7 +107,7 @@ def micro_batches(rows: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
     return [rows[start : start + micro_batch_size] for start in range(0, len(rows), micro_batch_size)]
 
 
-def deal(
+def assign_micro_batches(
     rows: np.ndarray,
     lengths: np.ndarray,
     micro_batch_sizes: Sequence[Sequence[int]],
@@ -125,18 +125,18 @@ def deal(
     """
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]
-    counts = divide(len(rows), shares).tolist()
+    counts = divide_rows(len(rows), shares).tolist()
     sizes = [_cut(count, of_rank) for count, of_rank in zip(counts, micro_batch_sizes, strict=True)]
     weights = np.maximum(shares, 1)
-    neighbours = _deal_neighbours(rows[np.argsort(lengths[rows], kind="stable")], sizes, weights, cost)
+    neighbours = assign_neighbours(rows[np.argsort(lengths[rows], kind="stable")], sizes, weights, cost)
     mixed = [
         np.split(part, np.cumsum(of_rank)[:-1]) if of_rank else []
         for part, of_rank in zip(split(rows, lengths, shares), sizes, strict=True)
     ]
     costs = [sum(map(cost, batches)) for batches in mixed]
-    dealt, neighbours_costs = neighbours
+    assigned, neighbours_costs = neighbours
     if (np.array(neighbours_costs) / weights).max() <= (np.array(costs) / weights).max():
-        return dealt, neighbours_costs
+        return assigned, neighbours_costs
     return mixed, costs
 
 
@@ -147,7 +147,7 @@ def _cut(count: int, sizes: Sequence[int]) -> list[int]:
     return [end - start for start, end in zip([0, *taken], taken, strict=False) if end > start]
 
 
-def _deal_neighbours(
+def assign_neighbours(
     ascending: np.ndarray,
     sizes: Sequence[Sequence[int]],
     weights: np.ndarray,
@@ -177,7 +177,7 @@ def _deal_neighbours(
             break
         i, j = np.unravel_index(np.argmin(after), after.shape)
         owners[mine[i]], owners[theirs[j]] = owners[theirs[j]], heaviest
-    dealt = [
+    assigned = [
         [batch for batch, owner in zip(batches, owners, strict=True) if owner == rank] for rank in range(len(sizes))
     ]
-    return dealt, np.bincount(owners, costs, len(sizes)).tolist()
+    return assigned, np.bincount(owners, costs, len(sizes)).tolist()

@@ -12,28 +12,21 @@ import bisect
 import glob
 import itertools
 import os
-import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import hub_datasets, record_files
 from lib.data.index import ENTRY, Index, index, locked
-from lib.data.record_formats import Kind
+from lib.data.record_formats import JSON, RecordKind
 from lib.errors import UserError
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".parquet")
 OPEN_FILES = 64
-"""A record: where its line is in the file, in bytes; its line for people, from 1; hashes of its prompt, and of all that is
-learnt from; and characters (token ids, of a record that came tokenised) of its prompt and of each completion."""
-
-
-assert struct.calcsize("<qIIQQ3I") == ENTRY.itemsize
 
 
 def files_of(source: str, settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> list[Path]:
@@ -109,7 +102,7 @@ class Records:
         which = bisect.bisect_right(self.starts, number) - 1
         return int(self.indices[which].entries["line"][number - self.starts[which]])
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, number: int) -> JSON:
         """One record.
 
         Raises:
@@ -156,7 +149,7 @@ _CHANGED = "put the file back as it was, or start a new run on what it is now"
 
 
 def open_records(
-    files: Sequence[Path], settings: DataSettings, kind: Kind, tell: Callable[[str], None] = lambda text: None
+    files: Sequence[Path], settings: DataSettings, kind: RecordKind, tell: Callable[[str], None] = lambda text: None
 ) -> Records:
     """The records of these files, each indexed.
 

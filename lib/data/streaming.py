@@ -20,10 +20,10 @@ from lib.config.schema import DataSettings
 from lib.data import index as index_module
 from lib.data import record_files, record_formats, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
-from lib.data.record_formats import Kind, Unusable, Unwanted
+from lib.data.record_formats import RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoder, Tokenizer
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -35,7 +35,7 @@ UNPACKED = {".gz": 4, ".parquet": 4}
 
 
 def open_training(
-    settings: DataSettings, kind: Kind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+    settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, *, tell: Callable[[str], None], **words: Any
 ) -> Dataset | StreamedDataset:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
 
@@ -56,7 +56,7 @@ def open_training(
 
 
 def open_held_out(
-    settings: DataSettings, kind: Kind, tokenizer: Any | None, *, tell: Callable[[str], None], **words: Any
+    settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, *, tell: Callable[[str], None], **words: Any
 ) -> Dataset | None:
     """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
 
@@ -102,7 +102,7 @@ def is_streamed(settings: DataSettings, tell: Callable[[str], None] = lambda tex
 
 
 def _choose(
-    settings: DataSettings, kind: Kind, held_out: bool, tell: Callable[[str], None]
+    settings: DataSettings, kind: RecordKind, held_out: bool, tell: Callable[[str], None]
 ) -> tuple[Records, np.ndarray]:
     """data.train's records, and those of them that are rows, int64 [n]."""
     weights = sources.weights_of(settings.train)
@@ -142,7 +142,7 @@ class StreamedDataset(Sized):
         found: Records,
         rows: np.ndarray,
         settings: DataSettings,
-        kind: Kind,
+        kind: RecordKind,
         encoder: Encoder | None,
         vocab_size: int | None,
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from lib.config.schema import DataSettings
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
@@ -16,6 +16,15 @@ SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, к
 
 
 Ids = tuple[list[int], list[list[int]]]
+"""Token ids of a prompt, and of each completion."""
+
+
+class Tokenizer(Protocol):
+    """What is needed of a transformers tokenizer, or of mlx-lm's TokenizerWrapper around one."""
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 def encode_records(
@@ -59,15 +68,18 @@ def truncate(
 
 
 def encode_prompt(
-    prompt: str | list[Message], settings: DataSettings, tokenizer: Any, eos_token_id: int | None
+    prompt: str | list[Message], settings: DataSettings, tokenizer: Tokenizer, eos_token_id: int | None
 ) -> list[int]:
     """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
 
     Raises UserError where the chat template refuses it.
     """
     encoder = Encoder(tokenizer, settings.chat_template, eos_token_id)
-    answer: Any = "a" if isinstance(prompt, str) else {"role": "assistant", "content": "a"}
-    record = Plain(prompt, (answer,), "") if isinstance(prompt, str) else Chat(prompt, (answer,), "")
+    record = (
+        Plain(prompt, ("a",), "")
+        if isinstance(prompt, str)
+        else Chat(prompt, (Message(role="assistant", content="a"),), "")
+    )
     (encoded,) = encoder.encode([record])
     if isinstance(encoded, Unusable):
         raise UserError(f"prompt {str(prompt)[:60]!r}: {encoded}")
@@ -75,12 +87,9 @@ def encode_prompt(
 
 
 class Encoder:
-    """Prompts and completions ➜ token ids, through the tokenizer's chat template where there is one.
+    """Prompts and completions ➜ token ids, through the tokenizer's chat template where there is one."""
 
-    tokenizer: a transformers tokenizer, or mlx-lm's TokenizerWrapper around one.
-    """
-
-    def __init__(self, tokenizer: Any, use_chat_template: bool, eos_token_id: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, use_chat_template: bool, eos_token_id: int | None) -> None:
         self.tokenizer = tokenizer
         # mlx-lm's wrapper passes attributes on, but cannot be called; the tokenizer inside it can.
         self._batch = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", None)
@@ -102,12 +111,12 @@ class Encoder:
         self._anchor = self._find_anchor()
 
     def fingerprint(self) -> str:
-        """Equal for tokenizers that make the same tokens of the same text, as far as they tell."""
+        """A digest that is equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
         inner = getattr(self._batch, "backend_tokenizer", None)
-        told = "" if inner is None else inner.to_str()
+        stored = "" if inner is None else inner.to_str()
         template = str(getattr(self.tokenizer, "chat_template", None)) if self.use_chat_template else ""
         made = [self._tokenise([SPECIMEN])[0], self._opening, self._eos_token_id, sorted(self._end_ids)]
-        return hashlib.sha256(f"{told} {template} {made}".encode()).hexdigest()
+        return hashlib.sha256(f"{stored} {template} {made}".encode()).hexdigest()
 
     def encode(self, examples: Sequence[Plain | Chat]) -> list[Ids | Unusable]:
         """Ids of each example's prompt and of its completions, end token included; or why there are none."""
@@ -135,7 +144,7 @@ class Encoder:
         if isinstance(example, Plain):
             if example.prompt is None or not self.use_chat_template:
                 return example
-            answers = tuple({"role": "assistant", "content": text} for text in example.completions)
+            answers = tuple(Message(role="assistant", content=text) for text in example.completions)
             return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
         if self.use_chat_template:
             return example
@@ -157,22 +166,22 @@ class Encoder:
         conversations = [[*chat.prompt, answer] for chat in chats for answer in chat.completions]
         wholes = iter(self._apply_template(conversations, add_generation_prompt=False))
         for chat, prompt in zip(chats, prompts, strict=True):
-            answers = list(islice(wholes, len(chat.completions)))
-            failure = next((text for text in (prompt, *answers) if isinstance(text, Unusable)), None)
-            if failure is not None:
-                yield failure
+            rendered = [prompt, *islice(wholes, len(chat.completions))]
+            if unusable := [text for text in rendered if isinstance(text, Unusable)]:
+                yield unusable[0]
                 continue
-            if not all(whole.startswith(prompt) for whole in answers):
+            start, *texts = (text for text in rendered if isinstance(text, str))
+            if not all(whole.startswith(start) for whole in texts):
                 yield Unusable(
                     "the chat template does not begin the conversation with the prompt that it gives the "
                     "model; set data.chat_template=false"
                 )
                 continue
-            yield Plain(prompt, tuple(self._strip_after_end(whole[len(prompt) :]) for whole in answers), chat.columns)
+            yield Plain(start, tuple(self._strip_after_end(whole[len(start) :]) for whole in texts), chat.columns)
 
-    def _apply_template(self, conversations: list[list[Message]], add_generation_prompt: bool) -> list[Any]:
+    def _apply_template(self, conversations: list[list[Message]], add_generation_prompt: bool) -> list[str | Unusable]:
         """Text of each conversation, or Unusable."""
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options: dict[str, object] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         if "date_string" in str(getattr(self.tokenizer, "chat_template", None)):
             # Llama's templates print the day's date otherwise: tomorrow's tokens, digest and log-probs would
             # differ.
@@ -185,7 +194,7 @@ class Encoder:
             pass
         return [self._apply_template_once(conversation, options) for conversation in conversations]
 
-    def _apply_template_once(self, conversation: list[Message], options: dict[str, Any]) -> Any:
+    def _apply_template_once(self, conversation: list[Message], options: dict[str, object]) -> str | Unusable:
         try:
             return self.tokenizer.apply_chat_template(conversation, **options)
         except Exception as error:  # A template raises whatever its author chose.

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TypedDict
 
 from mlx_lm.utils import load_tokenizer
 
 from lib.config import schema
+from lib.data.record_formats import JSON
+from lib.data.tokenize import Tokenizer
 from lib.errors import UserError
 from lib.system.model_folder import resolve
 
 
-def load_tokenizer_of(settings: schema.ModelSettings) -> Any:
+class Vocabulary(TypedDict):
+    """The ids that a model knows."""
+
+    vocab_size: int | None
+    eos_token_id: int | None
+
+
+def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
     """mlx-lm's tokenizer of the model's folder, or None where there is none.
 
     Raises:
@@ -33,15 +42,15 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Any:
         ) from None
 
 
-def vocabulary(settings: schema.ModelSettings) -> dict[str, Any]:
-    """The ids that the model knows: its vocab_size and its eos_token_id (the first, where it has several)."""
+def vocabulary(settings: schema.ModelSettings) -> Vocabulary:
+    """From the model's config.json; of several eos_token_ids the first."""
     stored = stored_config(settings)
     text = {**stored, **stored.get("text_config", {})}  # models that also see pictures keep these one level down
     end = text.get("eos_token_id")
     return {"vocab_size": text.get("vocab_size"), "eos_token_id": end[0] if isinstance(end, list) else end}
 
 
-def stored_config(settings: schema.ModelSettings) -> dict[str, Any]:
+def stored_config(settings: schema.ModelSettings) -> JSON:
     """The model's config.json."""
-    stored: dict[str, Any] = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
+    stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text())
     return stored

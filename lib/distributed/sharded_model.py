@@ -7,10 +7,10 @@ from mlx.utils import tree_flatten
 
 from lib.config.schema import Config
 from lib.data import tokenizer
-from lib.distributed import world as sync
-from lib.distributed.world import ShardedWorld, World
+from lib.distributed.sharded_world import ShardedWorld, sharded
+from lib.distributed.world import World
 from lib.model import load, tensor_parallel
-from lib.model.partition import Division, divide, shape_of
+from lib.model.partition import Division, divide, model_shape_of
 from lib.system import metal
 
 
@@ -25,7 +25,7 @@ def divided(model: nn.Module, division: Division | None, world: World, wired: st
     if division is not None:
         with world.agreeing("dividing the model"):
             parts, partial = tensor_parallel.shard(model, division, world)
-        world = sync.sharded(world, division, parts, partial)
+        world = sharded(world, division, parts, partial)
     if wired is not None:
         metal.keep_wired(wired, sum(array.nbytes for _, array in tree_flatten(model.parameters())))
     return world
@@ -43,7 +43,7 @@ def load_reference(settings: Config, world: World) -> nn.Module:
     with world.agreeing("loading the reference"):
         model = load.load_reference(settings.model, settings.train.seed, lazy=weights is not None)
         stored = tokenizer.stored_config(load.reference_settings(settings.model))
-        shape = shape_of(stored, settings.model.dtype) if weights else None
+        shape = model_shape_of(stored, settings.model.dtype) if weights else None
         division = divide(shape, weights, settings.model.shard_vocabulary) if shape and weights else None
     divided(model, division, world)
     return model

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-import numpy as np  # noqa: E402
-from mlx_lm import batch_generate  # noqa: E402
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm import batch_generate
 
-from lib.config.schema import Config  # noqa: E402
-from lib.data.dataset import Dataset  # noqa: E402
+from lib.config.schema import Config
 from lib.data.questions import Question
-from lib.data.streaming import StreamedDataset  # noqa: E402
-from lib.distributed.world import Lockstep, World  # noqa: E402
-from lib.evaluate.batch_inference import extract  # noqa: E402
-from lib.system import out_of_memory  # noqa: E402
-from lib.telemetry.run_records import PerformanceTracker  # noqa: E402
-from lib.training.console import Report  # noqa: E402
+from lib.distributed.sharded_world import Lockstep
+from lib.distributed.world import World
+from lib.evaluate.batch_inference import extract
+from lib.system import out_of_memory
+from lib.telemetry.run_records import PerformanceTracker
+from lib.training.console import RunConsole
 
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 MARKS = {True: "✓", False: "✗"}
@@ -64,25 +63,11 @@ def _is_right(question: Question, text: str, settings: Config) -> bool:
 
 
 def show_samples(
-    say: Report,
-    tracker: PerformanceTracker,
-    model: nn.Module,
-    tokenizer: Any,
-    dataset: Dataset | StreamedDataset,
-    settings: Config,
-    world: World,
-    when: str,
+    say: RunConsole, tracker: PerformanceTracker, prompts: Sequence[str], texts: Sequence[str], when: str
 ) -> None:
-    """Prints and records the greedy continuations of the first few prompts, which are the same before and after."""
-    examples = dataset.examples(range(min(settings.evaluate.samples, len(dataset))))
-    if tokenizer is None or not examples or any(len(example.prompt_ids) == 0 for example in examples):
-        return
-    texts = greedy(
-        model, tokenizer, [example.prompt_ids.tolist() for example in examples], settings.evaluate.max_tokens, world
-    )
+    """Prints and records the greedy continuations of a few prompts, before or after training."""
     say.line(f"greedy answers {when} training", "bold")
     room = (say.width or SAMPLE_WIDTH) - 10
-    prompts = [tokenizer.decode(example.prompt_ids.tolist()) for example in examples]
     for prompt, text in zip(prompts, texts, strict=True):
         say.line(f"  prompt  {_one_line(prompt, room)}")
         say.line(f"  answer  {_one_line(text, room)}")
@@ -91,26 +76,28 @@ def show_samples(
 
 
 def show_changes(
-    say: Report,
+    say: RunConsole,
     tracker: PerformanceTracker,
     questions: list[Question],
     before: list[str],
     after: list[str],
     settings: Config,
 ) -> None:
-    """Prints and records a few questions whose answer training changed, right for wrong and wrong for right in their proportion."""
-    judged = [
-        (q, b, a, _is_right(q, b, settings), _is_right(q, a, settings))
-        for q, b, a in zip(questions, before, after, strict=True)
+    """Prints and records a few questions to which the answer turned right or wrong, in their proportion."""
+    changed = [
+        (question, was, now, was_right, is_right)
+        for question, was, now in zip(questions, before, after, strict=True)
+        for was_right, is_right in [(_is_right(question, was, settings), _is_right(question, now, settings))]
+        if was_right != is_right
     ]
-    changed = [row for row in judged if row[3] != row[4]]
     if not changed:
         return
-    mended = sum(row[4] for row in changed)
+    fixed = sum(is_right for *_, is_right in changed)
     say.line("")
-    back = len(changed) - mended
     say.line(
-        f"of {len(questions)} answers {mended} are right now that were wrong, {back} wrong that were right", "bold"
+        f"of {len(questions)} answers {fixed} are right now that were wrong, "
+        f"{len(changed) - fixed} wrong that were right",
+        "bold",
     )
     shown = changed[: settings.evaluate.samples]
     room = (say.width or SAMPLE_WIDTH) - 12

@@ -30,7 +30,7 @@ from lib.data import sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.collate import collate
 from lib.data.dataset import Example, parse, tokenised
-from lib.data.record_formats import ANSWER, Kind, Unusable
+from lib.data.record_formats import ANSWER, RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder, encode_prompt
@@ -43,7 +43,7 @@ from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
 from lib.training import losses
 from lib.training import reference as scoring
-from lib.training.console import Report
+from lib.training.console import RunConsole
 from lib.training.step import objective
 
 KINDS = ("logps", "rewards", "greedy", "samples")
@@ -63,7 +63,7 @@ def pull(
         AgreedError, UserError: on one rank, so on all.
     """
     size, total = settings.evaluate.batch_size, len(found)
-    say, began = Report(world), time.perf_counter()
+    say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
     server = dispatcher = None
     with world.agreeing(f"opening {out}"):
@@ -107,7 +107,7 @@ def pull(
     return figures
 
 
-def open_rows(source: str, settings: DataSettings, kind: Kind, say: Report) -> Records:
+def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:
     """All usable records of a source, in order."""
     return sources.open_records(sources.files_of(source, settings, say.line), settings, kind, say.line)
 
@@ -226,7 +226,7 @@ class Scorer:
 # ---- Answers, and pairs made of them
 
 
-class Writer:
+class CompletionWriter:
     """Completions of records' prompts: the greedy one, or so many drawn ones."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, found: Records, settings: Config, draws: int | None):
@@ -274,7 +274,7 @@ class Writer:
 class PairMaker:
     """Preference pairs from drawn completions: the best against the worst, where one is better."""
 
-    def __init__(self, writer: Writer):
+    def __init__(self, writer: CompletionWriter):
         self.writer, self.settings = writer, writer.settings
 
     def __call__(self, rows: range) -> Lines:

@@ -18,43 +18,41 @@ from pathlib import Path
 from typing import Any
 
 from lib.config import (
-    command_line,  # noqa: E402
-    load,  # noqa: E402
-    train_arguments,  # noqa: E402
+    command_line,
+    load,
+    train_arguments,
 )
-from lib.config.schema import Config  # noqa: E402
-from lib.data import tokenizer as tokenizer_module  # noqa: E402
-from lib.data.dataset import load_dataset  # noqa: E402
+from lib.config.schema import Config
+from lib.data import tokenizer as tokenizer_module
+from lib.data.dataset import load_dataset
 from lib.data.questions import load_questions
-from lib.distributed import sharded_model  # noqa: E402
-from lib.distributed import world as sync  # noqa: E402
-from lib.distributed.world import World  # noqa: E402
-from lib.errors import UserError  # noqa: E402
-from lib.evaluate import batch_inference  # noqa: E402
+from lib.distributed import sharded_model
+from lib.distributed.sharded_world import sharded
+from lib.distributed.world import World, host_names, start
+from lib.errors import UserError
+from lib.evaluate import batch_inference
 from lib.evaluate.answers import exact_match, greedy
 from lib.evaluate.metrics import digest_of, metrics_of, policy_logps, write_per_pair
 from lib.model import (
-    adapter_files,  # noqa: E402
-    adapters,  # noqa: E402
+    adapter_files,
+    adapters,
 )
-from lib.model import load as load_module  # noqa: E402
-from lib.plan.first_plan import sharded_plan  # noqa: E402
+from lib.model import load as load_module
+from lib.plan.first_plan import sharded_plan
 from lib.system import (
     mpi_and_blas,
-    terminal,  # noqa: E402
+    terminal,
 )
-from lib.training import losses  # noqa: E402
-from lib.training import reference as scoring  # noqa: E402
-from lib.training.console import Report, describe  # noqa: E402
-
-# ---- The command line --------------------------------------------------------------------------------------------------
+from lib.training import losses
+from lib.training import reference as scoring
+from lib.training.console import RunConsole, describe
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
     try:
         options = _parse(arguments)
-        world = sync.start(mpi_and_blas.launch_environment())
+        world = start(mpi_and_blas.launch_environment())
         with world.agreeing("the configuration"):
             settings = _read_config(options)
         world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
@@ -71,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
-    say = Report(world)
+    say = RunConsole(world)
     with world.agreeing("reading the data"):
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         dataset = load_dataset(
@@ -89,9 +87,9 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     )
     division = None
     if settings.strategy == "sharded" and world.size > 1:
-        division = sharded_plan(settings, world, sync.host_names(world)).division
+        division = sharded_plan(settings, world, host_names(world)).division
     if division is not None:
-        world = sync.sharded(world, division)
+        world = sharded(world, division)
     shares = [1] * world.workers.size
     reference = None
     if wants_reference:
@@ -126,7 +124,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
 
 def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
     """--score and --make-pairs: a line for every row of a file, by all ranks."""
-    say = Report(world)
+    say = RunConsole(world)
     kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
     writes = kind in ("greedy", "samples", "pairs")
     with world.agreeing("reading the data and the model"):
@@ -162,7 +160,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     do: Callable[[range], list[str]]
     if writes:
         draws = None if kind == "greedy" else settings.evaluate.completions
-        do = batch_inference.Writer(model, tokenizer, found, settings, draws)
+        do = batch_inference.CompletionWriter(model, tokenizer, found, settings, draws)
         do = batch_inference.PairMaker(do) if kind == "pairs" else do
     else:
         do = batch_inference.Scorer(model, reference, found, settings, tokenizer, world.alone())
@@ -211,8 +209,8 @@ def _read_config(options: argparse.Namespace) -> Config:
         model = {"path": options.model, "reference": options.reference or "initial"}
         return load.load(None, options.overrides, base={"model": model, "data": {"train": options.data}})
     path = Path(options.run) / "config.yaml"
-    if not (Path(options.run) / adapter_files.WEIGHTS).is_file():
-        raise UserError(f"--run {options.run}: no finished run there ({adapter_files.WEIGHTS} is missing)")
+    if not (Path(options.run) / adapter_files.ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"--run {options.run}: no finished run there ({adapter_files.ADAPTER_WEIGHTS} is missing)")
     extra = [f"model.reference={options.reference}"] if options.reference else []
     extra += [f"data.valid={options.data}"] if options.data else []
     settings = load.load(path, [*extra, *options.overrides])

@@ -1,4 +1,4 @@
-"""Held-out metrics: log-probabilities, rewards against the reference, loss; each pair counted once, by all ranks."""
+"""Metrics of a data set, and of each of its pairs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-import numpy as np  # noqa: E402
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 
-from lib.config.schema import Config  # noqa: E402
-from lib.data.dataset import Dataset  # noqa: E402
+from lib.config.schema import Config
+from lib.data.dataset import Dataset
 from lib.data.questions import Question
-from lib.distributed.world import World  # noqa: E402
-from lib.evaluate.answers import exact_match, greedy
-from lib.training import losses  # noqa: E402
-from lib.training import reference as scoring  # noqa: E402
-from lib.training.step import SUMS, means_of, objective  # noqa: E402
-
-Metrics = dict[str, float | None]
-
-
-# ---- Pairs -------------------------------------------------------------------------------------------------------------
+from lib.distributed.world import World
+from lib.training import losses
+from lib.training import reference as scoring
+from lib.training.step import SUMS, Metrics, means_of, objective
 
 
 def policy_logps(
@@ -43,28 +36,6 @@ def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | Non
     """The loss and metrics of a dataset, each pair counted once, whatever the batches were."""
     _, sums = objective(settings.train, *_arrays(dataset, policy, reference))
     return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, settings.train)
-
-
-def held_out(
-    model: nn.Module,
-    tokenizer: Any,
-    valid: Dataset | None,
-    reference: np.ndarray | None,
-    questions: list[Question],
-    settings: Config,
-    world: World,
-    shares: Sequence[int],
-) -> tuple[Metrics, list[str]]:
-    """What a run looks at as it goes: metrics of the held-out pairs, and greedy answers, by all ranks together."""
-    values: Metrics = {}
-    texts: list[str] = []
-    if valid is not None:
-        values |= metrics_of(valid, policy_logps(model, valid, settings, world, shares), reference, settings)
-    if questions:
-        prompts = [question.prompt_ids for question in questions]
-        texts = greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world)
-        values["exact_match"] = exact_match(questions, texts, settings)
-    return values, texts
 
 
 def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config) -> None:

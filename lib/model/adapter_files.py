@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,12 +15,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config import schema
 from lib.errors import UserError
+from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-WEIGHTS = "adapters.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-
-
-Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
+Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
 Arrays = Iterable[tuple[str, mx.array | np.ndarray]]  # or the raw bytes
 
 
@@ -55,7 +51,7 @@ def save_trained(
     if described is None:
         own = sorted(trainable(model).items())
         described, arrays = {name: (array.shape, array.dtype) for name, array in own}, own
-    write_arrays(folder / WEIGHTS, described, arrays)
+    write_arrays(folder / ADAPTER_WEIGHTS, described, arrays)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model, settings), indent=2) + "\n")
 
 
@@ -65,7 +61,7 @@ def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
     Raises:
         OSError: the disk is full or not writable.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for name, (shape, dtype) in described.items():
         begin, end = end, end + math.prod(shape) * dtype.size
@@ -98,7 +94,9 @@ SAFETENSORS = {
 
 
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:
-    """Reads trained parameters into a model that `make_trainable` prepared alike; adapters may have another rank (a stack).
+    """Reads trained parameters into a model that `make_trainable` prepared in the same way.
+
+    Adapters may have another rank: a stack of several.
 
     Raises:
         UserError: names or shapes differ; names the first of them.
@@ -114,17 +112,19 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
         UserError: they are not those of the wanted names and shapes; names the first of them.
     """
     try:
-        loaded = mx.load(str(folder / WEIGHTS))
+        loaded = mx.load(str(folder / ADAPTER_WEIGHTS))
     except (RuntimeError, OSError) as error:
-        raise UserError(f"{where} {folder}: {WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
             raise UserError(
-                f"{where} {folder} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}"
+                f"{where} {folder} does not fit the model: {name} is only in the "
+                f"{'model' if name in wanted else 'adapter'}"
             )
         if shape_without_rank(name, loaded[name].shape) != shape_without_rank(name, wanted[name][0]):
             raise UserError(
-                f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, the model wants {wanted[name][0]}"
+                f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, "
+                f"the model wants {wanted[name][0]}"
             )
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
 
@@ -148,9 +148,10 @@ def shape_without_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:axis] + shape[axis + 1 :]
 
 
-def adapter_config(model: nn.Module, settings: schema.ModelSettings) -> dict[str, Any]:
+def adapter_config(model: nn.Module, settings: schema.ModelSettings) -> dict[str, object]:
+    """adapter_config.json, as mlx-lm reads it."""
     rank = adapter_rank(model) or settings.rank
-    parameters: dict[str, Any] = {"rank": rank, "scale": settings.scale, "dropout": settings.dropout}
+    parameters: dict[str, object] = {"rank": rank, "scale": settings.scale, "dropout": settings.dropout}
     if settings.keys is not None:
         parameters["keys"] = list(settings.keys)
     return {

@@ -14,9 +14,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import schema
 from lib.errors import UserError
-from lib.model.adapter_files import ADAPTER_CONFIG, adapter_config, load_trained, rank_axis, trainable
+from lib.model.adapter_files import adapter_config, load_trained, rank_axis, trainable
 from lib.model.lora import take_low_rank_linear
 from lib.model.swiglu import take_own_swiglu
+from lib.system.model_folder import ADAPTER_CONFIG
 
 
 def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) -> None:
@@ -42,7 +43,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
             part.unfreeze()
     else:
         mx.random.seed(seed)
-        options: dict[str, Any] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
+        options: dict[str, object] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
         if settings.keys is not None:
             options["keys"] = set(settings.keys)
         try:
@@ -60,7 +61,8 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
             }
         )
         raise UserError(
-            f"model.keys {list(settings.keys or [])}: no such layer in {settings.path}; its linear layers are {', '.join(keys)}"
+            f"model.keys {list(settings.keys or [])}: no such layer in {settings.path}; "
+            f"its linear layers are {', '.join(keys)}"
         )
     if settings.adapter is not None:
         load_adapter(model, settings)
@@ -85,7 +87,8 @@ def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(
-            f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); give a folder that mlx-lm or a run saved"
+            f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); "
+            "give a folder that mlx-lm or a run saved"
         ) from None
     ours = adapter_config(model, settings)
     theirs = {

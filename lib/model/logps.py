@@ -10,7 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from lib.model.token_stream import Replaced, backbone_of, hidden_states, is_frozen, parameters_outside_blocks
+from lib.model.token_stream import (
+    Replaced,
+    StreamInputs,
+    backbone_of,
+    hidden_states,
+    is_frozen,
+    parameters_outside_blocks,
+)
 
 Head = Callable[[mx.array], mx.array]
 
@@ -19,15 +26,15 @@ Head = Callable[[mx.array], mx.array]
 LOGITS_BYTES = 2**29
 
 
-def completion_logps(model: nn.Module, inputs: dict[str, Any]) -> mx.array:
+def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
     """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats.
 
     Args:
-        inputs: `arrays_of` lib/data/dataset.py's Batch.inputs. In evaluation mode the result has no gradients.
+        inputs: `arrays_of` lib/data/collate.py's Batch.inputs. In evaluation mode the result has no gradients.
     """
     hidden = mx.take(hidden_states(model, inputs, getattr(model, "attention_window", None)), inputs["scored"], axis=0)
     logps = token_logps(model, hidden, inputs["targets"])
-    return mx.where(inputs["mask"], mx.take(logps, inputs["places"]), 0.0).sum(axis=-1)
+    return mx.where(inputs["mask"], mx.take(logps, inputs["logp_indices"]), 0.0).sum(axis=-1)
 
 
 # ---- The head and the loss ---------------------------------------------------------------------------------
@@ -62,7 +69,7 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
 
 
 def _after(x: mx.array, earlier: Sequence[mx.array]) -> mx.array:
-    """The same array, made when others are done: MLX would make the logits of many chunks at once, and hold them all."""
+    """The same array, made after others: MLX would make the logits of many chunks at once, and hold them all."""
     return mx.depends([x], [mx.stop_gradient(each) for each in earlier])[0] if earlier else x
 
 
@@ -135,7 +142,7 @@ def _checkpointed(
     chunks: Sequence[tuple[mx.array, mx.array]],
     of: Callable[[mx.array, mx.array], mx.array],
 ) -> mx.array:
-    """`of(logits, targets)` of all chunks, side by side, with logits that the backward pass makes again, chunk by chunk."""
+    """`of(logits, targets)` of all chunks, concatenated; the backward pass makes the logits again, chunk by chunk."""
     before = parameters_outside_blocks(model)
     names, targets = list(before), [t for _, t in chunks]
 
@@ -172,7 +179,7 @@ def _checkpointed(
 class VocabularyPart(Protocol):
     """Of a model whose embedding and head are divided: this rank's tokens begin at `first`, of `size` in all."""
 
-    ranks: Any  # a sync.World
+    ranks: Any  # a World
     first: int
     size: int
 
@@ -183,7 +190,7 @@ class VocabularyPart(Protocol):
 def _logps_of_parts(
     model: nn.Module, part: VocabularyPart, head: Head, hidden: mx.array, targets: mx.array
 ) -> mx.array:
-    """`token_logps` where every rank makes the logits of its own tokens, which never leave it.
+    """`token_logps` where every rank makes the logits of its own part of the vocabulary, which never leave it.
 
     What the ranks exchange of a position is one number each, the logarithm of its part of the partition function, and the
     target's logit. Chunks follow one another, so that their sums are made in the same order everywhere.
@@ -199,10 +206,10 @@ def _logps_of_parts(
         return mx.stack([mx.logsumexp(wide, axis=-1), mx.where((local >= 0) & (local < wide.shape[-1]), at, 0.0)])
 
     def together(own: mx.array) -> tuple[mx.array, mx.array]:  # log-probabilities, log partition function: [M] each
-        slot = (mx.arange(part.ranks.size) == part.ranks.rank)[:, None]
-        told = part.ranks.sum_forward(mx.concatenate([mx.where(slot, own[:1], 0.0), own[1:]]))
-        partition = mx.logsumexp(told[:-1], axis=0)
-        return told[-1] - partition, partition
+        own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[:, None]
+        of_ranks = part.ranks.sum_forward(mx.concatenate([mx.where(own_row, own[:1], 0.0), own[1:]]))
+        partition = mx.logsumexp(of_ranks[:-1], axis=0)
+        return of_ranks[-1] - partition, partition
 
     chunks = _chunks(hidden, targets, part.size)
     if not (model.training and is_frozen(model)):
@@ -224,7 +231,7 @@ def _logps_of_parts(
 
 @mx.compile
 def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
-    """d logp / d logits; of targets that are another rank's, none is met."""
+    """d logp / d logits; where the target is another rank's token, without the one."""
     is_target = mx.arange(logits.shape[-1])[None] == targets[:, None]
     return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ CHOICES = 16
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The dimensions of a model, as its config.json has them."""
 
     blocks: int
@@ -112,7 +112,7 @@ class Part:
         return tuple(shape)
 
 
-def shape_of(stored: dict[str, Any], dtype: str | None = None, to_divide: bool = True) -> Shape:
+def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divide: bool = True) -> ModelShape:
     """The dimensions in a config.json.
 
     Args:
@@ -143,7 +143,7 @@ def shape_of(stored: dict[str, Any], dtype: str | None = None, to_divide: bool =
         number_bytes = 4 if name == "float32" else 2
         # An affine group has a scale and a bias, the newer kinds one byte of scale.
         extra = 4 if quantisation.get("mode", "affine") == "affine" else 1
-        return Shape(
+        return ModelShape(
             blocks=blocks,
             expert_blocks=sparse,
             hidden_size=hidden,
@@ -164,7 +164,7 @@ def shape_of(stored: dict[str, Any], dtype: str | None = None, to_divide: bool =
         raise UserError(f"strategy=sharded needs {error.args[0]} in the model's config.json") from None
 
 
-def divide(shape: Shape, weights: Sequence[float], vocabulary: bool = False) -> Division:
+def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False) -> Division:
     """Divides a model in proportion to the ranks' weights, as nearly as whole heads and columns allow.
 
     Heads are few: what rounding them costs a rank, its MLP columns make up for. Cuts through o_proj and down_proj fall
@@ -227,7 +227,7 @@ def bounds(counts: Sequence[int], each: int = 1) -> tuple[int, ...]:
     return tuple(each * end for end in itertools.accumulate(counts, initial=0))
 
 
-def rank_bytes(shape: Shape, division: Division, rank: int) -> tuple[int, int]:
+def rank_bytes(shape: ModelShape, division: Division, rank: int) -> tuple[int, int]:
     """Bytes of the weights that a rank holds: those divided, and those that every rank keeps whole."""
     weights = (
         division.kv_heads[rank] * shape.head_parameters

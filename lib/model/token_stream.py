@@ -1,16 +1,16 @@
 """A batch through the model, each token once: shared prompts, the head where it is needed, no large logits.
 
-The blocks see the stream of lib/data/dataset.py as N sequences of one token: every layer but attention treats tokens
-alone, and the rotary embedding takes an offset for each. Attention is told by the object that it is given as
-its cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. No model
-file knows of it.
+The blocks see the stream of lib/data/collate.py as N sequences of one token: every layer but attention computes each
+token by itself, and the rotary embedding takes an offset for each. Attention recognises a stream by the type of its
+cache: there the stream is laid out as rectangles, all of them causal, so that no mask is needed. No model file knows
+of it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Required, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,21 +26,36 @@ def length_multiple(settings: DataSettings) -> int:
     return settings.length_multiple or (64 if mx.default_device() == mx.gpu else 16)
 
 
-def arrays_of(inputs: dict[str, Any]) -> dict[str, Any]:
+class StreamInputs(TypedDict, total=False):
+    """The inputs of lib/data/collate.py's Batch, which says what each is, as MLX arrays."""
+
+    prefix_length: Required[int]
+    tokens: Required[mx.array]
+    offsets: mx.array
+    suffix_indices: mx.array
+    suffix_uses: mx.array
+    scored: mx.array
+    targets: mx.array
+    logp_indices: mx.array
+    mask: Required[mx.array]
+
+
+def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
     """A batch's `inputs` on the device."""
-    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
+    arrays = {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
+    return cast(StreamInputs, arrays)
 
 
 # ---- The blocks --------------------------------------------------------------------------------------------
 
 
-def hidden_states(model: nn.Module, inputs: dict[str, Any], window: int | None = None) -> mx.array:
+def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
     """What the head would see of every token of the stream: [N, D] (logits, of a model without a backbone).
 
     window: tokens that each attends to, itself included; for models that take a stream.
     """
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
-    if inputs["prefix_length"] == 0 and "slots" not in inputs and window is None:
+    if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
         hidden = _run_backbone(model, tokens.reshape(rows * completions, -1))
     else:
         stream = Stream(
@@ -48,8 +63,8 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any], window: int | None =
             rows,
             completions,
             inputs["prefix_length"],
-            inputs.get("slots"),
-            inputs.get("sources"),
+            inputs.get("suffix_indices"),
+            inputs.get("suffix_uses"),
             window,
         )
         hidden = _run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
@@ -57,11 +72,12 @@ def hidden_states(model: nn.Module, inputs: dict[str, Any], window: int | None =
 
 
 class Stream:
-    """Stands where a block expects its cache, and lays the stream out for attention.
+    """Passed to blocks as their cache: lays the stream out for attention.
 
     Args:
         offset: int32 [N], the name by which blocks ask for the positions.
-        prefix: P; slots, sources: of a ragged stream (see Batch).
+        prefix: P.
+        suffix_indices, suffix_uses: of a ragged stream (see lib/data/collate.py's Batch).
         window: tokens that each attends to, itself included.
     """
 
@@ -71,19 +87,19 @@ class Stream:
         rows: int,
         completions: int,
         prefix: int,
-        slots: mx.array | None,
-        sources: mx.array | None,
+        suffix_indices: mx.array | None,
+        suffix_uses: mx.array | None,
         window: int | None = None,
     ):
         self.offset, self.rows, self.completions, self.prefix = offset, rows, completions, prefix
-        self.slots, self.sources, self.window = slots, sources, window
-        self.behind = offset.size - rows * prefix
-        self.length = self.behind // (rows * completions) if slots is None else slots.shape[-1]
-        if slots is not None and sources is not None:
+        self.suffix_indices, self.suffix_uses, self.window = suffix_indices, suffix_uses, window
+        self.suffix_tokens = offset.size - rows * prefix
+        self.length = self.suffix_tokens // (rows * completions) if suffix_indices is None else suffix_indices.shape[-1]
+        if suffix_indices is not None and suffix_uses is not None:
             # A token that several sequences share takes its output from the first of them.
-            flat = slots.reshape(-1)
-            first = mx.take(sources[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
-            self.slots, self.owned = flat, mx.where(first, flat, -1)
+            flat = suffix_indices.reshape(-1)
+            first = mx.take(suffix_uses[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
+            self.suffix_indices, self.owned = flat, mx.where(first, flat, -1)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:  # noqa: N803
         return None if window_size is None else Window(window_size)
@@ -123,16 +139,20 @@ class Stream:
         return mx.concatenate(outputs)[:, :, None]
 
     def _spread(self, x: mx.array) -> mx.array:
-        """[N - b * P, ...] ➜ [b * K * T, ...]; what stands at a sequence's padding is looked at by nobody."""
-        return x if self.slots is None or self.sources is None else _move(x, self.slots, self.sources)
+        """[N - b * P, ...] ➜ [b * K * T, ...]; nobody reads what is at a sequence's padding."""
+        return (
+            x
+            if self.suffix_indices is None or self.suffix_uses is None
+            else _move(x, self.suffix_indices, self.suffix_uses)
+        )
 
     def _gather(self, x: mx.array) -> mx.array:
         """The way back."""
-        return x if self.sources is None else _move(x, self.sources[:, 0], self.owned[:, None])
+        return x if self.suffix_uses is None else _move(x, self.suffix_uses[:, 0], self.owned[:, None])
 
 
 class Window:
-    """Stands where a block expects its mask: attention to the last `size` positions only."""
+    """Passed to attention as its mask: attention to the last `size` positions only."""
 
     def __init__(self, size: int):
         self.size = size
@@ -144,16 +164,16 @@ def local_attention(
     """Attention of the last positions of a sequence to the `window` positions up to their own, or to all of those.
 
     queries: [sequences, heads, T, head_dim]; keys, values: [sequences, heads, S, head_dim], T <= S. Queries in blocks as
-    long as the window meet the keys of their own block and of the one before: time and memory grow with T * window
+    long as the window attend to the keys of their own block and of the one before: time and memory grow with T * window
     (sliding windows as in Longformer, arXiv:2004.05150, section 3.1).
     """
     sdpa = mx.fast.scaled_dot_product_attention
     sequences, length = queries.shape[0], keys.shape[2]
     if window is None or length <= window:
         return sdpa(queries, keys, values, mask="causal", **options)
-    behind = length - queries.shape[2]
-    start = max(behind, window)  # from here on every window is full
-    early = start - behind
+    query_start = length - queries.shape[2]
+    start = max(query_start, window)  # from here on every window is full
+    early = start - query_start
     rest = length - start
     padding = [(0, 0), (0, 0), (0, -rest % window), (0, 0)]
 
@@ -214,8 +234,8 @@ def _attention_of(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return scaled_dot_product_attention
 
 
-def _hear_streams(model: nn.Module) -> None:
-    """Lets the attention of the model's family know a stream by its type; for every other cache nothing changes."""
+def _accept_streams(model: nn.Module) -> None:
+    """Lets the attention of the model's family recognise a stream by its type; other caches are used as before."""
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         if getattr(module, "scaled_dot_product_attention", None) is base.scaled_dot_product_attention:
             module.scaled_dot_product_attention = _attention_of(base.scaled_dot_product_attention)  # type: ignore[attr-defined]
@@ -226,16 +246,16 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
 
     It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there.
     """
-    _hear_streams(model)
+    _accept_streams(model)
     prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
     mask = mx.ones((1, 2, 1))
-    rows = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
-    stream = {
+    rows: StreamInputs = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
+    stream: StreamInputs = {
         "prefix_length": 2,
         "tokens": mx.array([*prompt, *long, *short]),
         "offsets": mx.array([0, 1, 2, 3, 4, 5, 6, 7, 5]),
-        "slots": mx.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]]),
-        "sources": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
+        "suffix_indices": mx.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]]),
+        "suffix_uses": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
         "mask": mask,
     }
     was_training = model.training
@@ -287,7 +307,7 @@ def _run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.arra
 
 
 class Replaced:
-    """Within a `with`, a function in the place of a module's part, which still answers for its attributes."""
+    """Within a `with`, a function instead of a module's part; the part's attributes can still be read."""
 
     def __init__(self, holder: nn.Module, name: str, function: Callable[..., mx.array]):
         self.holder, self.name, self.part, self.function = holder, name, holder[name], function

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from lib.config.schema import Config
-from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.curves import BatchCurve, CurveKey
 
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
@@ -183,7 +183,7 @@ class ClusterPlan:
         }
 
 
-def training_bytes_per_byte(config: Config, shape: Shape) -> float:
+def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
     """What training adds to each byte of the weights. Full training keeps four float32 numbers for each trained weight.
 
     They are the gradient's sum, Adam's two moments, and the new value that an update makes before the old one is freed.
@@ -193,7 +193,7 @@ def training_bytes_per_byte(config: Config, shape: Shape) -> float:
     return 4 * 4 / shape.weight_bytes * min(config.model.blocks or shape.blocks, shape.blocks) / shape.blocks
 
 
-def whole_bytes(config: Config, shape: Shape) -> int:
+def whole_bytes(config: Config, shape: ModelShape) -> int:
     """What a host that keeps the whole model needs at least: all but activations."""
     weights, others = rank_bytes(shape, divide(shape, [1.0]), 0)
     return round((1 + training_bytes_per_byte(config, shape)) * (weights + others))

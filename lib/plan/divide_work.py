@@ -10,7 +10,7 @@ import numpy as np
 
 from lib.config.schema import Config
 from lib.errors import UserError
-from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.balance import (
     DEFAULT_MICRO_BATCH_SIZE,
     best_shares,
@@ -184,7 +184,7 @@ def _warnings(
 
 
 def plan_sharded(
-    config: Config, hosts: Sequence[RankHost], shape: Shape, model: MemoryModel | None = None
+    config: Config, hosts: Sequence[RankHost], shape: ModelShape, model: MemoryModel | None = None
 ) -> ClusterPlan:
     """Divides a model among ranks: as plan.shares weighs them, else by speed, else by memory, else equally.
 
@@ -262,7 +262,7 @@ def _part_weights(config: Config, hosts: Sequence[RankHost]) -> tuple[list[float
     return [1.0] * len(hosts), "divided equally: neither speed nor memory is known of every host"
 
 
-def _parts(config: Config, hosts: Sequence[RankHost], shape: Shape, division: Division) -> tuple[PartOfModel, ...]:
+def _parts(config: Config, hosts: Sequence[RankHost], shape: ModelShape, division: Division) -> tuple[PartOfModel, ...]:
     """What each rank keeps, without activations."""
     per_weight = training_bytes_per_byte(config, shape)
     sizes = [rank_bytes(shape, division, rank) for rank in range(len(hosts))]
@@ -282,7 +282,7 @@ def _parts(config: Config, hosts: Sequence[RankHost], shape: Shape, division: Di
 
 
 def _weights_within_memory(
-    config: Config, shape: Shape, weights: list[float], parts: Sequence[PartOfModel]
+    config: Config, shape: ModelShape, weights: list[float], parts: Sequence[PartOfModel]
 ) -> list[float]:
     """The weights, changed where a part would not fit its host. Every rank's memory is known.
 

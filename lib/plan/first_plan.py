@@ -16,7 +16,7 @@ from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.partition import FAMILIES, shape_of
+from lib.model.partition import FAMILIES, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import curves, memory_ceilings
 from lib.plan.advice import advised
@@ -73,7 +73,7 @@ def _first_plan(
         shape = None
         if config.strategy in ("auto", "sharded") and world.size > 1:
             with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):  # whoever asks is told why
-                shape = shape_of(tokenizer.stored_config(config.model), model_dtype(config))
+                shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = curves.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
@@ -153,7 +153,7 @@ def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | 
         return None
     stored = tokenizer.stored_config(config.model)
     try:
-        shape = shape_of(stored, model_dtype(config), to_divide=False)
+        shape = model_shape_of(stored, model_dtype(config), to_divide=False)
     except (UserError, ValueError, TypeError):
         return None
     settings = config.model
@@ -180,7 +180,7 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
     """
     with world.agreeing("reading the calibration"):
         own = curves.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
-        shape = shape_of(tokenizer.stored_config(config.model), model_dtype(config))
+        shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
         memory = memory_limit(config, hosts, world).size_bytes
     texts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")
     with world.agreeing("planning"):

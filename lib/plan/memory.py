@@ -25,10 +25,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lib.data.batch_shapes import NEED, real_tokens
-from lib.data.batch_shapes import Shape as BatchShape
-from lib.data.batch_shapes import shape_of as batch_shape_of
-from lib.model.partition import Division, Shape, divide, rank_bytes
+from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
+from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.step_arrays import Step, Training
 from lib.system.hardware import Device
 
@@ -50,7 +48,9 @@ class StepBytes:
         return self.weights + self.trained + self.gradients + self.activations
 
 
-def step_bytes(shape: Shape, training: Training, batch: BatchShape, device: Device, weight_bytes: int) -> StepBytes:
+def step_bytes(
+    shape: ModelShape, training: Training, batch: BatchShape, device: Device, weight_bytes: int
+) -> StepBytes:
     """What a step of micro-batches of this shape needs at its largest moment.
 
     Args:
@@ -118,7 +118,7 @@ class Rows:
 class MemoryModel:
     """The model, the method and the rows of a run: they give the memory of any micro-batch on any device."""
 
-    shape: Shape
+    shape: ModelShape
     training: Training
     rows: Rows
 
@@ -129,7 +129,7 @@ class MemoryModel:
         )
 
     def of_part(
-        self, part: Shape, weight_bytes: int, pairs: int, device: Device, checkpointing: bool | None = None
+        self, part: ModelShape, weight_bytes: int, pairs: int, device: Device, checkpointing: bool | None = None
     ) -> StepBytes:
         """The same for a rank's part of the model."""
         training = self.training if checkpointing is None else replace(self.training, checkpointing=checkpointing)
@@ -156,7 +156,7 @@ def metal_limit_bytes(memory_bytes: int) -> int:
     return memory_bytes * 3 // 4 if memory_bytes > 36 * 2**30 else memory_bytes * 2 // 3
 
 
-def rank_shape(shape: Shape, division: Division, rank: int) -> Shape:
+def rank_shape(shape: ModelShape, division: Division, rank: int) -> ModelShape:
     """A rank's part of a divided model, as a model of its own."""
     heads = division.kv_heads[rank]
     return replace(

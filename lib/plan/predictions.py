@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lib.config.schema import SyncSettings
-from lib.model.partition import Shape
+from lib.model.partition import ModelShape
 from lib.plan.balance import equal_shares, solo_pairs_per_second
 from lib.plan.cluster_plan import SHOWN_ALONE, ClusterPlan, Prediction, RankPlan
 from lib.plan.curves import BatchCurve, CurveChoice, CurveKey, HostCalibration, Link, choose_curves
@@ -93,7 +93,7 @@ class RoundsPlan:
 
 def predict_sharded(
     plan: ClusterPlan,
-    shape: Shape,
+    shape: ModelShape,
     curves: Sequence[BatchCurve | None],
     tokens_per_pair: int,
     sum_seconds: Callable[[float], float] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lib.model.partition import Shape
+from lib.model.partition import ModelShape
 from lib.plan.curves import CurveKey, HostCalibration
 from lib.plan.memory import MemoryModel
 from lib.system.hardware import Device
@@ -33,5 +33,5 @@ class RunFacts:
     versions: Mapping[str, str] = field(default_factory=dict)  # of the packages now, e.g. {"mlx": "0.32.4"}
     published: Sequence[HostCalibration] = ()  # figures of chips
     dataset_size: int | None = None  # pairs; with train.epochs, the length of the run
-    shape: Shape | None = None  # of the model; None: it cannot be divided
+    shape: ModelShape | None = None  # of the model; None: it cannot be divided
     memory_model: MemoryModel | None = None  # None: nothing is known of the model's dimensions

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lib.config.load import with_strategy
 from lib.config.schema import Config
 from lib.errors import UserError
-from lib.model.partition import Shape
+from lib.model.partition import ModelShape
 from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE, TooLarge, listed
 from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
 from lib.plan.curve_validation import all_sound
@@ -222,7 +222,7 @@ def _plan_replicas(config: Config, cluster: Cluster) -> ClusterPlan:
     )
 
 
-def _check_unmeasured(config: Config, cluster: Cluster, shape: Shape) -> None:
+def _check_unmeasured(config: Config, cluster: Cluster, shape: ModelShape) -> None:
     """Whether hosts without a measured peak memory can keep the whole model.
 
     Raises:
@@ -321,7 +321,7 @@ def _synchronous_instead(plan: ClusterPlan, sync_seconds: float | None) -> str:
     return f"{gives}; {speeds}; its sync takes {part:.1%} of a step"
 
 
-def check_whole(config: Config, hosts: Sequence[str], shape: Shape, memory_bytes: Sequence[int | None]) -> None:
+def check_whole(config: Config, hosts: Sequence[str], shape: ModelShape, memory_bytes: Sequence[int | None]) -> None:
     """Whether every host can keep the whole model.
 
     Raises:

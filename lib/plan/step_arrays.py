@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lib.data.batch_shapes import Shape as BatchShape
-from lib.model.partition import Shape
+from lib.data.batch_shapes import BatchShape
+from lib.model.partition import ModelShape
 from lib.system.hardware import Device
 
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/token_stream.py has it
@@ -132,7 +132,7 @@ class Tape:
 class Step:
     """Records the operations of one micro-batch."""
 
-    def __init__(self, shape: Shape, training: Training, batch: BatchShape, device: Device):
+    def __init__(self, shape: ModelShape, training: Training, batch: BatchShape, device: Device):
         self.shape, self.training, self.batch, self.device = shape, training, batch, device
         self.tape = Tape()
         self.tokens: float = batch.tokens

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def fused(model: str, adapter: Path) -> Path:
     """The folder of the model with the adapter fused into it, beside the adapter; made where it is missing."""
-    with (adapter / "adapters.safetensors").open("rb") as file:
+    with (adapter / model_folder.ADAPTER_WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     folder, partial = adapter / f"fused-{digest}", adapter / f"fused-{digest}.{os.getpid()}"
     if not folder.exists():

@@ -46,8 +46,6 @@ from lib.serve.openai_requests import Limits
 from lib.serve.tls_listener import Listener, protocol
 from lib.system import model_folder, terminal
 
-WEIGHTS = "adapters.safetensors"
-
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
@@ -263,8 +261,8 @@ def _allow_many_connections() -> None:
 
 
 def _check(settings: Config, run: Path | None) -> None:
-    if run is not None and not (run / WEIGHTS).is_file():
-        raise UserError(f"--run {run}: no finished run there ({WEIGHTS} is missing)")
+    if run is not None and not (run / model_folder.ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"--run {run}: no finished run there ({model_folder.ADAPTER_WEIGHTS} is missing)")
     if settings.model.random_init:
         raise UserError("model.random_init=true: mlx_lm.server cannot draw the run's weights; they are in no file")
     if settings.serve.backends and settings.serve.hostfile:

@@ -7,6 +7,10 @@ from pathlib import Path
 
 from lib.errors import UserError
 
+# The files of an adapter, as mlx-lm names them.
+ADAPTER_WEIGHTS = "adapters.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 def resolve(path: str, revision: str | None = None) -> Path:
     """The model's local folder; a hub name is fetched first.

@@ -84,7 +84,7 @@ def load_blas() -> Path | None:
     library = Path(sys.prefix) / "lib" / "openblas" / reference.name
     try:
         if _mapped(reference.name) and not _mapped(str(library.resolve())):
-            raise OSError("mlx.core was imported before lib.runtime.prepare()")
+            raise OSError("mlx.core was imported before lib.system.mpi_and_blas.prepare()")
         if not library.exists():
             wheel = _site_packages("scipy_openblas32") / "scipy_openblas32"
             _rename_openblas(wheel / "lib/libscipy_openblas.so", library)

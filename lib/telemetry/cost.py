@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 from lib.config.schema import CostSettings
 
-# ---- Costs -------------------------------------------------------------------------------------------------
+
+class HostCost(TypedDict):
+    """What one host costs; money in the currency of the settings."""
+
+    host: str
+    energy_kwh: float
+    electricity: float
+    rent: float
+    cost: float
+
+
+class RunCost(TypedDict):
+    """What all hosts of a run cost together, and each."""
+
+    hours: float
+    energy_kwh: float
+    electricity: float
+    rent: float
+    cost: float
+    hosts: list[HostCost]
 
 
 def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
@@ -25,7 +44,7 @@ def calculate_training_cost(total_examples: int, throughput: float, cost_per_hou
     }
 
 
-def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> dict[str, Any] | None:
+def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> RunCost | None:
     """Energy, electricity and rent of hosts held for `seconds`, each and together; None without any price.
 
     A host pays while it waits, too. A host of several ranks is named several times and pays once.
@@ -33,14 +52,21 @@ def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> dict
     if not (cost.watts or cost.rent_per_hour):
         return None
     hours = seconds / 3600
-    each: list[dict[str, Any]] = []
+    each: list[HostCost] = []
     for host in dict.fromkeys(hosts):
         energy_kwh = _of_host(cost.watts, host) / 1000 * hours
         electricity, rent = energy_kwh * cost.price_per_kwh, _of_host(cost.rent_per_hour, host) * hours
-        costs = {"electricity": electricity, "rent": rent, "cost": electricity + rent}
-        each.append({"host": host, "energy_kwh": energy_kwh, **costs})
-    together = {key: sum(host[key] for host in each) for key in ("energy_kwh", "electricity", "rent", "cost")}
-    return {"hours": hours, **together, "hosts": each}
+        each.append(
+            HostCost(host=host, energy_kwh=energy_kwh, electricity=electricity, rent=rent, cost=electricity + rent)
+        )
+    return RunCost(
+        hours=hours,
+        energy_kwh=sum(host["energy_kwh"] for host in each),
+        electricity=sum(host["electricity"] for host in each),
+        rent=sum(host["rent"] for host in each),
+        cost=sum(host["cost"] for host in each),
+        hosts=each,
+    )
 
 
 def _of_host(setting: float | dict[str, float], host: str) -> float:

@@ -1,4 +1,4 @@
-"""The records of a run, one JSON object a line, one file a rank, flushed as they happen; and its costs."""
+"""The records of a run: one JSON object a line, one file a rank, flushed as they happen."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lib.system import files
 from lib.system.hardware import sensors
 from lib.system.network import connections
 from lib.telemetry.log_tail import Copy, Tail
+from lib.telemetry.record_types import Record
 from lib.telemetry.trackers import Feed
 
 NETWORK_SECONDS = 10.0  # between records of the network
-PIECE_BYTES = 2**20  # of a log that travel at once,
-GATHERED_PIECES = 64  # and how often at the end of a run
-SENSORS_SECONDS = 15.0  # between looks at temperature and power
+SENSORS_SECONDS = 15.0  # between records of temperature and power
+PIECE_BYTES = 2**20  # of a log, in one collective at the end of a run
+GATHERED_PIECES = 64  # the most collectives at the end of a run
 
 
 class PerformanceTracker:
@@ -50,13 +51,14 @@ class PerformanceTracker:
         self._missed: list[int] | None = None  # ranks whose logs rank 0's machine does not have
         self._tail, self._copies = Tail(self.log_path), dict[int, Copy]()
 
-    def record(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def record(self, kind: str, **fields: Any) -> Record:
         """Appends one record and flushes it. On a disk that is full by then it is kept in memory, until there is room.
 
         Raises:
             OSError: the disk is full at the first record, or not writable.
         """
-        entry = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host, **fields}
+        known = {"kind": kind, "time": time.time(), "rank": self.rank, "host": self.host}
+        entry = cast(Record, known | fields)
         if self.feed is not None:
             self.feed.take(entry)
         if self._file is None:
@@ -67,14 +69,14 @@ class PerformanceTracker:
             self._write(line)
         else:
             self._append(entry)
-        self._record_faults(entry.get("step", 0))
+        self._record_faults(entry.get("step", 0) or 0)
         return entry
 
     def _record_faults(self, step: int) -> None:
         while self.feed is not None and self.feed.faults:
             self.record("warning", step=step, text=self.feed.faults.pop(0))
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def _append(self, entry: Record) -> None:
         had_room = not self._unwritten
         try:
             self._write(json.dumps(_finite(entry), allow_nan=False))
@@ -82,8 +84,8 @@ class PerformanceTracker:
             if error.errno != errno.ENOSPC:
                 raise
             if had_room:
-                told = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"
-                print(told, file=sys.stderr, flush=True)
+                text = f"warning: {self.log_path}: {error.strerror}; records are kept in memory until there is room"
+                print(text, file=sys.stderr, flush=True)
 
     def _write(self, line: str = "") -> None:
         assert self._file is not None
@@ -104,7 +106,7 @@ class PerformanceTracker:
 
     def log_batch(
         self, batch_num: int, batch_size: int, batch_time: float, loss: float | None, kl: float | None, **fields: Any
-    ) -> dict[str, Any]:
+    ) -> Record:
         """Records one step: `batch_num` is the step, `batch_size` this rank's pairs, `batch_time` its seconds."""
         self.examples += batch_size
         self.seconds += batch_time
@@ -124,7 +126,7 @@ class PerformanceTracker:
             **fields,
         )
 
-    def log_merge(self, step: int, merged: dict[str, Any]) -> None:
+    def log_merge(self, step: int, merged: Mapping[str, Any]) -> None:
         """Records a round's end: what this rank waited for the others counts as its time, and so does the merge."""
         self.seconds += merged["waited_seconds"] + merged["seconds"]
         self.parts["wait_seconds"] += merged["waited_seconds"]
@@ -144,7 +146,7 @@ class PerformanceTracker:
         self._bytes_sent, self._sync_seconds, self._network_logged = 0, 0.0, time.monotonic()
 
     def _log_sensors(self, step: int) -> None:
-        """Once in a while, and in a thread, because some systems are asked by a command: no step waits for an answer."""
+        """Reads the sensors once in a while, in a thread: on some systems that runs a command, and no step waits."""
         if self._sensors:
             self.record("sensors", step=step, **self._sensors)
             self._sensors = {}
@@ -156,9 +158,11 @@ class PerformanceTracker:
         self._sensors = sensors()
 
     def gather(self, world: Any, everything: bool = False) -> None:
-        """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`: a piece, or all that is left.
+        """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`.
 
         All ranks call it. Nothing travels where ranks share a disk, or a launcher copies already.
+
+        everything: all that is left of the logs, instead of one piece.
         """
         if self._missed is None:
             offset, line = self._began
@@ -202,7 +206,7 @@ class PerformanceTracker:
         """Pairs a second over all logged batches; 0 before the first."""
         return self.examples / self.seconds if self.seconds else 0.0
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, object]:
         """What this rank did in all logged steps."""
         did = {"pairs": self.examples, "seconds": self.seconds, **self.parts}
         return {"rank": self.rank, "host": self.host, **did, "peak_memory_bytes": self.peak_memory_bytes}
@@ -218,7 +222,7 @@ class PerformanceTracker:
             self._file = None
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[Record]:
     """The whole records of a log; a last line that a crash cut short is left out."""
     records = []
     for line in path.read_bytes().split(b"\n"):
@@ -230,7 +234,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def rewind(path: Path, step: int) -> int:
-    """Cuts a log back to a checkpoint's step, so that it tells the history of the weights that live on.
+    """Cuts a log back to a checkpoint's step, so that it holds the history of the weights that training goes on with.
 
     What is cut (steps that a crash undid, and half a line, maybe) is kept beside it in `discarded/`. Returns the number
     of records cut.
@@ -259,17 +263,20 @@ def rewind(path: Path, step: int) -> int:
 
 
 def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], place: int = 0) -> int:
-    """The step up to which a log tells the history that lives on, which a run that was resumed so often goes on with.
+    """The last step of a log that belongs to the history which a resumed run goes on with.
 
-    A host that was lost and is back still has the steps that the others undid without it. Two that were lost in turn each
-    went on alone from where they had been together: what either did then is in its own log, and one of it lives on.
+    A host that was lost and is back still has the steps that the others undid without it. Two hosts that were lost in
+    turn each went on alone from the last step that they had in common: each has its own steps in its own log, and only
+    one of the two histories goes on.
 
-    resumes: at each its step and, where ranks count their own, every rank's; ids: of each of them, made when it happened;
-    place: of this log's steps in a resume.
+    Args:
+        resumes: one entry a resume: its step and, where ranks count their own steps, every rank's.
+        ids: of each resume, drawn when it happened.
+        place: index of this log's steps in such an entry.
     """
     starts = [entry for entry in read_records(path) if entry["kind"] == "start"]
-    own: Sequence[Sequence[int]] = starts[-1].get("resumes", []) if starts else []
-    own_ids = starts[-1].get("resume_ids", [""] * len(own)) if starts else []
+    own = starts[-1].get("resumes") or [] if starts else []
+    own_ids = starts[-1].get("resume_ids", [""] * len(own)) or [] if starts else []
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own_ids, ids, strict=False)))
     undone = [*resumes[common:], *own[common:]] or resumes[-1:]
     return min(resume[place] if place < len(resume) else resume[0] for resume in undone)

@@ -1,4 +1,4 @@
-"""Where a run's figures go besides its own logs, by name (`run.sinks`); each package is imported only where it is asked for."""
+"""Other places for a run's metrics (`run.sinks`): TensorBoard, trackio, wandb. Each package is imported on demand."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from lib.errors import UserError
+from lib.telemetry.record_types import Record, SettingsRecord
 
 Write = Callable[[int, dict[str, float]], None]  # (step, figures by name)
 
@@ -23,7 +24,7 @@ FLUSH_SECONDS = 5.0  # between two writes of TensorBoard's file to the disk
 
 
 class Feed:
-    """Rank 0's records on their way to the sinks. One that fails is told once and left out; the run goes on.
+    """Rank 0's records on their way to the sinks. One that fails is reported once and left out; the run goes on.
 
     Raises:
         UserError: a sink's package cannot be imported.
@@ -41,12 +42,12 @@ class Feed:
                     f"run.sinks: {name} needs the package {PACKAGES[name]} ({error}); run pip install {PACKAGES[name]}"
                 ) from error
 
-    def take(self, entry: dict[str, Any]) -> None:
+    def take(self, entry: Record) -> None:
         """A run's record: `start` opens the sinks; the figures of a `step` or an `evaluation` go to each of them."""
         if entry["kind"] == "start":
             for name in self.names:
                 self._try(name, self._start, name, entry)
-        elif prefix := PREFIXES.get(entry["kind"]):
+        elif (prefix := PREFIXES.get(entry["kind"])) is not None:
             for name, (_, write) in list(self._open.items()):
                 self._try(name, write, entry["step"], figures(prefix, entry))
 
@@ -55,7 +56,7 @@ class Feed:
             self._try(name, sink.__exit__, None, None, None)
         self._open.clear()
 
-    def _start(self, name: str, entry: dict[str, Any]) -> None:
+    def _start(self, name: str, entry: Record) -> None:
         sink = SINKS[name](self.folder, entry["config"], entry["resumed_from_step"] is not None)
         self._open[name] = sink, sink.__enter__()
 
@@ -69,7 +70,7 @@ class Feed:
             print(f"warning: {self.faults[-1]}", file=sys.stderr, flush=True)
 
 
-def figures(prefix: str, entry: dict[str, Any]) -> dict[str, float]:
+def figures(prefix: str, entry: Mapping[str, object]) -> dict[str, float]:
     """The finite numbers of a record, named e.g. `train/loss`."""
     return {
         f"{prefix}/{key}": float(value)
@@ -80,8 +81,11 @@ def figures(prefix: str, entry: dict[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _tensorboard(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Write]:
-    """Event files in the run's `tensorboard/`. Without SummaryWriter, whose thread dies of a full disk and is then waited for."""
+def _tensorboard(folder: Path, config: SettingsRecord | None, resumed: bool) -> Iterator[Write]:
+    """Event files in the run's `tensorboard/`.
+
+    SummaryWriter is not used: its thread dies when the disk is full, and closing it then waits for ever.
+    """
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.summary import scalar
@@ -107,8 +111,11 @@ def _tensorboard(folder: Path, config: dict[str, Any], resumed: bool) -> Iterato
 
 
 @contextmanager
-def _trackio(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Write]:
-    """A run of the project `tandem`, on this machine unless trackio's own variables say else; steps that a crash undid stay."""
+def _trackio(folder: Path, config: SettingsRecord | None, resumed: bool) -> Iterator[Write]:
+    """A run of the project `tandem`, on this machine unless trackio's own variables name another.
+
+    Steps that a crash undid stay in it.
+    """
     import trackio
 
     run = trackio.init("tandem", folder.name, config=config, resume="allow" if resumed else "never")
@@ -117,7 +124,7 @@ def _trackio(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Wr
 
 
 @contextmanager
-def _wandb(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Write]:
+def _wandb(folder: Path, config: SettingsRecord | None, resumed: bool) -> Iterator[Write]:
     """A run of the project `tandem`, by wandb's own login; WANDB_MODE=offline keeps it in the run's `wandb/`."""
     import wandb
 
@@ -135,7 +142,7 @@ def _wandb(folder: Path, config: dict[str, Any], resumed: bool) -> Iterator[Writ
     run.finish()
 
 
-SINKS: dict[str, Callable[[Path, dict[str, Any], bool], AbstractContextManager[Write]]] = {
+SINKS: dict[str, Callable[[Path, SettingsRecord | None, bool], AbstractContextManager[Write]]] = {
     "tensorboard": _tensorboard,
     "trackio": _trackio,
     "wandb": _wandb,

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,18 +29,38 @@ from lib.config.load import dump
 from lib.config.schema import Config
 from lib.data.row_order import Position
 from lib.distributed import heartbeat
+from lib.distributed.gradients import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
 from lib.model import adapter_files as models
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.step import StepResult
+from lib.training.step import Metrics, StepResult
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
 COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
+
+
+RankArrays = dict[str, Arrays]  # what one rank alone has: arrays by name, by what they are
+
+
+class RoundsState(TypedDict, total=False):
+    """Where independent ranks are, as lib/training/local_sgd.py keeps it. Every list has one element a rank."""
+
+    shares: list[int]
+    speeds: list[float]  # pairs/s
+    are_one: bool  # whether the ranks have the same weights
+    max_micro_batch_sizes: list[int | None]
+    local_steps: list[int]  # of ranks that take part no more, too
+    round_ends: list[float]  # seconds, of the last rounds
+    scattered: list[int]  # inside a round: what is pending, as round_assignment.to_state has it
+    tail: int
+    first_step: int
+    last_step: int
+    trained: list[list[int]]  # pairs and steps
 
 
 @dataclass
@@ -57,18 +77,12 @@ class Progress:
     skipped_in_row: int = 0
     best_step: int | None = None
     best_loss: float | None = None
-    before: dict[str, float | None] = field(default_factory=dict)  # the evaluation before the first step
+    before: Metrics = field(default_factory=dict)  # the evaluation before the first step
     bytes_sent: int = 0  # by rank 0, in steps and merges
-    schedule: dict[str, Any] = field(
-        default_factory=dict
-    )  # the plans in force and to come, as lib/plan/replan.py keeps them
-    rounds: dict[str, Any] = field(
-        default_factory=dict
-    )  # of ranks that train apart, as lib/training/local_sgd.py keeps them
+    schedule: dict[str, Any] = field(default_factory=dict)  # the plans in force and to come (lib/plan/replan.py)
+    rounds: RoundsState = field(default_factory=lambda: RoundsState())
     resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
-    resume_ids: list[str] = field(
-        default_factory=list
-    )  # of each of them: hosts that are alone may resume from one step
+    resume_ids: list[str] = field(default_factory=list)  # of each: hosts that are alone may resume from one step
     parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
     def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:
@@ -80,8 +94,8 @@ class Progress:
         self.bytes_sent += result.bytes_sent
 
     def steps_of(self, rank: int) -> int:
-        """The last step in a rank's log: of ranks that train apart, each counts its own."""
-        local: list[int] = self.rounds.get("local_steps", [])
+        """The last step in a rank's log: independent ranks count their own."""
+        local = self.rounds.get("local_steps", [])
         return local[rank] if rank < len(local) else self.step
 
     def is_best(self, step: int, loss: float | None) -> bool:
@@ -109,8 +123,8 @@ def keeps_disk(folder: Path, world: World) -> bool:
     return first == mine
 
 
-def open_run(folder: Path, config: Config, plan: dict[str, Any], resume: bool, world: World) -> IO[str] | None:
-    """Makes one process on every disk the run's only owner there, for as long as its file stays open; writes what it will do.
+def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: bool, world: World) -> IO[str] | None:
+    """Makes one process on every disk the run's only owner there, for as long as its file stays open; writes its plan.
 
     Returns:
         The file, to that process: it keeps the run's files on its disk.
@@ -140,7 +154,8 @@ def _claim(folder: Path) -> IO[str]:
     except BlockingIOError:
         lock.seek(0)
         raise UserError(
-            f"run folder {folder} is in use by process {lock.read().strip() or '?'}; wait for it, or give another run.name"
+            f"run folder {folder} is in use by process {lock.read().strip() or '?'}; "
+            "wait for it, or give another run.name"
         ) from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
@@ -148,8 +163,8 @@ def _claim(folder: Path) -> IO[str]:
     return lock
 
 
-class Writer:
-    """Writes this rank's checkpoints, one after the other: none is dropped, and a failure is told at once."""
+class CheckpointWriter:
+    """Writes this rank's checkpoints, one after the other: none is dropped, and a failure is reported at once."""
 
     def __init__(self, keeps_disk: bool = True, max_lost_seconds: float | None = None):
         self.keeps_disk, self.max_lost_seconds = keeps_disk, max_lost_seconds
@@ -183,9 +198,9 @@ class Writer:
                 work()
                 self._written.append((step, path))
             except OSError as error:
-                told = f"{error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
-                print(f"warning: {told}", file=sys.stderr, flush=True)
-                self._faults.append((step, told))
+                fault = f"{error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
+                print(f"warning: {fault}", file=sys.stderr, flush=True)
+                self._faults.append((step, fault))
 
         self._thread = threading.Thread(target=run, name="checkpoint")
         self._thread.start()
@@ -205,18 +220,25 @@ class Writer:
             self._thread.join()
 
 
-def save(
-    folder: Path,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    config: Config,
-    plan: dict[str, Any],
-    world: World,
-    writer: Writer,
-    wait: bool,
-) -> None:
-    """Writes `folder/step-XXXXXXXX`, all of it or nothing, and removes old ones. All ranks call it, one on every disk writes.
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint holds of a run.
+
+    plan: of the step after it, as ClusterPlan.to_dict has it. own: what this rank alone has; None where ranks are replicas.
+    """
+
+    config: Config
+    progress: Progress
+    model: nn.Module
+    optimizer: optim.Optimizer
+    plan: Mapping[str, object]
+    own: RankArrays | None = None
+
+
+def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWriter, wait: bool) -> None:
+    """Writes `folder/step-XXXXXXXX`, all of it or nothing, and removes old ones.
+
+    All ranks call it, one on every disk writes.
 
     Args:
         wait: else training goes on meanwhile; not where `has_to_wait`.
@@ -224,14 +246,15 @@ def save(
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are untouched. Meanwhile, it is a warning.
     """
-    with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, state):
+    config, progress, model, optimizer = state.config, state.progress, state.model, state.optimizer
+    with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, moments):
         if not writer.keeps_disk:
             return
         final = folder / f"step-{progress.step:08d}"
-        arrays: dict[str, tuple[Described, models.Arrays]] = {models.WEIGHTS: weights, OPTIMIZER: state}
+        arrays: dict[str, tuple[Described, models.Arrays]] = {models.ADAPTER_WEIGHTS: weights, OPTIMIZER: moments}
         texts = {
             models.ADAPTER_CONFIG: json.dumps(models.adapter_config(model, config.model), indent=2) + "\n",
-            "plan.json": json.dumps(plan, indent=2) + "\n",
+            "plan.json": json.dumps(state.plan, indent=2) + "\n",
             STATE: json.dumps(asdict(progress), indent=2) + "\n",
         }
         if not wait:  # out of MLX, whose arrays are this thread's
@@ -279,14 +302,9 @@ def _write_whole(final: Path, arrays: Mapping[str, tuple[Described, models.Array
 
 def save_all(
     folder: Path,
+    state: TrainingState,
     world: World,
-    writer: Writer,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    config: Config,
-    plan: dict[str, Any],
-    own: dict[str, dict[str, mx.array]] | None,
+    writer: CheckpointWriter,
     tracker: PerformanceTracker,
     is_last: bool,
 ) -> str:
@@ -301,17 +319,18 @@ def save_all(
     Raises:
         AgreedError: the last one cannot be written.
     """
-    what = f"the checkpoint of step {progress.step} (earlier ones are whole: --resume {folder})"
+    step, own = state.progress.step, state.own
+    what = f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
-    wait = is_last or own is not None or has_to_wait(world, model, optimizer)
+    wait = is_last or own is not None or has_to_wait(world, state.model, state.optimizer)
     try:
         with world.agreeing(what):
             tracker.flush()
-            part = save_part(folder, progress.step, world.rank, own) if own is not None else ""
+            part = save_part(folder, step, world.rank, own) if own is not None else ""
         if own is not None:
-            progress.parts = world.gather_text(part)
+            state.progress.parts = world.gather_text(part)
         with world.agreeing(what) if wait else contextlib.nullcontext():  # beside training each tells by itself
-            save(folder, progress, model, optimizer, config, plan, world, writer, wait)
+            save(folder, state, world, writer, wait)
     except AgreedError as error:
         if is_last:
             raise
@@ -326,7 +345,7 @@ def save_all(
 
 
 def prune(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest `keep` checkpoints, the best one, and the newest at which the ranks were one; and torn ones."""
+    """Removes torn checkpoints, and all but the newest `keep`, the best, and the newest at which the ranks were one."""
     newest_whole = next((path for path in checkpoints_in(folder) if not inside_a_round(path)), None)
     for path in checkpoints_in(folder)[keep:]:
         if step_of(path) != best_step and path != newest_whole:
@@ -335,10 +354,10 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# ---- Every rank's own part: what differs between ranks that train apart, or that compress what they send ---------------
+# ---- Every rank's own part: what differs between independent ranks, or ranks that compress what they send -----------
 
 
-def save_part(folder: Path, step: int, rank: int, trees: dict[str, dict[str, mx.array]]) -> str:
+def save_part(folder: Path, step: int, rank: int, trees: RankArrays) -> str:
     """Writes one rank's arrays of a checkpoint, whole or not at all, on its own disk; returns their hash, "" for none.
 
     trees: arrays by name, by what they are.
@@ -363,9 +382,9 @@ def save_part(folder: Path, step: int, rank: int, trees: dict[str, dict[str, mx.
     return file_sha256(path)
 
 
-def load_part(folder: Path, step: int, rank: int) -> dict[str, dict[str, mx.array]]:
+def load_part(folder: Path, step: int, rank: int) -> RankArrays:
     """What `save_part` wrote."""
-    trees: dict[str, dict[str, mx.array]] = {}
+    trees: RankArrays = {}
     path = part_of(folder, step, rank)
     for name, array in mx.load(str(path)).items() if path.exists() else ():
         kind, _, rest = name.partition("/")
@@ -404,11 +423,11 @@ def inside_a_round(path: Path) -> bool:
 
 
 def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Gives every rank rank 0's trained weights and optimizer state, of what ranks hold alike, where any bit differs."""
+    """Gives every rank rank 0's trained weights and optimizer state, of what is replicated, where any bit differs."""
     if world.size == 1:
         return
     held = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
-    if len(set(world.gather_text(models.digest(world.alike(held)), "every rank's weights"))) == 1:
+    if len(set(world.gather_text(models.digest(world.replicated(held)), "every rank's weights"))) == 1:
         return
     model.update(world.align(model.trainable_parameters()))
     optimizer.state = world.align(optimizer.state)

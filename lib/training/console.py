@@ -22,7 +22,7 @@ LINE_WIDTH = 80  # of a step's line, in a file
 SHORTEST_BAR, LONGEST_BAR = 5, 30
 
 
-class Report(Voice):
+class RunConsole(Voice):
     """Rank 0's voice; other ranks are silent. On a terminal a line that stays and changes, elsewhere one now and then."""
 
     def __init__(self, world: World, log_every: int = 10):
@@ -30,7 +30,7 @@ class Report(Voice):
         self.log_every = log_every
         self.tracker: PerformanceTracker | None = None
         self.unrecorded: list[str] = []
-        self.meter: Meter | None = None  # of the training that goes on
+        self.progress_line: ProgressLine | None = None  # of the training that goes on
         self.merge_shown = 0  # the step of the last merge that was told
 
     def record_in(self, tracker: PerformanceTracker, step: int, each_rank: bool) -> None:
@@ -52,12 +52,12 @@ class Report(Voice):
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Shows on a terminal what takes its time, as long as it does."""
-        if self.meter is not None:
-            self.meter.busy_with = what
+        if self.progress_line is not None:
+            self.progress_line.busy_with = what
             try:
                 yield
             finally:
-                self.meter.busy_with = ""
+                self.progress_line.busy_with = ""
         elif self.is_live:
             with self.console.status(Text(f"{what} ...", "dim"), spinner="line", spinner_style=""):
                 yield
@@ -95,27 +95,27 @@ class Report(Voice):
     @contextmanager
     def training(self, done: int, total: int) -> Iterator[Callable[[int, StepResult], None]]:
         """Yields `progress(step, result)` for the training loop."""
-        meter = Meter(done, total, self.log_every)
+        line = ProgressLine(done, total, self.log_every)
 
         def plain(step: int, result: StepResult) -> None:
-            meter.add(step, result)
+            line.add(step, result)
             if step == done + 1 or step == total or step % self.log_every == 0:
                 room = min(LINE_WIDTH, self.width or LINE_WIDTH)
-                self.line(meter.shown(room, bar="", place=f"step     {_of(step, total)}"))
+                self.line(line.shown(room, bar="", place=f"step     {_of(step, total)}"))
 
         if not self.is_live:
             yield plain
             return
-        self.meter = meter
+        self.progress_line = line
         try:
             with Live(
                 console=self.console,
-                get_renderable=lambda: meter.shown(self.console.width, self.bar),
+                get_renderable=lambda: line.shown(self.console.width, self.bar),
                 refresh_per_second=4,
             ):
-                yield meter.add
+                yield line.add
         finally:
-            self.meter = None
+            self.progress_line = None
 
     @property
     def bar(self) -> str:
@@ -129,7 +129,7 @@ class Report(Voice):
         self.line(f"held out {_of(step, total)}  {describe(values)}", "bold")
 
 
-class Meter:
+class ProgressLine:
     """What a person wants to know of a training as it goes; figures are means of the last few steps."""
 
     def __init__(self, done: int, total: int, window: int):

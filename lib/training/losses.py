@@ -159,17 +159,20 @@ def cpo_loss(policy: LogProbs, beta: float, cpo_alpha: float) -> mx.array:
 # What the step calls.
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """The numbers in the formulas, as train.* names them."""
+
+    beta: float
+    label_smoothing: float
+    rpo_alpha: float
+    dpop_lambda: float
+    simpo_gamma: float
+    cpo_alpha: float
+
+
 def preference_losses(
-    name: PreferenceLoss,
-    policy: LogProbs,
-    reference: LogProbs | None,
-    *,
-    beta: float,
-    label_smoothing: float,
-    rpo_alpha: float,
-    dpop_lambda: float,
-    simpo_gamma: float,
-    cpo_alpha: float,
+    name: PreferenceLoss, policy: LogProbs, reference: LogProbs | None, options: LossOptions
 ) -> tuple[mx.array, mx.array, mx.array]:
     """(losses, chosen_rewards, rejected_rewards), each float32 [B]; the rewards carry no gradient.
 
@@ -178,40 +181,45 @@ def preference_losses(
     formula lacks; `reference` may be None for a loss that needs none. Combinations that make no sense are
     refused by the configuration.
     """
-    assert beta > 0, beta
-    assert policy.chosen.dtype == policy.rejected.dtype == mx.float32, (
-        policy.chosen.dtype,
-        policy.rejected.dtype,
-    )
+    assert options.beta > 0, options.beta
+    assert policy.chosen.dtype == policy.rejected.dtype == mx.float32, (policy.chosen.dtype, policy.rejected.dtype)
     if needs_reference(name):
         assert reference is not None, f"{name} needs reference log-probabilities"
-        match name:
-            case "sigmoid":
-                losses = sigmoid_loss(policy, reference, beta, label_smoothing)
-            case "robust":
-                losses = robust_loss(policy, reference, beta, label_smoothing)
-            case "ipo":
-                losses = ipo_loss(policy, reference, beta)
-            case "hinge":
-                losses = hinge_loss(policy, reference, beta)
-            case "dpop":
-                losses = dpop_loss(policy, reference, beta, dpop_lambda)
-            case _:
-                raise AssertionError(name)
+        losses = _with_reference(name, policy, reference, options)
     else:
-        match name:
-            case "simpo":
-                losses = simpo_loss(policy, beta, simpo_gamma)
-            case "orpo":
-                losses = orpo_loss(policy, beta)
-            case "cpo":
-                losses = cpo_loss(policy, beta, cpo_alpha)
-            case _:
-                raise AssertionError(name)
-    if rpo_alpha:
-        losses = losses - rpo_alpha * policy.chosen_per_token
-    chosen_rewards, rejected_rewards = implicit_rewards(name, policy, reference, beta)
+        losses = _without_reference(name, policy, options)
+    if options.rpo_alpha:
+        losses = losses - options.rpo_alpha * policy.chosen_per_token
+    chosen_rewards, rejected_rewards = implicit_rewards(name, policy, reference, options.beta)
     return losses, mx.stop_gradient(chosen_rewards), mx.stop_gradient(rejected_rewards)
+
+
+def _with_reference(name: PreferenceLoss, policy: LogProbs, reference: LogProbs, options: LossOptions) -> mx.array:
+    match name:
+        case "sigmoid":
+            return sigmoid_loss(policy, reference, options.beta, options.label_smoothing)
+        case "robust":
+            return robust_loss(policy, reference, options.beta, options.label_smoothing)
+        case "ipo":
+            return ipo_loss(policy, reference, options.beta)
+        case "hinge":
+            return hinge_loss(policy, reference, options.beta)
+        case "dpop":
+            return dpop_loss(policy, reference, options.beta, options.dpop_lambda)
+        case _:
+            raise AssertionError(name)
+
+
+def _without_reference(name: PreferenceLoss, policy: LogProbs, options: LossOptions) -> mx.array:
+    match name:
+        case "simpo":
+            return simpo_loss(policy, options.beta, options.simpo_gamma)
+        case "orpo":
+            return orpo_loss(policy, options.beta)
+        case "cpo":
+            return cpo_loss(policy, options.beta, options.cpo_alpha)
+        case _:
+            raise AssertionError(name)
 
 
 def implicit_rewards(

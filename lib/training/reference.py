@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,17 +16,21 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from lib.config.schema import Config, DataSettings
-from lib.data.collate import Batch, collate
+from lib.data.collate import collate
 from lib.data.dataset import Dataset
 from lib.data.row_order import micro_batches, split
+from lib.data.streaming import StreamedDataset
 from lib.distributed import sharded_model
-from lib.distributed.world import Lockstep, World
+from lib.distributed.sharded_world import Lockstep
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_files, load
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of, cannot_share_prompts, length_multiple
 from lib.system import files, metal, out_of_memory
 from lib.training import losses
+from lib.training.preload import Inputs
+from lib.training.step import MicroBatch
 
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
 
@@ -79,8 +84,16 @@ def dataset_logps(
     return logps
 
 
-def layout(model: nn.Module, settings: DataSettings, world: World) -> tuple[int, bool, str | None]:
-    """How batches are laid out: what lengths are padded to, whether prompts run once, and why they do not if asked to.
+class Layout(NamedTuple):
+    """How batches are laid out."""
+
+    length_multiple: int  # that lengths are padded to
+    shares_prompts: bool  # whether a prompt runs once for all its completions
+    why_not: str | None  # where it was asked to
+
+
+def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
+    """How batches for a model are laid out.
 
     Raises:
         UserError: the model cannot attend to model.attention_window tokens alone.
@@ -93,22 +106,46 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> tuple[int,
         raise UserError(f"model.attention_window={window} is not for this model: {why_not}; leave it out")
     own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])
     multiple, share = world.workers.decide(own).tolist()
-    return multiple, bool(share), why_not
+    return Layout(multiple, bool(share), why_not)
+
+
+AddReference = Callable[[Iterable[MicroBatch]], Iterator[MicroBatch]]
+
+
+class Counting(Protocol):
+    """`RunConsole.counting`, for a pass that has to be made."""
+
+    def __call__(self, what: str, total: int) -> AbstractContextManager[Callable[[int], None]]: ...
+
+
+class References(NamedTuple):
+    """What a run compares the policy with."""
+
+    data: np.ndarray | None  # float32 [n, K], of the training rows; None where the loss has none, or it comes later
+    valid: np.ndarray | None  # of the held-out rows
+    add: AddReference  # to each step's own micro-batches
+
+
+def of_run(
+    settings: Config, policy: nn.Module, inputs: Inputs, world: World, shares: Sequence[int], counting: Counting
+) -> References:
+    """The reference of a run's rows, asked once and kept on disk; of streamed rows asked in each step.
+
+    policy: before training, which is the reference where no other is named.
+    """
+    data, valid = (
+        None
+        if dataset is None or isinstance(dataset, StreamedDataset)
+        else reference_logps(settings, policy, dataset, world, shares, counting)
+        for dataset in (inputs.data, inputs.valid)
+    )
+    return References(data, valid, add_as_needed(settings, policy, world) if inputs.data.is_estimated else iter)
 
 
 def reference_logps(
-    settings: Config,
-    policy: nn.Module,
-    dataset: Dataset,
-    world: World,
-    shares: Sequence[int],
-    counting: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+    settings: Config, policy: nn.Module, dataset: Dataset, world: World, shares: Sequence[int], counting: Counting
 ) -> np.ndarray | None:
     """The reference's log-probabilities of a data set, asked once and kept on disk; None for a loss that has none.
-
-    Args:
-        policy: before training, which is the reference where no other is named.
-        counting: `Report.counting`, for a pass that has to be made.
 
     Returns:
         float32 [N, K], the same on every rank.
@@ -121,18 +158,16 @@ def reference_logps(
     is_new = logps is None
     if logps is None:
         named = settings.model.reference != "initial"
-        judge = sharded_model.load_reference(settings, world) if named else policy
+        model = sharded_model.load_reference(settings, world) if named else policy
         with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
-            logps = dataset_logps(judge, dataset, world, shares, settings, progress)
+            logps = dataset_logps(model, dataset, world, shares, settings, progress)
     with world.agreeing("keeping the reference's log-probabilities"):
         if is_new or not (folder / f"{key}.npy").exists():  # on every disk: the first host may be the one that is lost
             keep_logps(folder, key, logps)
     return logps
 
 
-def ask_as_needed(
-    settings: Config, policy: nn.Module, world: World
-) -> Callable[[Iterable[tuple[Batch, np.ndarray | None]]], Iterator[tuple[Batch, np.ndarray | None]]]:
+def add_as_needed(settings: Config, policy: nn.Module, world: World) -> AddReference:
     """What gives micro-batches their reference, one when it is taken; for data of which a whole pass would be too long.
 
     policy: before training. Where it is the reference itself, its trained parameters as they are now are kept, and
@@ -141,23 +176,23 @@ def ask_as_needed(
     if not losses.needs_reference(settings.train.loss):
         return iter
     named = settings.model.reference != "initial"
-    judge = sharded_model.load_reference(settings, world) if named else policy
-    judge.eval()
-    mx.eval(judge.state)
+    reference = sharded_model.load_reference(settings, world) if named else policy
+    reference.eval()
+    mx.eval(reference.state)
     start = {} if named else adapter_files.trainable(policy)
 
-    def of(batches: Iterable[tuple[Batch, np.ndarray | None]]) -> Iterator[tuple[Batch, np.ndarray | None]]:
+    def add(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch, _ in batches:
             now = {name: array for name, array in adapter_files.trainable(policy).items() if name in start}
-            judge.update(tree_unflatten(list(start.items())))
-            judge.eval()
+            reference.update(tree_unflatten(list(start.items())))
+            reference.eval()
             with world.workers.together("reference log-probabilities of a batch"):
-                logps = np.array(completion_logps(judge, arrays_of(batch.inputs)))
-            judge.update(tree_unflatten(list(now.items())))
+                logps = np.array(completion_logps(reference, arrays_of(batch.inputs)))
+            reference.update(tree_unflatten(list(now.items())))
             policy.train()
             yield batch, logps[: len(batch.rows)]
 
-    return of
+    return add
 
 
 def cache_key(model_fingerprint: str, dataset: Dataset) -> str:
@@ -167,20 +202,21 @@ def cache_key(model_fingerprint: str, dataset: Dataset) -> str:
 
 def cached_logps(folder: Path, key: str, dataset: Dataset, world: World) -> np.ndarray | None:
     """An earlier pass's result as rank 0 has it on disk, on every rank; None where there is none, or it is damaged."""
-    shape, found = (len(dataset), dataset.completions_per_example), None
+    shape = len(dataset), dataset.completions_per_example
+    kept: np.ndarray | None = None
     if world.rank == 0:
         try:
             with (folder / f"{key}.npy").open("rb") as file:
                 stored = np.load(file, allow_pickle=False)
                 is_whole = file.read() == _checksum(stored)
             fits = stored.shape == shape and stored.dtype == np.float32 and np.isfinite(stored).all()
-            found = stored if is_whole and fits else None
+            kept = stored if is_whole and fits else None
         except (OSError, ValueError, EOFError):
-            found = None
-    hit = world.broadcast({"hit": mx.array(int(found is not None))})["hit"].item()
+            kept = None
+    hit = world.broadcast({"hit": mx.array(int(kept is not None))})["hit"].item()
     if not hit:
         return None
-    values = np.zeros(shape, np.float32) if found is None else found
+    values = np.zeros(shape, np.float32) if kept is None else kept
     return np.array(world.broadcast({"logps": mx.array(values)})["logps"])
 
 
@@ -191,9 +227,7 @@ def keep_logps(folder: Path, key: str, logps: np.ndarray) -> None:
         OSError: the disk is full or not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=folder
-    ) as own:  # ranks of one disk, and runs that start together, make the same
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # ranks of one disk, and runs that start together, do this
         unfinished = Path(own, "logps.npy")
         with unfinished.open("wb") as file:
             np.save(file, logps)

@@ -11,23 +11,24 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.config.schema import Config
-from lib.data.dataset import Dataset
-from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.plan import advice
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
-from lib.system import metal
-from lib.system.provenance import device_name
+from lib.system import metal, out_of_memory
+from lib.system.provenance import device_name, provenance
 from lib.system.terminal import python
 from lib.telemetry.cost import hosts_cost
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training import checkpoint
-from lib.training.console import Report, size_text, three_digits
+from lib.training.console import RunConsole, size_text, three_digits
+from lib.training.preload import Inputs
+from lib.training.round_merge import MergeResult
+from lib.training.training_run import TrainingRun
 
 
 def show_new_plan(
-    say: Report, tracker: PerformanceTracker, step: int, first: int, before: ClusterPlan, plan: ClusterPlan
+    say: RunConsole, tracker: PerformanceTracker, step: int, first: int, before: ClusterPlan, plan: ClusterPlan
 ) -> None:
     """A plan that was decided after `step` and is in force from step `first` on; recorded and printed."""
     tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
@@ -36,7 +37,7 @@ def show_new_plan(
 
 
 def show_schedule(
-    say: Report, tracker: PerformanceTracker, step: int, schedule: Schedule, new: ClusterPlan | None
+    say: RunConsole, tracker: PerformanceTracker, step: int, schedule: Schedule, new: ClusterPlan | None
 ) -> None:
     """A plan that was made after `step`, if there is one, and what the schedule has to say; recorded and printed."""
     if new is not None:
@@ -45,29 +46,22 @@ def show_schedule(
         say.warning(schedule.remarks.pop(0), step)
 
 
-def show_merge(say: Report, step: int, steps: int, merged: dict[str, Any], remark: str) -> None:
-    """One line of a merge record, where merges are frequent of one in `run.log_every` steps; and what changes from here."""
+def show_merge(say: RunConsole, step: int, steps: int, merged: MergeResult, remark: str) -> None:
+    """One line of a merge, where merges are frequent of one in `run.log_every` steps; and what changes from here."""
     if remark:
         say.line(f"step {step}: {remark}")
     if step < steps and step // say.log_every == say.merge_shown // say.log_every:
         return
     say.merge_shown = step
-    shown = [f"{' + '.join(map(str, merged['pairs']))} pairs", f"{size_text(merged['bytes_sent'])} sent"]
-    if merged["error"] is not None:
-        shown.append(f"error {merged['error']:.1e}")
-    say.line(f"step {step}: merged by {merged['method']}: {', '.join(shown)}")
+    shown = [f"{' + '.join(map(str, merged.pairs))} pairs", f"{size_text(merged.bytes_sent)} sent"]
+    if merged.error is not None:
+        shown.append(f"error {merged.error:.1e}")
+    say.line(f"step {step}: merged by {merged.method}: {', '.join(shown)}")
 
 
-def show_run(
-    say: Report,
-    config: Config,
-    plan: ClusterPlan,
-    data: Dataset | StreamedDataset,
-    valid: Dataset | None,
-    steps: int,
-) -> None:
+def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """Derived, printed, then run: what the data and the settings come to."""
-    batch = config.train.global_batch_size
+    data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
     lengths = data.lengths
     about = "about " * data.is_estimated
     method = (
@@ -136,7 +130,7 @@ def _without_unknown(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[li
     return columns, [[row[name] for name in columns] for row in rows]
 
 
-def _show_predictions(say: Report, config: Config, plan: ClusterPlan, steps: int) -> None:
+def _show_predictions(say: RunConsole, config: Config, plan: ClusterPlan, steps: int) -> None:
     """What each way to run would give; its time and cost only where they were measured with this model."""
     columns = ["", "η", "step", "pairs/s", "memory", "sent a step", "in all", "energy", "cost"]
     rows = []
@@ -169,7 +163,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def warn_of_displays(say: Report, config: Config, world: World, hosts: Sequence[str], dry_run: bool) -> None:
+def warn_of_displays(say: RunConsole, config: Config, world: World, hosts: Sequence[str], dry_run: bool) -> None:
     """Looks after the displays of hosts that are Macs, as metal.display says, and tells of those that stay lit. All ranks call it."""
     is_first_here = list(hosts).index(hosts[world.rank]) == world.rank
     mine = metal.attend_displays(config.metal, is_first_here, only_look=dry_run)
@@ -178,7 +172,24 @@ def warn_of_displays(say: Report, config: Config, world: World, hosts: Sequence[
         say.warning(told)
 
 
-def show_model(say: Report, config: Config, model: nn.Module) -> None:
+def record_start(run: TrainingRun, resumed: bool) -> None:
+    """Begins this rank's log, with all that decides the run; from now on warnings are records as well."""
+    progress, tracker = run.progress, run.tracker
+    tracker.record(
+        "start",
+        **provenance(),
+        steps=run.steps,
+        config=run.config.model_dump(mode="json"),
+        plan=run.plan.to_dict(),
+        resumes=progress.resumes,
+        resume_ids=progress.resume_ids,
+        kernel_kills=out_of_memory.kernel_kills(),
+        resumed_from_step=progress.step if resumed else None,
+    )
+    run.say.record_in(tracker, progress.step, each_rank=run.local_sgd is not None)
+
+
+def show_model(say: RunConsole, config: Config, model: nn.Module) -> None:
     """How much of the model is trained."""
     total = sum(a.size for _, a in tree_flatten(model.parameters()))
     trained = sum(a.size for _, a in tree_flatten(model.trainable_parameters()))
@@ -240,13 +251,13 @@ def _beside_plan(plan: ClusterPlan, ranks: Sequence[dict[str, Any]]) -> list[dic
     return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
 
 
-def warn_of_the_end(say: Report, step: int, kl: float | None) -> None:
+def warn_of_the_end(say: RunConsole, step: int, kl: float | None) -> None:
     """What is likely to be wrong with where training ended, while it can still be recorded."""
     if strayed := advice.strayed(kl):
         say.warning(strayed, step)
 
 
-def show_end(say: Report, log: Path, folder: Path, summary: dict[str, Any]) -> None:
+def show_end(say: RunConsole, folder: Path, summary: dict[str, Any]) -> None:
     """The closing tables, where the files are, which it leaves there, what to type next, and in a file the summary as JSON."""
     rows = []
     for key, label, form in (
@@ -298,7 +309,7 @@ def show_end(say: Report, log: Path, folder: Path, summary: dict[str, Any]) -> N
     say.record(summary)
 
 
-def _show_ranks(say: Report, ranks: Sequence[dict[str, Any]]) -> None:
+def _show_ranks(say: RunConsole, ranks: Sequence[dict[str, Any]]) -> None:
     """What each rank did since the run was started or resumed."""
     rows = []
     for rank in ranks:

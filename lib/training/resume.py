@@ -7,16 +7,18 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_unflatten
 
+from lib.distributed.gradients import Arrays
 from lib.distributed.world import Described, World
-from lib.errors import UserError
+from lib.errors import AgreedError, UserError
 from lib.model import adapter_files as models
+from lib.model import adapters
 from lib.telemetry.run_records import first_missed, rewind
 from lib.training.checkpoint import (
     MANIFEST,
@@ -30,8 +32,45 @@ from lib.training.checkpoint import (
     part_of,
     step_of,
 )
+from lib.training.training_run import TrainingRun
 
-# ---- Resume ------------------------------------------------------------------------------------------------------------
+
+class Offer(TypedDict):
+    """A checkpoint, as rank 0 offers it to all."""
+
+    path: str
+    step: int
+    parts: list[str]  # the hash of every rank's own part
+    whole: bool  # whether the ranks had the same weights
+
+
+def resume_run(run: TrainingRun) -> None:
+    """Takes a run to the last good checkpoint, on every rank.
+
+    Raises:
+        AgreedError: it does not fit the run as it is now.
+    """
+    folder = run.folder / "checkpoints"
+    path, with_parts, warnings = choose(folder, run.world)
+    for warning in warnings:
+        run.say.warning(warning)
+    run.progress = restore_all(path, run.model, run.optimizer, run.progress, run.world)
+    own = load_part(folder, run.progress.step, run.world.rank) if with_parts else {}
+    if "weights" in own:
+        run.model.update(tree_unflatten(list(own["weights"].items())))
+    if "optimizer" in own:
+        run.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
+    run.feedback = own.get("feedback", {})
+    if run.local_sgd is not None:
+        run.local_sgd.resume(run.progress, own)
+    elif run.progress.rounds:
+        raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
+    if run.progress.schedule and not run.schedule.restore(run.progress.schedule):
+        run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
+    if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not run.plan.gradient_checkpointing:
+        adapters.checkpoint_blocks(run.model)
+    go_back(run.folder / "logs", run.progress, run.world, run.lock is not None)
+    run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
 
 
 def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
@@ -43,18 +82,17 @@ def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
     candidates = checkpoints_in(folder) if world.rank == 0 else []
     warnings: list[str] = []
     while True:
-        offer: dict[str, Any] = {}
-        while world.rank == 0 and candidates and not offer:
+        own_offer: Offer | None = None
+        while world.rank == 0 and candidates and own_offer is None:
             path = candidates.pop(0)
             fault = _fault(path)
             if fault is None:
-                state = json.loads((path / STATE).read_text())
-                offer = {"path": str(path), "step": step_of(path), "parts": state.get("parts", [])}
-                offer["whole"] = not inside_a_round(path)
+                parts = json.loads((path / STATE).read_text()).get("parts", [])
+                own_offer = Offer(path=str(path), step=step_of(path), parts=parts, whole=not inside_a_round(path))
             else:
                 warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
-        offer = json.loads(world.broadcast_text(json.dumps(offer)))
-        if not offer:
+        offer: Offer | None = json.loads(world.broadcast_text(json.dumps(own_offer)))
+        if offer is None:
             return None, False, warnings
         parts = offer["parts"]
         if not any(parts) and offer["whole"]:
@@ -90,9 +128,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, warnings
 
 
-def restore(
-    path: Path, wanted: Described, data_digest: str
-) -> tuple[Progress, dict[str, mx.array], dict[str, mx.array]]:
+def restore(path: Path, wanted: Described, data_digest: str) -> tuple[Progress, Arrays, Arrays]:
     """A checkpoint: how far it was, its weights and its optimizer's state, both not read yet.
 
     Raises:
@@ -101,61 +137,48 @@ def restore(
     progress = Progress(**json.loads((path / STATE).read_text()))
     if progress.data_digest != data_digest:
         raise UserError(
-            f"{path}: data.train is no longer what this run was trained on; put the file back, or start a new run with model.adapter={path}"
+            f"{path}: data.train is no longer what this run was trained on; put the file back, "
+            f"or start a new run with model.adapter={path}"
         )
     return progress, models.read_trained(wanted, path, "checkpoint"), dict(mx.load(str(path / OPTIMIZER)))
 
 
-def resume(
-    folder: Path,
-    newest: Path | None,
-    with_parts: bool,
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    start: Progress,
-    world: World,
-) -> tuple[Progress, dict[str, dict[str, mx.array]]]:
-    """Takes every rank to the checkpoint that `choose` chose; to `start`, as training would begin, where there is none.
-
-    Returns:
-        How far it was, and this rank's own part.
+def restore_all(
+    path: Path | None, model: nn.Module, optimizer: optim.Optimizer, start: Progress, world: World
+) -> Progress:
+    """Takes every rank to rank 0's checkpoint; to `start`, as training would begin, where there is none.
 
     Raises:
         AgreedError: as `restore`.
     """
     optimizer.init(model.trainable_parameters())
     progress = start
-    weights: dict[str, mx.array] = {}
-    state: dict[str, mx.array] = {}
+    weights: Arrays = {}
+    state: Arrays = {}
     with world.agreeing("resuming"):
-        if newest is not None and world.rank == 0:
-            progress, weights, state = restore(newest, world.described(models.trainable(model)), start.data_digest)
+        if path is not None and world.rank == 0:
+            progress, weights, state = restore(path, world.described(models.trainable(model)), start.data_digest)
     progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
     if progress.step:
         model.update(tree_unflatten(list(world.scattered(weights))))
         optimizer.state = tree_unflatten(list(world.scattered(state)))
         mx.eval(model.trainable_parameters(), optimizer.state)
-    own = load_part(folder, progress.step, world.rank) if with_parts else {}
-    if "weights" in own:
-        model.update(tree_unflatten(list(own["weights"].items())))
-    if "optimizer" in own:
-        optimizer.state = tree_unflatten(list(own["optimizer"].items()))
-    return progress, own
+    return progress
 
 
-def go_back(logs: Path, progress: Progress, world: World, keeper: bool) -> None:
+def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> None:
     """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
     progress.resume_ids += [""] * (len(progress.resumes) - len(progress.resume_ids))  # a run of an earlier version
     progress.resumes.append([progress.step, *progress.rounds.get("local_steps", [])])
     progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
     history = progress.resumes, progress.resume_ids
     with world.agreeing("going back in the logs"):
-        found = sorted(logs.glob("rank-*.jsonl")) if keeper else []
-        lived = max((first_missed(log, *history) for log in found), default=progress.step)
-        for log in found:
-            place = 1 + int(log.stem.removeprefix("rank-"))
-            rewind(log, first_missed(log, *history, place) if progress.step else -1)
-        for path in checkpoints_in(logs.parent / "checkpoints") if found and progress.step else ():
+        own_logs = sorted(logs.glob("rank-*.jsonl")) if keeps_disk else []
+        lived = max((first_missed(log, *history) for log in own_logs), default=progress.step)
+        for log in own_logs:
+            index = 1 + int(log.stem.removeprefix("rank-"))
+            rewind(log, first_missed(log, *history, index) if progress.step else -1)
+        for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and progress.step else ():
             if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -168,4 +191,6 @@ def _fault(path: Path) -> str | None:
                 return f"{name} does not match its hash"
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
-    return None if {STATE, OPTIMIZER, models.WEIGHTS} <= hashes.keys() else "files are missing from its manifest"
+    return (
+        None if {STATE, OPTIMIZER, models.ADAPTER_WEIGHTS} <= hashes.keys() else "files are missing from its manifest"
+    )

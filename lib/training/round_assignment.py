@@ -1,7 +1,7 @@
 """Who takes which pairs of a round, so that each is trained exactly once: pure functions over places in its stream.
 
 A round is a stream of whole global batches, in the order in which one machine would train them. Ranks take chunks of
-it, a chunk for each local step; what is left when the ranks meet is dealt again.
+it, a chunk for each local step; what is left when the ranks synchronise is assigned again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypedDict
 
 import numpy as np
 
-from lib.data.row_order import Position, divide, epoch_order, global_batch
+from lib.data.row_order import Position, divide_rows, epoch_order, global_batch
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,20 @@ def is_tail(round: Round, pending: np.ndarray) -> bool:
     return start in round.edges and bool((pending == np.arange(start, len(round.rows))).all())
 
 
-def deal_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> list[list[Chunk]]:
+def assign_planned(round: Round, pending: np.ndarray, shares: Sequence[int]) -> list[list[Chunk]]:
     """Every rank's chunks: of each global batch its share, whatever its speed. `pending` is a tail of whole ones."""
     queues: list[list[Chunk]] = [[] for _ in shares]
     for start, end in pairwise(round.edges.tolist()):
         if not len(pending) or end <= pending[0]:
             continue
-        parts = np.split(np.arange(start, end), np.cumsum(divide(end - start, shares))[:-1])
+        parts = np.split(np.arange(start, end), np.cumsum(divide_rows(end - start, shares))[:-1])
         for queue, part in zip(queues, parts, strict=True):
             if len(part):
                 queue.append(Chunk(part, start))
     return queues
 
 
-def deal_by_speed(
+def assign_by_speed(
     round: Round, pending: np.ndarray, shares: Sequence[int], speeds: Sequence[float]
 ) -> list[list[Chunk]]:
     """Every rank's chunks, at most its share each: the next one goes to the rank that would be done with it first.
@@ -114,8 +115,15 @@ def left_over(pending: np.ndarray, queues: Sequence[Sequence[Chunk]], done: Sequ
     return np.setdiff1d(pending, np.concatenate(trained)) if trained else pending
 
 
-def to_state(pending: np.ndarray, size: int) -> dict[str, int | list[int]]:
-    """Pending places of a stream of `size`, for a checkpoint: a few scattered ones, and all from `tail` on."""
+class PendingState(TypedDict):
+    """Pending places, as a checkpoint keeps them: a few scattered ones, and all from `tail` on."""
+
+    scattered: list[int]
+    tail: int
+
+
+def to_state(pending: np.ndarray, size: int) -> PendingState:
+    """Pending places of a stream of `size`, for a checkpoint."""
     expected = np.arange(size - len(pending), size)
     scattered = int(np.flatnonzero(pending != expected)[-1]) + 1 if (pending != expected).any() else 0
     tail = int(expected[scattered]) if scattered < len(pending) else size

@@ -8,9 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,10 +20,11 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
-from lib.distributed.world import Lockstep, World
+from lib.distributed.sharded_world import Lockstep
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.logps import completion_logps
-from lib.model.token_stream import arrays_of
+from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import losses
@@ -34,12 +34,22 @@ from lib.training import losses
 SUMS = ("loss", "count", "pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
 REWARDS = SUMS[3:]
 
+Metrics = dict[str, float | None]  # by name; None for what a loss does not have
+Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
+
+MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities, float32 [b, K]
+GradientsOf = Callable[
+    [StreamInputs, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
+]  # ((loss, SUMS), gradients)
+MeanOf = Callable[[Tree, mx.array], tuple[Tree, exchange.Arrays]]  # (mean gradients, squared norms by name)
+Update = Callable[[Tree, Tree, mx.array], Tree]  # (parameters, gradients, norm) -> parameters
+
 
 @dataclass(frozen=True)
 class StepResult:
     """What one step did; means are over all ranks, `skipped` says that a non-finite update was left out."""
 
-    means: dict[str, float | None]
+    means: Metrics
     grad_norm: float
     learning_rate: float
     skipped: bool
@@ -57,7 +67,7 @@ class StepResult:
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
     traces: int  # distinct batch shapes so far: each is compiled once
 
-    def measurements(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, float]:
         """The fields of this rank's step record."""
         return {
             "tokens": self.rank_tokens,
@@ -73,6 +83,16 @@ class StepResult:
             "bytes_sent": self.bytes_sent,
             "traces": self.traces,
         }
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What one rank brings to the sum beside its gradients: SUMS, tokens, and the bytes it held if memory ran out."""
+
+    sums: mx.array
+    tokens: int
+    padded_tokens: int
+    failed_bytes: int
 
 
 def objective(
@@ -102,10 +122,7 @@ def objective(
 
     policy = log_probs(policy_logps)
     reference = None if reference_logps is None else log_probs(reference_logps)
-    per_pair, chosen, rejected = losses.preference_losses(
-        train.loss,
-        policy,
-        reference,
+    options = losses.LossOptions(
         beta=train.beta,
         label_smoothing=train.label_smoothing,
         rpo_alpha=train.rpo_alpha,
@@ -113,13 +130,14 @@ def objective(
         simpo_gamma=train.simpo_gamma,
         cpo_alpha=train.cpo_alpha,
     )
+    per_pair, chosen, rejected = losses.preference_losses(train.loss, policy, reference, options)
     metrics = losses.preference_metrics(chosen, rejected, policy, reference, counted)
     return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
 
 
-def means_of(sums: dict[str, float], train: TrainSettings) -> dict[str, float | None]:
+def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
     """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
-    means: dict[str, float | None] = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
+    means: Metrics = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
     for name in REWARDS:
         has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train.loss))
         means[name] = sums[name] / sums["pairs"] if has and sums["pairs"] else None
@@ -148,13 +166,13 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     Raises:
         UserError: it does not know an option.
     """
-    kinds: dict[str, Any] = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
-    kind = kinds[train.optimizer]
+    kind: Callable[..., optim.Optimizer] = next(
+        kind for name, kind in vars(optim).items() if inspect.isclass(kind) and name.lower() == train.optimizer
+    )
     known = inspect.signature(kind).parameters
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
-    options: dict[str, Any] = {
-        name: value for name, value in {"bias_correction": True, "relative_step": False}.items() if name in known
-    }
+    defaults = {"bias_correction": True, "relative_step": False}
+    options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
     if train.weight_decay:
         options["weight_decay"] = train.weight_decay
     options |= train.optimizer_options
@@ -177,8 +195,8 @@ def _compiles(train: TrainSettings) -> bool:
 
 
 def _tried(
-    world: World, model: nn.Module, what: str, work: Callable[[], tuple[Any, mx.array]]
-) -> tuple[Any, mx.array, str | None]:
+    world: World, model: nn.Module, what: str, work: Callable[[], tuple[Tree | None, mx.array]]
+) -> tuple[Tree | None, mx.array, str | None]:
     """Gradients and sums, or None, zeros, and what went wrong where memory ran out: all that was made is let go then.
 
     Raises:
@@ -204,6 +222,139 @@ def _tried(
     raise OutOfMemory(failure, (0,), (max(1, mx.get_peak_memory()),))
 
 
+@dataclass
+class TrainStep:
+    """Takes one optimizer step after the other; `make_step` makes it.
+
+    A step raises OutOfMemory on all ranks where memory ran out on one of them before the sum: weights, optimizer and
+    feedback are as they were, and the same step can be taken again.
+    """
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    train: TrainSettings
+    world: World
+    dropout: bool
+    sync: SyncSettings
+    feedback: exchange.Arrays
+    rank: int
+    gradients_of: GradientsOf
+    mean_of: MeanOf
+    update: Update
+    optimizer_state: list[Tree]  # one, which a compiled update reads and writes
+    shapes: set[object] = field(default_factory=set)  # of the batches so far
+    last_started: float = field(default_factory=time.perf_counter)
+
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepResult:
+        """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too."""
+        started, bytes_before = time.perf_counter(), self.world.traffic.bytes_sent
+        elapsed = started - self.last_started if self.world.rank == 0 else 0.0
+        self.last_started = started
+        mx.reset_peak_memory()
+        self.model.train()
+        if self.dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
+            mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
+        gradients, own, failure = self._own_gradients(f"step {index + 1}", batches)
+        compute_seconds = time.perf_counter() - started
+
+        # Names are bound anew: a rank has no room for its own gradients beside the sum.
+        gradients, totals, left_out = self._sum_over_ranks(gradients, own, compute_seconds, elapsed)
+        gradients, squares = self.mean_of(gradients, totals[SUMS.index("count")])
+        norm = mx.sqrt(self.world.sum_of_all(squares))
+        mx.eval(norm, totals)
+        sync_seconds = time.perf_counter() - started - compute_seconds
+        values = totals.tolist()
+        sums, by_rank = dict(zip(SUMS, values, strict=False)), values[len(SUMS) :]
+        ranks_seconds, ranks_bytes = by_rank[: self.world.size], by_rank[self.world.size : -2]
+        if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
+            raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
+        # Made of sums that are the same bits on every rank, so all ranks skip or none does.
+        skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
+        rate = learning_rate(self.train, index, steps)
+        if not skipped and sums["count"]:  # of a streamed batch every row may turn out to be left out
+            self.feedback.update(left_out)
+            self._apply(gradients, norm, rate)
+        wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
+        return StepResult(
+            seconds=time.perf_counter() - started,
+            pairs=int(sums["pairs"]),
+            means=means_of(sums, self.train),
+            grad_norm=norm.item(),
+            learning_rate=rate,
+            skipped=skipped,
+            tokens=int(values[-2]),
+            rank_tokens=own.tokens,
+            padded_tokens=own.padded_tokens,
+            rank=self.world.rank,
+            compute_seconds=ranks_seconds,
+            sync_seconds=sync_seconds - wait_seconds,
+            wait_seconds=wait_seconds,
+            peak_memory_bytes=mx.get_peak_memory(),
+            bytes_sent=self.world.traffic.bytes_sent - bytes_before,
+            elapsed_seconds=values[-1],
+            traces=len(self.shapes),
+        )
+
+    def _own_gradients(self, what: str, batches: Iterable[MicroBatch]) -> tuple[Tree, OwnPart, str | None]:
+        """This rank's part of the sum; zeros, and what went wrong, where memory ran out and others wait in the sum."""
+        counted: list[Batch] = []
+        tokens = padded_tokens = failed_bytes = 0
+        gradients, sums, failure = _tried(
+            self.world, self.model, what, lambda: self._forward_backward(what, batches, counted)
+        )
+        if failure is not None:  # the others wait for this rank in the sum: it comes with nothing but that
+            failed_bytes = max(1, mx.get_peak_memory())
+        else:
+            tokens = sum(batch.real_tokens for batch in counted)
+            padded_tokens = sum(batch.computed_tokens for batch in counted)
+        if gradients is None:  # no row of this step is this rank's
+            gradients = tree_map(lambda p: mx.zeros(p.shape, mx.float32), self.model.trainable_parameters())
+        return gradients, OwnPart(sums, tokens, padded_tokens, failed_bytes), failure
+
+    def _forward_backward(
+        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch]
+    ) -> tuple[Tree | None, mx.array]:
+        """Gradients and SUMS, summed over this rank's micro-batches and evaluated; `counted` gets the batches."""
+        gradients: Tree | None = None
+        sums = mx.zeros(len(SUMS))
+        for batch, reference in batches:
+            self.shapes.add(batch.shapes)
+            counted.append(batch)
+            with self.world.together(what):
+                (_, micro_sums), micro = self.gradients_of(
+                    arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
+                )
+                micro = tree_map(lambda g: g.astype(mx.float32), micro)
+                gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
+                del micro  # as large as what is trained
+                sums = sums + micro_sums
+                mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
+        with self.world.together(what):
+            mx.eval(gradients, sums)
+        return gradients, sums
+
+    def _sum_over_ranks(
+        self, gradients: Tree, own: OwnPart, compute_seconds: float, elapsed_seconds: float
+    ) -> tuple[Tree, mx.array, exchange.Arrays]:
+        """Gradients summed over the ranks; a float32 vector; and what compression left out of the gradients.
+
+        The vector holds SUMS, every rank's compute seconds, every rank's bytes where its memory ran out, the tokens of
+        all ranks, and rank 0's elapsed seconds. Each rank has elements of its own in it: after the sum all ranks know
+        who waited for whom, and who ran out of memory.
+        """
+        size, rank = self.world.size, self.world.rank
+        seconds, failed_bytes = [0.0] * size, [0.0] * size
+        seconds[rank], failed_bytes[rank] = compute_seconds, float(own.failed_bytes)
+        vector = mx.concatenate([own.sums, mx.array([*seconds, *failed_bytes, float(own.tokens), elapsed_seconds])])
+        return exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
+
+    def _apply(self, gradients: Tree, norm: mx.array, rate: float) -> None:
+        self.optimizer.learning_rate = rate
+        self.optimizer_state[0] = self.optimizer.state  # another object after a resume
+        self.model.update(self.update(self.model.trainable_parameters(), gradients, norm))
+        mx.async_eval(self.model.trainable_parameters(), self.optimizer.state)
+
+
 def make_step(
     model: nn.Module,
     optimizer: optim.Optimizer,
@@ -213,136 +364,52 @@ def make_step(
     sync: SyncSettings | None = None,
     feedback: exchange.Arrays | None = None,
     rank: int | None = None,
-) -> Callable[..., StepResult]:
+) -> TrainStep:
     """Builds `step(index, steps, batches) -> StepResult`, where `batches` yields (Batch, reference log-probs or None).
 
-    A step raises OutOfMemory on all ranks where memory ran out on one of them before the sum: weights, optimizer and feedback
-    are as they were, and the same step can be taken again. `batches` may raise it, too.
-
     Args:
-        world: the ranks whose gradients are summed; a rank that trains apart is alone in it.
+        world: the ranks whose gradients are summed; an independent rank is alone in it.
         sync: how the gradients travel; uncompressed by default.
         feedback: what compression left out of this rank's gradients so far, by name; each step changes it.
         rank: among all ranks, which draw different dropout masks; by default world.rank.
     """
-    sync, feedback = sync or SyncSettings(), {} if feedback is None else feedback
-    rank = world.rank if rank is None else rank
 
-    def forward(inputs: dict[str, Any], reference: mx.array | None) -> tuple[mx.array, mx.array]:
+    def forward(inputs: StreamInputs, reference: mx.array | None) -> tuple[mx.array, mx.array]:
         logps = completion_logps(model, inputs)
         counts = inputs["mask"].sum(axis=-1)
         _, sums = objective(train, logps, counts, reference)
         return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
 
-    def mean_of(gradients: Any, count: mx.array) -> tuple[Any, dict[str, mx.array]]:
+    def mean_of(gradients: Tree, count: mx.array) -> tuple[Tree, exchange.Arrays]:
         mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
         return mean, {name: mx.square(g).sum() for name, g in tree_flatten(mean)}
 
-    def updated(parameters: Any, gradients: Any, norm: mx.array) -> Any:
+    def update(parameters: Tree, gradients: Tree, norm: mx.array) -> Tree:
         if train.max_grad_norm is not None:
             factor = mx.minimum(train.max_grad_norm / (norm + 1e-6), 1.0)
             gradients = tree_map(lambda g: g * factor, gradients)
         return optimizer.apply_gradients(gradients, parameters)
 
     gradients_of = nn.value_and_grad(model, forward)
-    optimizer_state: list[Any] = [optimizer.state]
+    optimizer_state: list[Tree] = [optimizer.state]
     if is_compiled(train, world):
         state = [model.state, mx.random.state]
         gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
     if _compiles(train):
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)
-        updated = mx.compile(updated, inputs=optimizer_state, outputs=optimizer_state)
-    shapes: set[Any] = set()
-    last_started = time.perf_counter()
-
-    def summed(
-        what: str, batches: Iterable[tuple[Batch, np.ndarray | None]], counted: list[Batch]
-    ) -> tuple[Any, mx.array]:
-        """The sums of the gradients and of SUMS over this rank's micro-batches, evaluated; `counted` gets what they were of."""
-        gradients: Any = None
-        sums = mx.zeros(len(SUMS))
-        for batch, reference in batches:
-            shapes.add(batch.shapes)
-            counted.append(batch)
-            with world.together(what):
-                (_, micro_sums), micro = gradients_of(
-                    arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
-                )
-                micro = tree_map(lambda g: g.astype(mx.float32), micro)
-                gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
-                del micro  # as large as what is trained
-                sums = sums + micro_sums
-                mx.async_eval(gradients, sums)  # frees this micro-batch's activations while the next one is prepared
-        with world.together(what):
-            mx.eval(gradients, sums)
-        return gradients, sums
-
-    def step(index: int, steps: int, batches: Iterable[tuple[Batch, np.ndarray | None]]) -> StepResult:
-        nonlocal last_started
-        started, bytes_before = time.perf_counter(), world.traffic.bytes_sent
-        elapsed = started - last_started if world.rank == 0 else 0.0
-        last_started = started
-        mx.reset_peak_memory()
-        model.train()
-        if dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
-            mx.random.seed(int(np.random.SeedSequence([train.seed, index, rank]).generate_state(1)[0]))
-        rank_tokens = padded_tokens = failed_bytes = 0
-        counted: list[Batch] = []
-        gradients, sums, failure = _tried(
-            world, model, f"step {index + 1}", lambda: summed(f"step {index + 1}", batches, counted)
-        )
-        if failure is not None:  # the others wait for this rank in the sum: it comes with nothing but that
-            failed_bytes = max(1, mx.get_peak_memory())
-        else:
-            rank_tokens = sum(batch.real_tokens for batch in counted)
-            padded_tokens = sum(batch.computed_tokens for batch in counted)
-        if gradients is None:  # no row of this step is this rank's
-            gradients = tree_map(lambda p: mx.zeros(p.shape, mx.float32), model.trainable_parameters())
-        compute_seconds = time.perf_counter() - started
-
-        # Each rank has slots of its own: after the sum all ranks know who waited for whom, and who ran out of memory.
-        own = [(compute_seconds, failed_bytes) if other == world.rank else (0.0, 0) for other in range(world.size)]
-        seconds, bytes_by_rank = ([float(each[i]) for each in own] for i in (0, 1))
-        both = mx.concatenate([sums, mx.array([*seconds, *bytes_by_rank, float(rank_tokens), elapsed])])
-        gradients, both, left_out = exchange.sum_gradients(world, gradients, both, sync, feedback)
-        gradients, squares = mean_of(gradients, both[SUMS.index("count")])
-        norm = mx.sqrt(world.sum_of_all(squares))
-        mx.eval(norm, both)
-        sync_seconds = time.perf_counter() - started - compute_seconds
-        values = both.tolist()
-        totals = dict(zip(SUMS, values, strict=False))
-        ranks_seconds, tokens = values[len(SUMS) : len(SUMS) + world.size], int(values[-2])
-        if failed := {rank: int(size) for rank, size in enumerate(values[len(SUMS) + world.size : -2]) if size}:
-            raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
-        # Made of sums that are the same bits on every rank, so all ranks skip or none does.
-        skipped = not (math.isfinite(totals["loss"]) and math.isfinite(norm.item()))
-        rate = learning_rate(train, index, steps)
-        if not skipped and totals["count"]:  # of a streamed batch every row may turn out to be left out
-            feedback.update(left_out)
-            optimizer.learning_rate = rate
-            optimizer_state[0] = optimizer.state  # another object after a resume
-            model.update(updated(model.trainable_parameters(), gradients, norm))
-            mx.async_eval(model.trainable_parameters(), optimizer.state)
-        wait_seconds = min(max(ranks_seconds) - ranks_seconds[world.rank], sync_seconds)
-        return StepResult(
-            seconds=time.perf_counter() - started,
-            pairs=int(totals["pairs"]),
-            means=means_of(totals, train),
-            grad_norm=norm.item(),
-            learning_rate=rate,
-            skipped=skipped,
-            tokens=tokens,
-            rank_tokens=rank_tokens,
-            padded_tokens=padded_tokens,
-            rank=world.rank,
-            compute_seconds=ranks_seconds,
-            sync_seconds=sync_seconds - wait_seconds,
-            wait_seconds=wait_seconds,
-            peak_memory_bytes=mx.get_peak_memory(),
-            bytes_sent=world.traffic.bytes_sent - bytes_before,
-            elapsed_seconds=values[-1],
-            traces=len(shapes),
-        )
-
-    return step
+        update = mx.compile(update, inputs=optimizer_state, outputs=optimizer_state)
+    return TrainStep(
+        model,
+        optimizer,
+        train,
+        world,
+        dropout,
+        sync or SyncSettings(),
+        {} if feedback is None else feedback,
+        world.rank if rank is None else rank,
+        gradients_of,
+        mean_of,
+        update,
+        optimizer_state,
+    )

@@ -1,0 +1,89 @@
+"""What the records of a run hold: one definition for those who write them and those who show them.
+
+Every record has `kind`, `time`, `rank` and `host`. Its kind says which of the other fields it has.
+"""
+
+from __future__ import annotations
+
+from typing import Required  # pydantic needs them from there before Python 3.12
+
+from pydantic import FiniteFloat, PositiveInt
+from typing_extensions import TypedDict
+
+
+class RankRecord(TypedDict, total=False):
+    """One rank in a plan."""
+
+    host: Required[str]
+    micro_batch_sizes: list[object] | None
+
+
+class PlanRecord(TypedDict, total=False):
+    """A plan, as the records `start` and `plan` have it."""
+
+    strategy: str | None
+    reason: str | None
+    shares: list[int] | None
+    ranks: list[RankRecord] | None
+    global_batch_size: PositiveInt | None
+    predicted_step_seconds: FiniteFloat | None
+    predicted_pairs_per_second: FiniteFloat | None
+    solo_sum_pairs_per_second: FiniteFloat | None
+    calibrated: object
+    warnings: list[str] | None
+    curves: list[object] | None  # of plan/curves.py, one a rank
+
+
+class SettingsRecord(TypedDict, total=False):
+    """The settings that a run was started with, section by section."""
+
+    model: dict[str, object] | None
+    train: dict[str, object] | None
+    data: dict[str, object] | None
+    cost: dict[str, object] | None
+
+
+class SampleRecord(TypedDict, total=False):
+    """A question with its answers before and after training."""
+
+    prompt: Required[str]
+    before: str | None
+    after: str | None
+
+
+class Record(PlanRecord, total=False):
+    """One line of a rank's log that is not a measurement: `start`, `plan`, `merge`, `evaluation`, `checkpoint`, ..."""
+
+    kind: str
+    time: float  # Unix seconds
+    rank: int
+    host: str
+    step: int | None
+    steps: PositiveInt | list[int] | None  # of the run; in a merge, of each rank
+    # start
+    resumed_from_step: int | None
+    resumes: list[list[int]] | None
+    resume_ids: list[str] | None
+    plan: PlanRecord | None
+    config: SettingsRecord | None
+    commit: object
+    platform: object
+    versions: dict[str, object] | None
+    memory_limit_bytes: FiniteFloat | None
+    # plan
+    first_step: int | None
+    # merge
+    method: object
+    pairs: list[int] | None
+    bytes_sent: FiniteFloat | None
+    error: FiniteFloat | None
+    # warning
+    text: str | None
+    # samples
+    samples: list[SampleRecord] | None
+    # evaluation
+    loss: FiniteFloat | None
+    kl: FiniteFloat | None
+    reward_accuracy: FiniteFloat | None
+    reward_margin: FiniteFloat | None
+    exact_match: FiniteFloat | None

@@ -1,0 +1,203 @@
+"""The training loop: all ranks step by step together, or each by itself until they merge."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from lib.data.dataset import Dataset, lengths_and_cost
+from lib.data.micro_batches import MicroBatches
+from lib.data.prefetch import prefetch
+from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches
+from lib.data.streaming import StreamedDataset
+from lib.distributed.world import World
+from lib.model import adapter_files
+from lib.system import metal
+from lib.training import checkpoint, report
+from lib.training.learner import Learner
+from lib.training.local_sgd import LocalSGD
+from lib.training.step import Metrics, MicroBatch, StepResult, is_compiled
+from lib.training.training_run import PREFETCHED, TrainingRun
+
+Show = Callable[[int, StepResult], None]  # (step, result), on the progress line
+
+
+class Evaluate(Protocol):
+    """Held-out metrics, by some ranks in some shares; recorded and printed."""
+
+    def __call__(self, world: World, shares: list[int]) -> Metrics: ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step of all ranks, as this rank takes it."""
+
+    step: int  # from 1
+    epoch: int
+    position: Position  # after it
+    pairs: int  # of all ranks
+    costs: list[float]  # of every rank's part, in tokens
+    rows: list[int]  # of this rank
+    micro_batches: list[MicroBatch]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The training rows as this rank's micro-batches.
+
+    Args:
+        lengths: int [n], of the rows, as all ranks count them; cost: of a micro-batch, given its rows, in tokens.
+    """
+
+    data: Dataset | StreamedDataset
+    make: MicroBatches
+    lengths: np.ndarray
+    cost: Callable[[np.ndarray], float]
+
+    @classmethod
+    def prepare(cls, run: TrainingRun, reference: np.ndarray | None) -> Batches:
+        """Those of a run. reference: float32 [n, K], log-probabilities of the rows."""
+        config, world, data, layout = run.config, run.world, run.inputs.data, run.layout
+        # Unlike devices pad unlike, but all ranks assign the same rows.
+        multiple = int(world.broadcast_text(str(layout.length_multiple)))
+        lengths, cost = lengths_and_cost(data, multiple, layout.shares_prompts)
+        passes = metal.training_passes(config.model.method, bool(run.plan.gradient_checkpointing))
+        pace = metal.pace(config, run.model, data.seen.sum() / len(data), passes, world)
+        compiled = is_compiled(config.train, world.workers)
+        make = MicroBatches(data, reference, config, layout.length_multiple, layout.shares_prompts, compiled, pace)
+        return cls(data, make, lengths, cost)
+
+    def upcoming(self, run: TrainingRun) -> Iterator[StepBatch]:
+        """Every step that is left."""
+        settings, data, rank = run.config, self.data, run.world.workers.rank
+        batch_size = settings.train.global_batch_size
+        position, epoch = Position(run.progress.epoch, run.progress.cursor), -1
+        for step in range(run.progress.step + 1, run.steps + 1):
+            if position.epoch != epoch:
+                epoch = position.epoch
+                order = epoch_order(data.lengths, settings.train.seed, epoch, batch_size, settings.data.length_window)
+            rows = global_batch(order, position, batch_size)
+            sizes = run.schedule.at(step).micro_batch_sizes
+            parts, costs = assign_micro_batches(rows, self.lengths, sizes, self.cost)
+            position = advance(position, len(rows), len(data))
+            made = self.make.of(parts[rank], max(sizes[rank], default=1))
+            own_rows = [int(row) for batch, _ in made for row in batch.rows]
+            yield StepBatch(step, epoch, position, len(rows), costs, own_rows, made)
+
+    def of(self, rows: np.ndarray, micro_batch_size: int) -> tuple[list[int], list[MicroBatch]]:
+        """Some rows, ascending in length, and their micro-batches."""
+        rows = rows[np.argsort(self.lengths[rows], kind="stable")]
+        return rows.tolist(), self.make.of(micro_batches(rows, micro_batch_size), micro_batch_size)
+
+
+@dataclass
+class TrainingLoop:
+    """The steps of a run. Once in a while the model is evaluated, and a checkpoint is written."""
+
+    run: TrainingRun
+    learner: Learner
+    batches: Batches
+    evaluate_on: Evaluate
+    latest: Metrics = field(default_factory=dict)  # held-out metrics
+
+    def __post_init__(self) -> None:
+        self.checkpoint_every = self.run.config.checkpoint.every or min(100, -(-self.run.steps // 10))
+
+    def evaluate(self) -> Metrics:
+        """Held-out metrics and greedy answers, over all ranks; each rank's own where ranks are never merged."""
+        run = self.run
+        if run.local_sgd is not None:
+            return self.evaluate_on(*run.local_sgd.evaluating_ranks())
+        return self.evaluate_on(run.world, run.schedule.at(run.progress.step + 1).shares)
+
+    def train(self) -> None:
+        """Trains until the run's last step."""
+        run = self.run
+        self.latest = self.evaluate() if run.progress.step >= run.steps else run.progress.before
+        with run.say.training(run.progress.step, run.steps) as show:
+            if run.local_sgd is None:
+                self._train_synchronously(show)
+            else:
+                self._train_independently(run.local_sgd, show)
+
+    def _train_synchronously(self, show: Show) -> None:
+        run, progress, schedule = self.run, self.run.progress, self.run.schedule
+        every = run.config.evaluate.every
+        with contextlib.closing(prefetch(self.batches.upcoming(run), PREFETCHED)) as upcoming:
+            for batch in upcoming:
+                step = batch.step
+                result = self.learner.learn(step, step - 1, batch.epoch, batch.rows, batch.micro_batches)
+                show(step, result)
+                progress.count(step, batch.position, batch.pairs, result)
+                new_plan = schedule.observe(step, batch.costs, result.compute_seconds)
+                progress.schedule = schedule.state(step)
+                report.show_schedule(run.say, run.tracker, step, schedule, new_plan)
+                is_last = step == run.steps
+                checkpoint_due = self.run.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
+                evaluation_due = is_last or bool(every and step % every == 0)
+                self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
+
+    def _train_independently(self, local_sgd: LocalSGD, show: Show) -> None:
+        run, progress = self.run, self.run.progress
+        rank, every = run.world.rank, run.config.evaluate.every or run.steps
+
+        def local_step(step: int, index: int, epoch: int, rows: np.ndarray, micro_batch_size: int) -> StepResult:
+            result = self.learner.learn(step, index, epoch, *self.batches.of(rows, micro_batch_size))
+            show(index + 1, local_sgd.of_all(result))
+            local_sgd.ranks.limit(rank, self.learner.max_micro_batch_size)
+            return result
+
+        evaluated = progress.step
+        for merged, checkpoint_due in local_sgd.train(progress, local_step, self.checkpoint_every):
+            if merged is None:  # inside a round
+                self._evaluate_and_save(False, checkpoint_due)
+                continue
+            run.tracker.log_merge(progress.steps_of(rank), vars(merged))
+            report.show_merge(run.say, progress.step, run.steps, merged, local_sgd.take_remark())
+            evaluation_due = progress.step == run.steps or progress.step // every > evaluated // every
+            self._evaluate_and_save(evaluation_due, checkpoint_due)
+            evaluated = progress.step
+
+    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> None:
+        """Held-out metrics, and a checkpoint where one is due or the model is the best so far."""
+        run = self.run
+        self.run.writer.record(run.tracker)
+        if evaluation_due:
+            self.latest = self.evaluate()
+            # Rank 0's: ranks that are never merged have losses of their own.
+            loss = json.loads(run.world.broadcast_text(json.dumps(self.latest))).get("loss")
+            checkpoint_due = run.progress.is_best(run.progress.step, loss) or checkpoint_due
+        if checkpoint_due:
+            run.save()
+
+    def finish(self, launched: float) -> dict[str, Any] | None:
+        """Saves the result, and closes the log. launched: when the run began, by time.perf_counter().
+
+        Returns:
+            On rank 0 what summary.json holds.
+        """
+        run, config, world, tracker = self.run, self.run.config, self.run.world, self.run.tracker
+        report.warn_of_the_end(run.say, run.progress.step, self.latest.get("kl"))
+        totals = tracker.totals() | (self.latest if run.is_never_merged else {})
+        each = world.gather_long_text(json.dumps(totals), "every rank's figures")
+        summary = None
+        with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
+            if run.is_never_merged:
+                own_folder = checkpoint.own_folder(run.folder, world.rank)
+                adapter_files.save_trained(run.model, config.model, own_folder)
+            if world.rank == 0:
+                adapter_files.save_trained(run.model, config.model, run.folder, *weights)
+                wall_seconds = time.perf_counter() - launched
+                summary = report.summarise(config, run.plan, run.progress, self.latest, each, wall_seconds)
+                (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.run.writer.record(tracker)
+        tracker.record("end", step=run.progress.steps_of(world.rank))
+        tracker.gather(world, everything=True)
+        tracker.close(run.progress.step)
+        return summary

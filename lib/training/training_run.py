@@ -1,0 +1,87 @@
+"""What all parts of a run's training share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+from lib.config.schema import Config
+from lib.distributed.gradients import Arrays
+from lib.distributed.world import World
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.replan import Schedule
+from lib.telemetry.run_records import PerformanceTracker
+from lib.telemetry.trackers import Feed
+from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all, share
+from lib.training.console import RunConsole
+from lib.training.local_sgd import LocalSGD
+from lib.training.preload import Inputs
+from lib.training.reference import Layout
+
+PREFETCHED = 2  # batches made ahead of the step
+
+
+@dataclass
+class TrainingRun:
+    """One run on this rank.
+
+    Args:
+        lock: of the run's folder, on the rank that keeps the files on its disk.
+        plan: that the run starts with.
+        steps: of the whole run.
+        feed: what passes records on to run.sinks.
+    """
+
+    config: Config
+    folder: Path
+    lock: IO[str] | None
+    world: World
+    hosts: list[str]
+    inputs: Inputs
+    plan: ClusterPlan
+    steps: int
+    model: nn.Module
+    optimizer: optim.Optimizer
+    layout: Layout
+    say: RunConsole
+    feed: Feed
+
+    def __post_init__(self) -> None:
+        config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
+        self.progress = Progress(data_digest=data.digest)
+        self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
+        self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
+        self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
+        if plan.strategy == "independent":
+            self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
+        log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
+        self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.feed)
+        self.writer = CheckpointWriter(self.lock is not None, config.checkpoint.max_lost_seconds)
+
+    @property
+    def is_never_merged(self) -> bool:
+        """Whether every rank ends with a model of its own."""
+        return self.local_sgd is not None and self.local_sgd.method == "none"
+
+    def save(self) -> None:
+        """Writes a checkpoint; where none can be written, says why, and training goes on.
+
+        Raises:
+            AgreedError: the last one cannot be written.
+        """
+        progress = self.progress
+        own: RankArrays | None
+        if self.local_sgd is not None:
+            own = self.local_sgd.own_arrays(self.optimizer)
+        else:  # replicas on unlike machines drift by roundings, so all take rank 0's weights first
+            share(self.world, self.model, self.optimizer)
+            own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
+        plan = self.schedule.at(progress.step + 1).to_dict()
+        state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own)
+        is_last = progress.step == self.steps
+        if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, is_last):
+            self.say.warning(fault, progress.step)
