@@ -1,4 +1,4 @@
-"""Rows ➜ the micro-batches that the step is given, in few shapes where it is compiled."""
+"""A rank's rows ➜ its micro-batches, in few shapes where the step is compiled."""
 
 from __future__ import annotations
 
@@ -52,18 +52,21 @@ class MicroBatches:
         self._shapes = functools.cache(self._few_shapes)
 
     def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
-        """Micro-batches of these rows, without those that turn out to be unusable. micro_batch_size: the most rows in one."""
+        """Micro-batches of these rows, without those that turn out to be unusable.
+
+        micro_batch_size: the most rows in one.
+        """
         most = self.pace.most_rows(micro_batch_size)
         if most < micro_batch_size:
             parts = [piece for part in parts for piece in micro_batches(part, most)]
         shapes = self._shapes(most) if self.is_compiled else []
-        found = ((self.data.examples(part.tolist()), part) for part in parts)
+        read = ((self.data.examples(part.tolist()), part) for part in parts)
         return [
             (
                 collate(examples, self.length_multiple, self.shared_prompts, shapes),
                 None if self.reference is None else self.reference[part],
             )
-            for examples, part in found
+            for examples, part in read
             if examples
         ]
 
@@ -83,7 +86,7 @@ class MicroBatches:
         return smaller
 
     def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
-        """Shapes for micro-batches of up to so many rows, whichever rows they are: from data, seed and settings alone."""
+        """Shapes for micro-batches of up to so many rows, whichever they are: from data, seed and settings alone."""
         train, data = self.config.train, self.data
         prompts, seen, scored = data.prompts, data.seen, data.scored_tokens
         tokens = real_tokens(prompts, seen)

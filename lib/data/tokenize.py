@@ -111,7 +111,7 @@ class Encoder:
         self._anchor = self._find_anchor()
 
     def fingerprint(self) -> str:
-        """A digest that is equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
+        """A digest, equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
         inner = getattr(self._batch, "backend_tokenizer", None)
         stored = "" if inner is None else inner.to_str()
         template = str(getattr(self.tokenizer, "chat_template", None)) if self.use_chat_template else ""

@@ -155,7 +155,7 @@ class Scorer:
             UserError: a row is unusable.
         """
         settings = self.settings
-        read = ((self.found.place(row), parse(self.found[row], settings.data, settings.record_kind)) for row in rows)
+        read = ((self.found.location(row), parse(self.found[row], settings.data, settings.record_kind)) for row in rows)
         examples, failures = [], {}
         results = tokenised(read, settings.data, self.encoder, self.vocab_size)
         for row, (place, _, result) in zip(rows, results, strict=True):
@@ -264,7 +264,7 @@ class Writer:
     def _prompt_ids(self, row: int) -> list[int]:
         record = parse(self.found[row], self.settings.data, "prompt")
         if isinstance(record, Unusable):
-            raise UserError(f"{self.found.place(row)}: {record}")
+            raise UserError(f"{self.found.location(row)}: {record}")
         prompt: Any = record.prompt
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
@@ -303,7 +303,7 @@ class PairMaker:
             answer = record.get(ANSWER)
             if not isinstance(answer, str | int | float):
                 raise UserError(
-                    f"{self.writer.found.place(row)}: no {ANSWER!r} to check completions by (columns: {', '.join(record)}); add it, or set evaluate.judge"
+                    f"{self.writer.found.location(row)}: no {ANSWER!r} to check completions by (columns: {', '.join(record)}); add it, or set evaluate.judge"
                 )
             scores.append([float(extract(pattern, text) == str(answer).strip()) for text in texts])
         return scores

@@ -8,13 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import schema
 from lib.errors import UserError
-from lib.model.adapter_files import adapter_config, load_trained, rank_axis, trainable
+from lib.model.adapter_files import adapter_config, load_trained
 from lib.model.lora import take_low_rank_linear
 from lib.model.swiglu import take_own_swiglu
 from lib.system.model_folder import ADAPTER_CONFIG
@@ -70,18 +70,12 @@ def make_trainable(model: nn.Module, settings: schema.Model, seed: int) -> None:
         checkpoint_blocks(model)
 
 
-def set_adapter_rank(model: nn.Module, rank: int) -> None:
-    """Gives LoRA's factors another rank; they are zero until they are loaded."""
-    changed = []
-    for name, array in trainable(model).items():
-        if ".lora_" in name:
-            shape = list(array.shape)
-            shape[rank_axis(name, array.ndim)] = rank
-            changed.append((name, mx.zeros(shape, array.dtype)))
-    model.update(tree_unflatten(changed))
-
-
 def load_adapter(model: nn.Module, settings: schema.Model) -> None:
+    """Reads model.adapter into a model with such adapters.
+
+    Raises:
+        UserError: it cannot be read, or was made with other settings.
+    """
     folder = Path(settings.adapter or "")
     try:
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())
