@@ -77,8 +77,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     import numpy as np
 
     from lib import errors
-    from lib.data.dataset import lengths_and_cost
-    from lib.data.micro_batches import MicroBatches
+    from lib.data.micro_batches import MicroBatches, lengths_and_cost
     from lib.data.prefetch import prefetch
     from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch
     from lib.data.row_order import micro_batches as micro_batches_of

@@ -86,9 +86,8 @@ def collate(
 ) -> Batch:
     """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
 
-    Padding stands on the right, where a causal model's real positions do not see it; rows of padding come last
-    and have no scored token. The first completion token of an empty prompt has no position before it: it is not
-    scored.
+    Padding is on the right, where a causal model's real positions do not see it. Rows of padding come last and have no
+    scored token. The first completion token after an empty prompt is not scored: no position comes before it.
     """
     assert examples, "a rank without rows has no batch"
     sequences = _Sequences(examples)

@@ -18,7 +18,6 @@ import numpy as np
 
 from lib.config.schema import Data
 from lib.data import index, record_files, record_formats, sources
-from lib.data.batch_shapes import batch_shape_of, need_of, real_tokens
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
 from lib.errors import UserError
@@ -286,17 +285,3 @@ def _finish(
     if not prompt and min(map(len, cut)) < 2:  # a mean over no tokens would make the whole step NaN
         raise Unusable("one token and no prompt: nothing comes before it to predict it from")
     return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
-
-
-def lengths_and_cost(
-    dataset: Sized, length_multiple: int, shared_prompts: bool
-) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
-    """What `assign_micro_batches` needs: each row's length, int [n], and what a micro-batch costs, in tokens."""
-    prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
-    lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
-
-    def cost(rows: np.ndarray) -> float:
-        need = need_of(prompts[rows], seen[rows], scored[rows])
-        return batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
-
-    return lengths, cost

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from lib.config.schema import Config
-from lib.data.batch_shapes import NEED, BatchShape, few_shapes, need_of, real_tokens
+from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, few_shapes, need_of, real_tokens
 from lib.data.collate import Batch, collate
-from lib.data.dataset import Dataset
+from lib.data.dataset import Dataset, Sized
 from lib.data.row_order import epoch_order, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.system.metal import Pace
 
-# Of the order, which is known ahead: epochs, and steps of each, whose micro-batches decide the shapes.
+# Epochs of the order, and the most steps of each, whose micro-batches decide the shapes.
 EPOCHS = 4
 STEPS = 512
 
@@ -133,3 +133,17 @@ def pieces(size: int, most: int | None) -> list[int]:
         return [size]
     count = -(-size // most)
     return [size // count + (i < size % count) for i in range(count)]
+
+
+def lengths_and_cost(
+    dataset: Sized, length_multiple: int, shared_prompts: bool
+) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
+    """What `assign_micro_batches` needs: each row's length, int [n], and what a micro-batch costs, in tokens."""
+    prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
+    lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
+
+    def cost(rows: np.ndarray) -> float:
+        need = need_of(prompts[rows], seen[rows], scored[rows])
+        return batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
+
+    return lengths, cost

@@ -18,7 +18,7 @@ from lib.config.schema import Data
 from lib.data.record_formats import ANSWER, JSON, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
 from lib.errors import UserError
 
-# A longer line is a fault of whoever wrote it; none is longer in memory.
+# A longer line is an error in the file; it is never in memory as a whole.
 LINE_BYTES = 8 * 2**20
 
 
@@ -146,7 +146,7 @@ def _read_parquet(file: Path, settings: Data) -> Iterator[tuple[int, JSON | Unus
         raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
     line = 0
     try:
-        # Unbuffered ahead: a row group is as large as its writer liked it.
+        # Not read in advance: a row group may be of any size.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
             names = table.schema_arrow.names
             known = {getattr(settings, name) for name in OTHER_NAMES} | {*TOKEN_COLUMNS, ANSWER}

@@ -187,7 +187,7 @@ def _common_prompt(chosen: list[Message], rejected: list[Message]) -> list[Messa
 
 
 def _check_contained(prompt: object, common: list[Message], settings: Data) -> None:
-    """A prompt column beside whole conversations has to be part of them, or it would be dropped unsaid."""
+    """A prompt column beside whole conversations has to be part of them, or it would be dropped without a word."""
     if isinstance(prompt, str):
         fits = any(prompt.strip() in str(message.get("content")) for message in common)
     else:

@@ -28,7 +28,7 @@ def epoch_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: i
     lengths: int [n], what the model sees of each row. Rows are permuted; each window of `length_window`
     global batches is sorted by length, so that the rows of a batch need little padding; then the batches are
     shuffled. Inside a batch rows ascend in length. The ragged batch, if there is one, holds randomly chosen
-    rows and stands last, so that every other batch starts at a multiple of global_batch_size.
+    rows and comes last, so that every other batch starts at a multiple of global_batch_size.
     """
     count = len(lengths)
     # numpy promises the raw stream of a bit generator for ever, on every platform, but not what Generator
@@ -52,7 +52,7 @@ def global_batch(order: np.ndarray, position: Position, global_batch_size: int) 
 
 
 def advance(position: Position, count: int, dataset_size: int) -> Position:
-    """The position after `count` more examples, which have to lie within the epoch."""
+    """The position after `count` more examples, which have to be within the epoch."""
     cursor = position.cursor + count
     assert count > 0 and cursor <= dataset_size, (position, count, dataset_size)
     return Position(position.epoch + 1, 0) if cursor == dataset_size else Position(position.epoch, cursor)

@@ -24,8 +24,8 @@ _CELL = struct.Struct("<IIq4I")  # segment + 1 (0: not there), crc32, offset in 
 class TokenCache:
     """Tokenised records in memory-mapped files that all processes of a host read, and add to.
 
-    A table has a cell for each record; tokens lie in segments, each of which one process at a time appends to. A cell
-    is written after its tokens, and has their checksum: a half-written one counts as missing.
+    A table has a cell for each record; tokens are in segments, and to each of these one process at a time appends. A
+    cell is written after its tokens, and has their checksum: a half-written one counts as missing.
     """
 
     def __init__(self, folder: Path, count: int, pieces: int):

@@ -15,8 +15,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from lib.config import schema
 from lib.errors import UserError
 from lib.model.adapter_files import adapter_config, load_trained
-from lib.model.lora import take_low_rank_linear
-from lib.model.swiglu import take_own_swiglu
+from lib.model.lora import use_low_rank_linear
+from lib.model.swiglu import use_own_swiglu
 from lib.system.model_folder import ADAPTER_CONFIG
 
 
@@ -32,7 +32,7 @@ def make_trainable(model: nn.Module, settings: schema.Model, seed: int) -> None:
     if blocks > len(model.layers):
         raise UserError(f"model.blocks={blocks}, but {settings.path} has {len(model.layers)} blocks")
     model.freeze()
-    take_own_swiglu(model)
+    use_own_swiglu(model)
     if settings.method == "full":
         if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
             raise UserError(
@@ -48,7 +48,7 @@ def make_trainable(model: nn.Module, settings: schema.Model, seed: int) -> None:
             options["keys"] = set(settings.keys)
         try:
             linear_to_lora_layers(model, blocks, options, use_dora=settings.method == "dora")
-            take_low_rank_linear(model)
+            use_low_rank_linear(model)
         except ValueError as error:
             raise UserError(f"model.method={settings.method} does not fit {settings.path}: {error}") from None
     if not tree_flatten(model.trainable_parameters()):

@@ -29,7 +29,7 @@ def load(settings: schema.Model, seed: int, lazy: bool = False) -> nn.Module:
     mx.random.seed(seed)
     try:
         if settings.random_init:
-            with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights that lie beside it
+            with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights beside it
                 shutil.copy(folder / "config.json", only_config)
                 model, _ = load_model(
                     Path(only_config), lazy=True, strict=False, trust_remote_code=settings.trust_remote_code

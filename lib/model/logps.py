@@ -123,7 +123,7 @@ def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array, earlier: S
 
 def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
     """Log-probabilities whose gradient is known already: float32 [M], of hidden and slope [M, D]."""
-    # The logits are needed by both; in this order they can be let go before the next chunk's are made.
+    # The logits are needed by both; in this order they can be freed before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
 
     @mx.custom_function

@@ -4,7 +4,7 @@ A block's attention and its MLP each begin with layers that are divided by their
 with one that is divided by its inputs (o; down), as in Megatron-LM (arXiv:1909.08053, section 3). So one sum at the
 end, and one of the gradients at the beginning, make of the parts what the whole would have computed; both carry a
 number for every token and hidden unit, however unevenly heads and columns are divided. Within, what a rank holds whole
-(LoRA's A in front of a divided B, B behind a divided A, norms of heads, routers) gets a part of its gradient on each
+(LoRA's A in front of a divided B, B after a divided A, norms of heads, routers) gets a part of its gradient on each
 rank, and these are summed; outside, every rank computes the same.
 
 The model files know nothing of it: the classes of these two modules are derived from, and their weights cut.
@@ -24,7 +24,7 @@ from mlx_lm.tuner.dora import DoRALinear
 from lib.errors import UserError
 from lib.model.partition import Division, Part, bounds
 
-FAMILIES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # modules of mlx_lm.models
+MODULES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # of mlx_lm.models
 
 
 class Ranks(Protocol):
@@ -40,7 +40,7 @@ class Ranks(Protocol):
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
-    """Takes all but this rank's part out of a model that may have adapters, and lets ranks compute together.
+    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together.
 
     A lazily loaded model is read array by array, and of each no more is kept than this rank's part.
 
@@ -52,8 +52,8 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
         UserError: a family that is not known, or a cut through a quantisation group.
     """
     family = type(model).__module__.rpartition(".")[2]
-    if family not in FAMILIES:
-        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(FAMILIES)}")
+    if family not in MODULES:
+        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(MODULES)}")
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
@@ -151,7 +151,7 @@ def _keep(module: nn.Module, name: str, part: Part, rank: int) -> None:
 
 
 def _copied(array: mx.array) -> mx.array:
-    """An array's own memory, so that the whole it was cut from can be let go."""
+    """An array's own memory, so that the whole that it was cut from can be freed."""
     array = mx.contiguous(array)
     mx.eval(array)
     return array
@@ -223,7 +223,7 @@ def _join_attention(attention: nn.Module, division: Division, ranks: Ranks) -> N
 def _join_mlp(mlp: nn.Module, division: Division, ranks: Ranks) -> None:
     if "switch_mlp" in mlp:
         _join_inputs(mlp.switch_mlp.down_proj, bounds(division.expert_columns), ranks)
-        # Ranks on unlike machines see a token's scores differ by roundings: all send it to the same experts.
+        # Ranks on different machines round a token's scores differently: they agree, and send it to the same experts.
         _derive(mlp.gate, lambda plain: lambda self, x: ranks.agree_forward(plain(self, x)))
     else:
         _join_inputs(mlp.down_proj, bounds(division.mlp_columns), ranks)

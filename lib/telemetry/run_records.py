@@ -61,7 +61,7 @@ class PerformanceTracker:
         self._tail, self._copies = Tail(self.log_path), dict[int, Copy]()
 
     def record(self, kind: str, **fields: Any) -> Record:
-        """Appends one record and flushes it. On a disk that is full by then it is kept in memory, until there is room.
+        """Appends one record and flushes it. While the disk is full it is kept in memory.
 
         Raises:
             OSError: the disk is full at the first record, or not writable.
