@@ -303,7 +303,7 @@ def pinned(constraints: str) -> dict[str, str]:
 
 
 def telling_line(text: str) -> str:
-    """The line of a program's last words that says why: an error's, else the last one (mpirun ends with its own remarks)."""
+    """The line of a program's output that says why: an error's, else the last (mpirun ends with its own remarks)."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" -=*\t")]
     errors = [line for line in lines if re.match(r"(\w+\.)*(\w*Error|error|fatal)\b:? ", line)]
     return (errors or lines or [""])[-1]

@@ -2,8 +2,8 @@
 
     ./launch --hostfile hostfile --preflight-only [--json] -- train.py --config configs/X.yaml
 
-Every host is asked for facts (lib/launch/host_facts.py) by a process that is reached over ssh as a run's agent is, all at
-once; pure functions turn them into findings (lib/launch/verdicts.py). Then the hosts measure the links between them
+Every host is asked for facts (lib/launch/host_facts.py) by a process that is reached over ssh as a run's agent is, all
+at once; pure functions turn them into findings (lib/launch/verdicts.py). Then the hosts measure the links between them
 (lib/launch/link_probe.py), and last all ranks add up a number over the backend (lib/launch/sum_check.py).
 """
 

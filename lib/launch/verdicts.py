@@ -313,10 +313,10 @@ def unreadable(host: Host, path: str, said: str, context: Context) -> Verdict:
 def links_to_measure(job: Job, reached: Sequence[Host]) -> list[tuple[Host, Host]]:
     """The pairs (one, other) of hosts where `one` has to reach `other`.
 
-    Over MLX's ring every host connects to the next one alone, and where addresses are given they may be those of the cable
-    between the two, which nobody else sees: MLX's configurator gives each Mac of a Thunderbolt ring the addresses that
-    face its previous neighbour. Hosts that are only named are asked for every pair: another host may be the neighbour
-    after a restart.
+    Over MLX's ring every host connects to the next one alone, and where addresses are given they may be those of the
+    cable between the two, which nobody else sees: MLX's configurator gives each Mac of a Thunderbolt ring the addresses
+    that face its previous neighbour. Hosts that are only named are asked for every pair: another host may be the
+    neighbour after a restart.
     """
     hosts = job.hosts
     if job.backend != "ring" or not all(host.addresses for host in hosts):
