@@ -38,7 +38,6 @@ from lib.launch.verdicts import (
     link_findings,
     links_to_measure,
     refused,
-    ssh_remedy,
 )
 from lib.system import os_commands
 from lib.system.terminal import Voice
@@ -156,7 +155,7 @@ def why_no_facts(job: Job, host: Host, error: str, status: int | None) -> Findin
         return Finding(host.name, "project", "failed", f"{job.directory} is not there", copy)
     if status not in (255, -signal.SIGKILL):  # neither ssh's own, nor ended by us
         return Finding(host.name, "packages", "failed", error, context.there(host, "make setup"))
-    return Finding(host.name, "ssh", "failed", error, *ssh_remedy(host.name, error, os_commands.is_mac()))
+    return Finding(host.name, "ssh", "failed", error, *ssh.ssh_remedy(host.name, error, os_commands.is_mac()))
 
 
 async def _ask_link(process: Process, question: Mapping[str, object]) -> LinkReport:
