@@ -66,7 +66,7 @@ def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tu
 
 
 def sound_curve(curve: BatchCurve) -> tuple[BatchCurve | None, list[str]]:
-    """The curve with plausible times and rising memory (None if fewer than two points are steady), and what was changed.
+    """The curve with plausible times and rising memory (None with fewer than two steady points), and what was changed.
 
     A time that replaces another gets the difference of the two as its spread.
     """
