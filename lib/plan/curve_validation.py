@@ -9,6 +9,7 @@ A plan replaces them by what the other points lead to, and warns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tu
 
 
 def sound_curve(curve: BatchCurve) -> tuple[BatchCurve | None, list[str]]:
-    """The curve with plausible times and rising memory (None if fewer than two points are steady), and what was changed.
+    """The curve with plausible times and rising memory (None with fewer than two steady points), and what was changed.
 
     A time that replaces another gets the difference of the two as its spread.
     """
@@ -131,9 +132,9 @@ def _straightened(points: Sequence[BatchPoint], unknown: set[int]) -> tuple[list
     good = [index for index, point in enumerate(points) if point.batch_size not in unknown]
     reasons: dict[int, str] = {}
     while len(good) > 2 and (suspects := _suspects(sizes, times, good)):
-        _, worst, reason = max(suspects)
-        reasons[points[worst].batch_size] = reason
-        good.remove(worst)
+        worst = max(suspects)
+        reasons[points[worst.point].batch_size] = worst.reason
+        good.remove(worst.point)
     known = np.array(good)
     believed = [
         float(times[i]) if i in good else _on_the_line(sizes[known], times[known], size) for i, size in enumerate(sizes)
@@ -141,8 +142,16 @@ def _straightened(points: Sequence[BatchPoint], unknown: set[int]) -> tuple[list
     return believed, reasons
 
 
-def _suspects(sizes: np.ndarray, times: np.ndarray, good: list[int]) -> list[tuple[float, int, str]]:
-    """(how far off, index, why) of points that break the curve's shape."""
+class _Suspect(NamedTuple):
+    """A point that breaks the curve's shape; the greatest one is the worst."""
+
+    excess: float  # over what the other points allow
+    point: int  # its index
+    reason: str
+
+
+def _suspects(sizes: np.ndarray, times: np.ndarray, good: list[int]) -> list[_Suspect]:
+    """The points that break the curve's shape."""
     rates = sizes / times
     suspects = []
     for place, index in enumerate(good):
@@ -154,20 +163,20 @@ def _suspects(sizes: np.ndarray, times: np.ndarray, good: list[int]) -> list[tup
             if lower > DIP:
                 left, right = before[-1], after[0]
                 near = f"{rates[left]:.4g} at {sizes[left]:.0f} and {rates[right]:.4g} at {sizes[right]:.0f}"
-                suspects.append((lower, index, f"{shown} lie below {near}"))
+                suspects.append(_Suspect(lower, index, f"{shown} lie below {near}"))
         # More pairs take no less time. Who contradicts most of the others is wrong.
         earlier = [times[i] / times[index] for i in before if times[i] > FALLING_TIME * times[index]]
         later = [times[index] / times[i] for i in after if times[index] > FALLING_TIME * times[i]]
         if earlier or later:
             why = f"{size} pairs in {times[index]:.4g} s, while {'fewer take longer' if earlier else 'more take less'}"
-            suspects.append((len(earlier) + len(later) + max(earlier + later) / 100, index, why))
+            suspects.append(_Suspect(len(earlier) + len(later) + max(earlier + later) / 100, index, why))
     last, others = good[-1], np.array(good[:-1])
     expected = _on_the_line(sizes[others], times[others], sizes[last])
     ratio = times[last] / expected
     if OFF_THE_LINE < ratio <= CLIFF and sizes[last] / expected > MATTERS * rates[others].max():
         lead_to = f"the smaller sizes lead to {sizes[last] / expected:.4g}"
         why = f"{rates[last]:.4g} pairs/s at {sizes[last]:.0f} pairs, where {lead_to}"
-        suspects.append((float(ratio), last, why))
+        suspects.append(_Suspect(float(ratio), last, why))
     return suspects
 
 

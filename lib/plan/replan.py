@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NotRequired, TypedDict, cast
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -22,6 +22,13 @@ from lib.plan.curves import BatchCurve
 from lib.plan.divide_work import plan_cluster, with_micro_batches
 
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
+
+
+class PlannedSteps(NamedTuple):
+    """A plan, and the first step that it holds for, counted from 1."""
+
+    first_step: int
+    plan: ClusterPlan
 
 
 class _KeptPlan(TypedDict):
@@ -54,7 +61,7 @@ class Schedule:
     """
 
     def __init__(self, first: ClusterPlan, settings: PlanSettings, lead: int, steps: int):
-        self.plans: list[tuple[int, ClusterPlan]] = [(1, first)]  # (first step, plan), steps counted from 1
+        self.plans = [PlannedSteps(1, first)]
         self.settings, self.lead, self.steps = settings, lead, steps
         self.is_open = settings.replan and settings.shares is None and len(first.workers) > 1
         self.remarks: list[str] = []  # what the times say of shares that stand whatever they say; the caller takes them
@@ -119,7 +126,7 @@ class Schedule:
             self._is_watched = False  # once is enough
             return None
         self._forget()
-        self.plans.append((step + self.lead, other))
+        self.plans.append(PlannedSteps(step + self.lead, other))
         return other
 
     def halve(self, step: int, ranks: Sequence[int], gradient_checkpointing: bool = False) -> ClusterPlan:
@@ -127,7 +134,7 @@ class Schedule:
 
         What is made already, up to there, each rank cuts by itself (`most_at`). Later plans and resumes keep to it.
         """
-        _, plan = self.plans[-1]
+        plan = self.plans[-1].plan
         hit = range(len(plan.ranks)) if plan.division else ranks
         if gradient_checkpointing:
             new = replace(plan, gradient_checkpointing=True)
@@ -137,13 +144,13 @@ class Schedule:
             why = f"micro-batches of at most {', '.join(str(new.ranks[rank].max_micro_batch_size) for rank in ranks)}"
         names = ", ".join(f"rank {rank} ({plan.ranks[rank].host})" for rank in hit)
         new = replace(new, reason=f"{names} ran out of memory in step {step}: {why}", warnings=(), predictions=())
-        self.plans.append((step + self.lead, new))
+        self.plans.append(PlannedSteps(step + self.lead, new))
         self._forget()
         return new
 
     def most_at(self, worker: int) -> int | None:
         """The largest micro-batch that memory leaves to a worker, from now on, whatever the plan of a step says."""
-        return self.plans[-1][1].workers[worker].max_micro_batch_size
+        return self.plans[-1].plan.workers[worker].max_micro_batch_size
 
     def _take_in(self, plan: ClusterPlan, counts: np.ndarray, seconds: np.ndarray, worked: np.ndarray) -> None:
         """One step's speeds. counts: tokens; worked: which ranks had any."""
@@ -273,7 +280,7 @@ class Schedule:
 
     def state(self, step: int) -> dict[str, object]:
         """What a run that is resumed after `step` needs: the plan in force, and any to come."""
-        current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0][0])
+        current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0].first_step)
         plans = [
             _KeptPlan(
                 first_step=first,
@@ -290,7 +297,7 @@ class Schedule:
         """Takes up a checkpoint's plans, unless hosts or settings are others now; returns whether it did."""
         if {**state, "plans": None} != {**self._identity(), "plans": None}:
             return False
-        first = self.plans[0][1]
+        first = self.plans[0].plan
         self.plans = []
         for kept in cast(list[_KeptPlan], state["plans"]):
             sizes = [tuple(of_rank) for of_rank in kept["micro_batch_sizes"]]
@@ -298,12 +305,13 @@ class Schedule:
             plan = first if same else with_micro_batches(first, sizes, "as the checkpoint has it")
             plan = memory_ceilings.within(plan, kept.get("max_micro_batch_sizes") or [None] * len(plan.ranks))
             recomputes = first.gradient_checkpointing or kept.get("gradient_checkpointing", False)
-            self.plans.append((kept["first_step"], replace(plan, gradient_checkpointing=recomputes)))
+            plan = replace(plan, gradient_checkpointing=recomputes)
+            self.plans.append(PlannedSteps(kept["first_step"], plan))
         return True
 
     def _identity(self) -> dict[str, object]:
         """What a checkpoint's plans depend on."""
-        plan = self.plans[0][1]
+        plan = self.plans[0].plan
         return {
             "strategy": plan.strategy,
             "hosts": [rank.host for rank in plan.ranks],

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 # MLX's allocators (mlx/backend/*/allocator.cpp), its CUDA checks, Metal's command buffers, C++'s own.
@@ -195,7 +196,7 @@ def release() -> None:
     mx.clear_cache()
 
 
-def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], Any], can_halve: bool = True) -> list[tuple[int, Any]]:
+def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], R], can_halve: bool = True) -> list[tuple[int, R]]:
     """The work's results for consecutive pieces of the rows, each with its first row's index; one piece, if that fits.
 
     Args:
@@ -204,7 +205,7 @@ def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], Any], can_halve: 
     Raises:
         OutOfMemory: not even one row fits.
     """
-    done: list[tuple[int, Any]] = []
+    done: list[tuple[int, R]] = []
     start, size = 0, len(rows)
     while start < len(rows):
         piece = rows[start : start + size]

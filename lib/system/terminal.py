@@ -140,7 +140,7 @@ def folded(text: Text, lead: Text, width: int | None) -> list[Text]:
 def laid_out(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], text_columns: int, width: int | None
 ) -> list[Text]:
-    """A table's lines. If it is too wide, headings are folded; then the rest continues below, after the first columns."""
+    """A table's lines. Too wide, headings are folded; then the rest continues below, after the first columns."""
     cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
     of_cells = [max((row[i].cell_len for row in cells), default=0) for i in range(len(columns))]
     widths = [max(of_column, len(column)) for of_column, column in zip(of_cells, columns, strict=True)]
