@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_da
 from lib.data.record_formats import RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder, Tokenizer
+from lib.data.tokenize import Encoder, Tokenizer, Vocabulary
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -35,11 +35,14 @@ UNPACKED = {".gz": 4, ".parquet": 4}
 
 
 def open_training(
-    settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, *, tell: Callable[[str], None], **words: Any
+    settings: DataSettings,
+    kind: RecordKind,
+    tokenizer: Tokenizer | None,
+    *,
+    tell: Callable[[str], None],
+    **vocabulary: Unpack[Vocabulary],
 ) -> Dataset | StreamedDataset:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
-
-    words: as `load_dataset` takes them.
 
     Raises:
         UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
@@ -48,16 +51,21 @@ def open_training(
     weights = sources.weights_of(settings.train)
     held_out = False if settings.holdout else None
     if not is_streamed(settings, tell):
-        return load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **words)
+        return load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
     records, rows = _choose(settings, kind, held_out=False, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, words["eos_token_id"])
-    return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, words.get("vocab_size"))
+        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
+    return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, vocabulary.get("vocab_size"))
 
 
 def open_held_out(
-    settings: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, *, tell: Callable[[str], None], **words: Any
+    settings: DataSettings,
+    kind: RecordKind,
+    tokenizer: Tokenizer | None,
+    *,
+    tell: Callable[[str], None],
+    **vocabulary: Unpack[Vocabulary],
 ) -> Dataset | None:
     """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
 
@@ -65,20 +73,20 @@ def open_held_out(
         UserError: as `load_dataset`.
     """
     if settings.valid is not None:
-        return load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **words)
+        return load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **vocabulary)
     if not settings.holdout:
         return None
     weights = sources.weights_of(settings.train)
     if not is_streamed(settings, tell):
-        return load_dataset(weights, settings, kind, tokenizer, held_out=True, tell=tell, **words)
+        return load_dataset(weights, settings, kind, tokenizer, held_out=True, tell=tell, **vocabulary)
     records, rows = _choose(settings, kind, held_out=True, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, words["eos_token_id"])
+        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
     name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
     skipped: list[str] = []
     read = ((records.location(row), parse(records[row], settings, kind)) for row in rows.tolist())
-    for place, _, result in tokenised(read, settings, encoder, words.get("vocab_size")):
+    for place, _, result in tokenised(read, settings, encoder, vocabulary.get("vocab_size")):
         if isinstance(result, Unusable):
             unwanted += isinstance(result, Unwanted)
             skipped += [] if isinstance(result, Unwanted) else [f"{place}: {result}"]

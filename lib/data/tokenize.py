@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from lib.config.schema import DataSettings
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
@@ -17,6 +17,14 @@ SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, к
 
 Ids = tuple[list[int], list[list[int]]]
 """Token ids of a prompt, and of each completion."""
+
+
+class Vocabulary(TypedDict):
+    """The ids that a model knows."""
+
+    eos_token_id: int | None
+    vocab_size: NotRequired[int | None]
+    """None: any id is taken."""
 
 
 class Tokenizer(Protocol):

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TypedDict
 
 from mlx_lm.utils import load_tokenizer
 
 from lib.config import schema
 from lib.data.record_formats import JSON
-from lib.data.tokenize import Tokenizer
+from lib.data.tokenize import Tokenizer, Vocabulary
 from lib.errors import UserError
 from lib.system.model_folder import resolve
-
-
-class Vocabulary(TypedDict):
-    """The ids that a model knows."""
-
-    vocab_size: int | None
-    eos_token_id: int | None
 
 
 def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:

@@ -12,7 +12,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 
 class LowRankLinear(LoRALinear):
-    """LoRA for little more than the cost of the linear layer; mlx-lm's parameters `lora_a` [in, r] and `lora_b` [r, out].
+    """LoRA that costs little more than the linear layer, with mlx-lm's parameters: `lora_a` [in, r], `lora_b` [r, out].
 
     y = W x + scale B A x (LoRA, arXiv:2106.09685, equation 3), computed in the type of x from float32 A and B.
     """
