@@ -33,7 +33,7 @@ from lib.data.dataset import Example, parse, tokenised
 from lib.data.record_formats import ANSWER, RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder, encode_prompt
+from lib.data.tokenize import Encoder, Tokenizer, encode_prompt
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
@@ -142,7 +142,7 @@ class Scorer:
         reference: nn.Module | dict[str, mx.array] | None,
         records: Records,
         settings: Config,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         world: World,
     ):
         self.model, self.reference, self.records, self.settings = model, reference, records, settings
@@ -236,7 +236,7 @@ class Scorer:
 class CompletionWriter:
     """Completions of records' prompts: the greedy one, or so many drawn ones."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, records: Records, settings: Config, draws: int | None):
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, records: Records, settings: Config, draws: int | None):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
         self.eos_token_id = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
         self.model.eval()
