@@ -49,7 +49,7 @@ from lib.training.step import objective
 KINDS = ("logps", "rewards", "greedy", "samples")
 
 
-class Figures(TypedDict):
+class FileFigures(TypedDict):
     """What became of a file; empty on all ranks but rank 0."""
 
     rows: int
@@ -61,7 +61,7 @@ class Figures(TypedDict):
 
 def pull(
     kind: str, key: str, records: Records, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
-) -> Figures | None:
+) -> FileFigures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
     key: digest of all that the lines depend on. do: makes lines for some rows.
@@ -106,7 +106,9 @@ def pull(
         server.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
     rows = total - min(before * size, total)
-    figures = Figures(rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank)
+    figures = FileFigures(
+        rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank
+    )
     say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
     return figures
 

@@ -176,7 +176,7 @@ class TrainingLoop:
         if checkpoint_due:
             run.save()
 
-    def finish(self, launched: float) -> summary.Summary | None:
+    def finish(self, launched: float) -> summary.RunSummary | None:
         """Saves the result, and closes the log. launched: when the run began, by time.perf_counter().
 
         Returns:

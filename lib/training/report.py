@@ -10,6 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from lib.config.schema import Config
+from lib.data.dataset import Dataset
+from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.plan import advice
 from lib.plan.cluster_plan import ClusterPlan
@@ -59,22 +61,13 @@ def show_merge(say: RunConsole, step: int, steps: int, merged: MergeResult, rema
 def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
     """Derived, printed, then run: what the data and the settings come to."""
     data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
-    lengths = data.lengths
-    about = "about " * data.is_estimated
-    method = (
-        config.model.method if config.model.method == "full" else f"{config.model.method} of rank {config.model.rank}"
-    )
+    model, train, about = config.model, config.train, "about " * data.is_estimated
+    method = model.method if model.method == "full" else f"{model.method} of rank {model.rank}"
+    tokens = f"{about}{int(data.lengths.sum()):,} tokens, longest {about}{int(data.lengths.max())}"
     rows = [
-        ("model", f"{config.model.path}, {method}"),
-        (
-            "loss",
-            config.train.loss if config.train.loss == "sft" else f"{config.train.loss}, beta {config.train.beta:g}",
-        ),
-        (
-            "data",
-            f"{data.path}: {len(data):,} rows, {about}{int(lengths.sum()):,} tokens, "
-            f"longest {about}{int(lengths.max())}" + ", read as they are needed" * data.is_estimated,
-        ),
+        ("model", f"{model.path}, {method}"),
+        ("loss", train.loss if train.loss == "sft" else f"{train.loss}, beta {train.beta:g}"),
+        ("data", f"{data.path}: {len(data):,} rows, {tokens}" + ", read as they are needed" * data.is_estimated),
     ]
     if valid is not None:
         rows.append(("held out", f"{valid.path}: {len(valid):,} rows"))
@@ -96,16 +89,18 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     for warning in plan.warnings:
         say.warning(warning)
     for dataset in (data, valid):
-        if dataset is not None and dataset.truncated_count:
-            say.warning(
-                f"{dataset.path}: {'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)} rows "
-                f"cut to data.max_length={config.data.max_length} tokens"
-            )
-        if dataset is not None and dataset.skipped:
-            say.warning(
-                f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): "
-                f"{'; '.join(dataset.skipped[:5])}" + (" ..." if dataset.skipped_count > 5 else "")
-            )
+        if dataset is not None:
+            _warn_of_rows(say, dataset, config.data.max_length)
+
+
+def _warn_of_rows(say: RunConsole, dataset: Dataset | StreamedDataset, max_length: int) -> None:
+    """What is not in the data that a person may believe to be there."""
+    if dataset.truncated_count:
+        count = f"{'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)}"
+        say.warning(f"{dataset.path}: {count} rows cut to data.max_length={max_length} tokens")
+    if dataset.skipped:
+        first = "; ".join(dataset.skipped[:5]) + " ..." * (dataset.skipped_count > 5)
+        say.warning(f"{dataset.path}: {dataset.skipped_count} unusable rows left out (data.skip_invalid): {first}")
 
 
 def _epochs(count: float) -> str:
@@ -148,7 +143,7 @@ def _show_predictions(say: RunConsole, config: Config, plan: ClusterPlan, steps:
     width = min(map(len, rows)) if plan.calibrated or plan.division else 2
     say.line("")
     say.table(
-        "ways to run it, as predicted; η: of what the hosts do alone, added up",
+        "strategies, as predicted; η: of what the hosts do alone, added up",
         columns[:width],
         [row[:width] for row in rows],
     )

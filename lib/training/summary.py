@@ -31,7 +31,7 @@ class RankTotals(TypedDict):
     planned_pairs_per_second: float | None
 
 
-class Summary(TypedDict):
+class RunSummary(TypedDict):
     """What summary.json holds; held-out figures are None where there is no held-out data."""
 
     name: str
@@ -69,7 +69,7 @@ def summarise(
     after: Metrics,
     each: Sequence[str],
     wall_seconds: float,
-) -> Summary:
+) -> RunSummary:
     """The final figures, as summary.json holds them; held-out ones where there is held-out data.
 
     each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (the run's are rank 0's).
@@ -123,7 +123,7 @@ def _beside_plan(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> list[RankTot
     return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
 
 
-def show_end(say: RunConsole, folder: Path, summary: Summary) -> None:
+def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
     """The closing tables, where the files are, what to type next, and in a file the summary as JSON."""
     held_out = (
         ("loss", ".4f", summary["loss_before"], summary["loss"]),
