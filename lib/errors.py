@@ -1,4 +1,4 @@
-"""What ends a command: a mistake of the user's, or training that cannot go on."""
+"""What ends a command: wrong input, or training that cannot go on."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class Stopped(RuntimeError):
 
 
 class AgreedError(UserError):
-    """A user's error that every rank knows of and leaves with; rank 0 tells it."""
+    """A user's error that every rank knows of and ends with; rank 0 prints it."""

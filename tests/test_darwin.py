@@ -18,7 +18,8 @@ from lib.launch import host_facts, hostfile, preflight, verdicts
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.run_needs import Needs
-from lib.launch.verdicts import Context, Finding, findings_of, ssh_remedy
+from lib.launch.ssh import ssh_remedy
+from lib.launch.verdicts import Context, Finding, findings_of
 from lib.system import files, hardware, network
 from tests import darwin
 from tests.sources import strings

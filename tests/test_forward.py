@@ -279,7 +279,7 @@ def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]
         return [*outputs, mx.grad(total)(x), *(a for _, a in tree_flatten(gradients))]
 
     expected = run()
-    lora.take_low_rank_linear(block)
+    lora.use_low_rank_linear(block)
     assert all(type(block[name]) is lora.LowRankLinear for name in names)
     for ours, theirs in zip(run(), expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == mx.float32

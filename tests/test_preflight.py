@@ -20,7 +20,8 @@ from lib.launch import host_facts, run_needs, verdicts
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.run_needs import Needs
-from lib.launch.verdicts import Context, Finding, findings_of, link_findings, ssh_remedy
+from lib.launch.ssh import ssh_remedy
+from lib.launch.verdicts import Context, Finding, findings_of, link_findings
 from lib.system import hardware
 from tests import tiny
 from tests.cluster import Host as Machine

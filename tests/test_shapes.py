@@ -24,8 +24,8 @@ from lib.data.batch_shapes import (
     padded_lengths,
 )
 from lib.data.collate import Batch, collate
-from lib.data.dataset import Dataset, Example, lengths_and_cost
-from lib.data.micro_batches import MicroBatches
+from lib.data.dataset import Dataset, Example
+from lib.data.micro_batches import MicroBatches, lengths_and_cost
 from lib.data.row_order import Position, assign_micro_batches, epoch_order, global_batch
 from lib.model import logps as logps_module
 from lib.model import token_stream

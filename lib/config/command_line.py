@@ -1,4 +1,4 @@
-"""Argument parsers whose complaints are one line."""
+"""Argument parsers whose error messages are one line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ UNKNOWN_OPTIONS = "unrecognized arguments: "  # what argparse writes before them
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line, like every other mistake of the user's."""
+    """A parser whose error messages are one line, with a hint, raised as UserError."""
 
-    given: Sequence[str] | None = None  # all the words
+    arguments: Sequence[str] | None = None  # of the whole command line
     settings_place: str | None = None  # where key=value words go, if not beside the options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self.given is None:
-            self.given = list(sys.argv[1:] if args is None else args)
+        if self.arguments is None:
+            self.arguments = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -34,9 +34,9 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, word: str) -> str:
         option, _, value = word.partition("=")
-        given = list(self.given or ())
-        behind = given[given.index(word) + 1 :][:1] if word in given else []
-        shown = value or next((one for one in behind if not one.startswith("-") and "=" not in one), None)
+        arguments = list(self.arguments or ())
+        following = arguments[arguments.index(word) + 1 :][:1] if word in arguments else []
+        shown = value or next((one for one in following if not one.startswith("-") and "=" not in one), None)
         takes_settings = self.settings_place or any(action.dest == "overrides" for action in self._actions)
         options = [name for name in self._option_string_actions if name.startswith("--")]
         hint = hints.of_option(option, shown, known_settings() if takes_settings else [], options)

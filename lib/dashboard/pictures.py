@@ -28,13 +28,8 @@ def plot_curves(log: Path, picture: Path) -> None:
     records = read_records(log)
     steps = [r for r in records if r["kind"] == "step"]
     evaluations = [r for r in records if r["kind"] == "evaluation"]
-    panels = [
-        ("loss", "loss"),
-        ("reward_accuracy", "reward accuracy"),
-        ("reward_margin", "reward margin"),
-        ("exact_match", "exact match"),
-    ]
-    panels = [(key, label) for key, label in panels if _drawable(steps + evaluations, key)]
+    titles = {name: title for name, title, _ in charts.HELD_OUT if name != "kl"}
+    panels = [(name, title) for name, title in titles.items() if _drawable(steps + evaluations, name)]
     if not panels:
         return
     figure, axes = pyplot.subplots(

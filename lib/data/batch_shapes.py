@@ -1,4 +1,4 @@
-"""The shapes of micro-batches: what rows need, the layout that is cheapest for them, and a few that do for a whole run."""
+"""The shapes of micro-batches: what rows need, the cheapest layout for them, and a few shapes for a whole run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 RAGGED_COST = 0.03
 
 
-# What a place of attention's rectangles, or a scored one, costs beside a token that goes through the blocks.
-PLACE_COST = 1 / 32
+# What a position of attention's rectangles, or a scored one, costs beside a token that goes through the blocks.
+POSITION_COST = 1 / 32
 
 
 # Micro-batches that are looked at together when shapes are chosen.
@@ -32,7 +32,7 @@ once), scored tokens in all and of the completion that has most."""
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The sizes of a Batch's arrays (lib/data/dataset.py): b, K, P, T, the N - b * P suffix tokens, M and C."""
+    """The sizes of a Batch's arrays (lib/data/collate.py): b, K, P, T, the N - b * P suffix tokens, M and C."""
 
     rows: int
     completions: int
@@ -54,7 +54,7 @@ class BatchShape:
     def cost(self) -> float:
         """In proportion to the time that it takes, in tokens of a dense stream."""
         tokens = self.tokens if self.is_dense else self.tokens * (1 + RAGGED_COST)
-        return tokens + PLACE_COST * (self.rows * self.completions * self.length + self.scored)
+        return tokens + POSITION_COST * (self.rows * self.completions * self.length + self.scored)
 
     def holds(self, need: np.ndarray) -> bool:
         """Whether a micro-batch of this need can be padded to this shape."""
@@ -75,7 +75,10 @@ class BatchShape:
 
 
 def need_of(prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray) -> np.ndarray:
-    """What rows need: NEED []. prompts: int [b], tokens. seen, scored: int [b, K], positions of each whole sequence, scored tokens."""
+    """What rows need: NEED [].
+
+    prompts: int [b], tokens. seen, scored: int [b, K], positions of each whole sequence, and its scored tokens.
+    """
     tokens = real_tokens(prompts, seen).sum()
     figures = len(prompts), prompts.min(), prompts.max(), seen.max(), tokens, scored.sum(), scored.max()
     return np.array(figures, NEED)
@@ -91,7 +94,7 @@ def batch_shape_of(needs: np.ndarray, completions: int, length_multiple: int, sh
     """The cheapest shape for all of some micro-batches (whole rows, unless shared_prompts). needs: NEED [m].
 
     P is a multiple of length_multiple that no prompt is shorter than. T, N, M and C are padded to rungs of a
-    ladder (see pad_length), so that attention meets aligned lengths.
+    ladder (see pad_length), so that attention has aligned lengths.
     """
     rows, longest = int(needs["rows"].max()), int(needs["longest"].max())
     scored = pad_length(int(needs["scored"].max()), length_multiple, 64)
@@ -124,7 +127,7 @@ def few_shapes(
 
     needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. The micro-batches
     are put in order and cut into groups, each with the cheapest shape for all of it, so that the cost of all is
-    least (dynamic programming). Each shape serves the first epoch: none is met for the first time after it.
+    least (dynamic programming). Each shape serves the first epoch: none is new after it.
     """
 
     def fitting(needs: np.ndarray) -> BatchShape:
@@ -158,7 +161,7 @@ def few_shapes(
         shapes.add(fitting(np.concatenate(ends[start:end])))
         end = start
     ascending = sorted(shapes, key=lambda shape: shape.cost)
-    # What holds everything has to stay; in the place of the largest of those that the first epoch uses, it is used, too.
+    # What holds everything has to stay: it replaces the largest of those that the first epoch uses, and so is used.
     used = {shape for need in needs[0] if (shape := first_that_holds(ascending, need)) is not None}
     holds_all = next(shape for shape in ascending if shape.holds(largest))
     if holds_all not in used:
@@ -172,9 +175,9 @@ def first_that_holds(shapes: Sequence[BatchShape], need: np.ndarray) -> BatchSha
 
 
 def padded_lengths(lengths: np.ndarray, length_multiple: int) -> np.ndarray:
-    """What whole rows of these lengths are padded to: int64, shaped alike."""
-    distinct, places = np.unique(lengths, return_inverse=True)
-    padded: np.ndarray = np.array([pad_length(n, length_multiple) for n in distinct.tolist()])[places]
+    """What whole rows of these lengths are padded to: int64, of the same shape."""
+    distinct, inverse = np.unique(lengths, return_inverse=True)
+    padded: np.ndarray = np.array([pad_length(n, length_multiple) for n in distinct.tolist()])[inverse]
     return padded
 
 

@@ -13,7 +13,7 @@ from lib.data.dataset import Example
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of K completions as one stream of N tokens, each computed once: b rows, of which the last may be padding.
+    """Examples of K completions as one stream of N tokens, each computed once: b rows, the last of them padding, maybe.
 
     The stream begins with the first P tokens of every prompt, b * P of them, row by row. What follows, the suffix, is
     either dense, the other T tokens of each of the b * K sequences (a prompt's end once for each completion),
@@ -31,7 +31,7 @@ class Batch:
     offsets: np.ndarray
     """int32 [N]: each token's position in its sequence; 0 for padding."""
     suffix_indices: np.ndarray | None
-    """int32 [b, K, T]: where a sequence's tokens from P on are, counted from where the suffix begins; -1 past its end."""
+    """int32 [b, K, T]: where in the suffix a sequence's tokens from P on are; -1 past its end."""
     suffix_uses: np.ndarray | None
     """int32 [N - b * P, 1 or K]: the inverse: where in b * K * T a suffix token is used; -1 for nowhere."""
     scored: np.ndarray
@@ -86,9 +86,8 @@ def collate(
 ) -> Batch:
     """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
 
-    Padding stands on the right, where a causal model's real positions do not see it; rows of padding come last
-    and have no scored token. The first completion token of an empty prompt has no position before it: it is not
-    scored.
+    Padding is on the right, where a causal model's real positions do not see it. Rows of padding come last and have no
+    scored token. The first completion token after an empty prompt is not scored: no position comes before it.
     """
     assert examples, "a rank without rows has no batch"
     sequences = _Sequences(examples)
@@ -143,7 +142,7 @@ class _Sequences:
 
 
 def _suffix_indices(sequences: _Sequences, shape: BatchShape) -> np.ndarray:
-    """Where in the suffix each sequence's tokens from P on are: int64 [rows * K, T]; what is past its end means nothing."""
+    """Where in the suffix each sequence's tokens from P on are: int64 [rows * K, T]; past its end, anything."""
     if shape.is_dense:
         return np.arange(len(sequences.pairs) * shape.length).reshape(-1, shape.length)
     count = sequences.count

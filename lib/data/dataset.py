@@ -1,6 +1,6 @@
-"""Records ➜ token ids ➜ batches, in numpy: what the model is shown, and which tokens it is scored on.
+"""A data set in memory: records ➜ examples, which are the token ids of a prompt and of its completions.
 
-A completion is tokenised as the model meets it when it generates. At inference the prompt is tokenised alone
+A completion is tokenised as the model sees it when it generates. At inference the prompt is tokenised alone
 and tokens are appended to it; so here too the prompt is tokenised alone and the completion apart from it,
 without the special tokens that open a text. Tokenising the whole and cutting it would let a token straddle
 the boundary, and the model would learn from a prompt that it is never given.
@@ -18,7 +18,6 @@ import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import index, record_files, record_formats, sources
-from lib.data.batch_shapes import batch_shape_of, need_of, real_tokens
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
 from lib.errors import UserError
@@ -171,9 +170,9 @@ def load_dataset(
     skipped: list[str] = []
     columns: dict[str, None] = {}
     truncated_count = unwanted_count = 0
-    met: set[int] = set()
+    keys: set[int] = set()
     for source, weight in weights.items():
-        found: list[tuple[Pieces, int]] = []
+        examples: list[tuple[Pieces, int]] = []
         for file in sources.files_of(source, settings, tell):
             for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, vocab_size):
                 if isinstance(result, Unwanted):
@@ -184,19 +183,19 @@ def load_dataset(
                     continue
                 assert not isinstance(record, Unusable)
                 prompt_key, key = index.keys_of(record)
-                if settings.deduplicate and key in met:
+                if settings.deduplicate and key in keys:
                     unwanted_count += 1
                     continue
-                met.add(key)
+                keys.add(key)
                 if held_out is not None and held_out != sources.is_held_out(prompt_key, settings.holdout):
                     continue
                 columns[record.columns] = None
                 truncated_count += result[1]
-                found.append((result[0], key))
+                examples.append((result[0], key))
         times = int(weight) if not held_out else 1
-        once_more = 0 if held_out else int(weight % 1 * 2**64)
-        chosen = [example for _ in range(times) for example, _ in found]
-        chosen += [example for example, key in found if key < once_more]
+        once_more = 0 if held_out else sources.hash_limit(weight % 1)
+        chosen = [example for _ in range(times) for example, _ in examples]
+        chosen += [example for example, key in examples if key < once_more]
         pieces += [piece for example in chosen for piece in example]
     if skipped and not settings.skip_invalid:
         raise UserError(record_files.refusal(skipped[0], len(skipped)))
@@ -289,17 +288,3 @@ def _finish(
     if not prompt and min(map(len, cut)) < 2:  # a mean over no tokens would make the whole step NaN
         raise Unusable("one token and no prompt: nothing comes before it to predict it from")
     return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
-
-
-def lengths_and_cost(
-    dataset: Sized, length_multiple: int, shared_prompts: bool
-) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
-    """What `assign_micro_batches` needs: each row's length, int [n], and what a micro-batch of given rows costs, in tokens."""
-    prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
-    lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
-
-    def cost(rows: np.ndarray) -> float:
-        need = need_of(prompts[rows], seen[rows], scored[rows])
-        return batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
-
-    return lengths, cost

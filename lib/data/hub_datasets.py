@@ -50,7 +50,7 @@ class Stream(Protocol):
 
 
 def folder_of(source: str, settings: DataSettings) -> Path:
-    """Where the shards of a hub's data set lie."""
+    """The folder of a hub data set's shards."""
     return Path(settings.cache_dir) / f"hub-{hashlib.sha256(source.encode()).hexdigest()[:24]}"
 
 
@@ -73,7 +73,7 @@ def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> l
 
 
 def parse(source: str) -> tuple[str, dict[str, str]]:
-    """The data set's name or folder, and the options behind the question mark.
+    """The data set's name or folder, and the options after the question mark.
 
     Raises:
         UserError: an option that is none.

@@ -1,4 +1,10 @@
-"""The index of a file: where each record is, and hashes of its prompt and completions."""
+"""The index of a file: where each record is, and hashes of its prompt and completions.
+
+JSON lines are read where they are; what cannot be read from the middle (gzip, parquet) is unpacked once into JSON
+lines. One pass over a file checks every record and writes the index: a row of `ENTRY` for each usable one, in a file
+that is memory-mapped afterwards. It is kept in data.cache_dir. One process of a host makes it while the others wait,
+and it is made again when the file has changed.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +35,8 @@ STREAMED_BYTES = 64 * 2**20
 NAMED = 20
 
 
-# A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and of
-# prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion.
+# A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and
+# of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion.
 ENTRY = np.dtype(
     [
         ("offset", "<i8"),
@@ -115,7 +121,7 @@ class Index:
 def index(
     file: Path, settings: DataSettings, kind: RecordKind, tell: Callable[[str], None] = lambda text: None
 ) -> Index:
-    """The index of a file, made if there is none, or the file is another than it was.
+    """The index of a file, made where there is none, or the file has changed.
 
     Raises:
         UserError: the file cannot be read, or has no records.

@@ -1,4 +1,6 @@
-"""What there is in a data set before anything is trained on it: counts, lengths, duplicates, pairs that look wrong, and three rows as the model sees them.
+"""What there is in a data set before anything is trained on it.
+
+Counts, lengths, duplicates, pairs that look wrong, and three rows as the model sees them.
 
     python -m lib.data --inspect FILES [--model M] [--picture lengths.png] [key=value ...]
 
@@ -77,7 +79,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         print(text, file=sys.stderr)
 
     paths = [path for source in files for path in sources.files_of(source, data, tell)]
-    found = sources.open_records(paths, data, kind, tell)
+    records = sources.open_records(paths, data, kind, tell)
     tokenizer, encoder, vocab_size = None, None, None
     if with_model:
         mpi_and_blas.prepare()
@@ -88,17 +90,17 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         vocab_size = known["vocab_size"]
         encoder = Encoder(tokenizer, data.chat_template, known["eos_token_id"]) if tokenizer is not None else None
     unit = "token ids or characters"
-    unusable = [name for index in found.indices for name in index.unusable][:NAMED]
-    unusable_count = sum(index.unusable_count for index in found.indices)
+    unusable = [name for index in records.indices for name in index.unusable][:NAMED]
+    unusable_count = sum(index.unusable_count for index in records.indices)
     completions = 2 if kind == "preference" else 1
-    pieces, kept = found.column("pieces")[:, : 1 + completions].astype(np.int64), np.arange(len(found))
+    pieces, kept = records.column("pieces")[:, : 1 + completions].astype(np.int64), np.arange(len(records))
     truncated = filtered = 0
     if with_model:
         unit = "tokens"
-        result = _tokenised(found, data, kind, encoder, vocab_size)
+        result = _tokenised(records, data, kind, encoder, vocab_size)
         pieces, kept, truncated, filtered = result[0], result[1], result[2], result[3]
         unusable, unusable_count = [*unusable, *result[4]][:NAMED], unusable_count + result[5]
-    facts = _facts(found, kept, data, kind, unusable_count, truncated, filtered, with_model)
+    facts = _facts(records, kept, data, kind, unusable_count, truncated, filtered, with_model)
     say.facts(" + ".join(files), facts)
     for name in unusable:
         say.line(f"  {name}", "magenta")
@@ -109,24 +111,27 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
     lengths["whole"] = pieces[:, 0] + pieces[:, 1:].max(axis=1)
     _show_percentiles(say, lengths, unit)
     if kind == "preference":
-        say.facts("", _sanity(found, kept, pieces, data))
+        say.facts("", _sanity(records, kept, pieces, data))
     if picture is not None:
         _draw(Path(picture), lengths, unit, data.max_length if with_model else None)
         say.line(f"histogram: {picture}")
     if tokenizer is not None:
-        _show_rows(say, found, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
+        _show_rows(say, records, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
 
 
 def _tokenised(
-    found: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, vocab_size: int | None
+    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, vocab_size: int | None
 ) -> tuple[np.ndarray, np.ndarray, int, int, list[str], int]:
-    """Pieces' tokens before truncation, int64 [n, 1 + K]; their records; rows that are cut; filtered; unusable: named, all."""
+    """Tokens of the pieces before truncation, int64 [n, 1 + K], and their records, int64 [n].
+
+    Then how many rows are truncated, and filtered; the first unusable ones by name, and how many these are.
+    """
     whole = data.model_copy(update={"max_length": 2**31 - 1})  # lengths as they are
-    sizes, kept, named = np.zeros((len(found), 3), np.int64), np.ones(len(found), bool), list[str]()
+    sizes, kept, named = np.zeros((len(records), 3), np.int64), np.ones(len(records), bool), list[str]()
     cut = filtered = unusable = 0
 
     def read() -> Iterator[tuple[str, Any]]:
-        return ((str(number), parse(found[number], data, kind)) for number in range(len(found)))
+        return ((str(number), parse(records[number], data, kind)) for number in range(len(records)))
 
     results: Iterator[tuple[str, Any, tuple[Pieces, bool] | Unusable]] = tokenised(read(), whole, encoder, vocab_size)
     for number, (_, _, result) in enumerate(results):
@@ -143,7 +148,7 @@ def _tokenised(
         if isinstance(result, Unusable):
             kept[number] = False
             unusable += 1
-            named += [f"{found.place(number)}: {result}"] if len(named) < NAMED else []
+            named += [f"{records.location(number)}: {result}"] if len(named) < NAMED else []
             continue
         sizes[number] = of_row
         cut += of_row[0] + max(of_row[1:]) > data.max_length
@@ -152,7 +157,7 @@ def _tokenised(
 
 
 def _facts(
-    found: Records,
+    records: Records,
     kept: np.ndarray,
     data: DataSettings,
     kind: RecordKind,
@@ -161,11 +166,11 @@ def _facts(
     filtered: int,
     with_model: bool,
 ) -> list[tuple[str, str]]:
-    prompts, contents = found.column("prompt_key")[kept], found.column("content_key")[kept]
+    prompts, contents = records.column("prompt_key")[kept], records.column("content_key")[kept]
     distinct = len(np.unique(contents))
-    columns = dict.fromkeys(index.columns for index in found.indices if index.columns)
+    columns = dict.fromkeys(index.columns for index in records.indices if index.columns)
     facts = [
-        ("files", f"{len(found.indices):,}"),
+        ("files", f"{len(records.indices):,}"),
         ("usable", f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {'; '.join(columns)}"),
         ("unusable", f"{unusable:,}"),
         ("duplicates", f"{len(kept) - distinct:,} (data.deduplicate)"),
@@ -176,7 +181,7 @@ def _facts(
     if filtered:
         facts.append(("filtered", f"{filtered:,} (data.shortest={data.shortest}, data.longest={data.longest})"))
     if data.holdout:
-        below = int((prompts < np.uint64(int(data.holdout * 2**64))).sum())
+        below = int((prompts < np.uint64(sources.hash_limit(data.holdout))).sum())
         facts.append(("held out", f"{below:,} (data.holdout={data.holdout:g})"))
     return facts
 
@@ -191,7 +196,7 @@ def _show_percentiles(say: Voice, lengths: dict[str, np.ndarray], unit: str) -> 
     say.line("")
 
 
-def _sanity(found: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSettings) -> Iterator[tuple[str, str]]:
+def _sanity(records: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSettings) -> Iterator[tuple[str, str]]:
     """What makes pairs suspicious: a preference for length, and pairs that contradict each other."""
     longer = float((pieces[:, 1] > pieces[:, 2]).mean())
     note = "; length alone tells them apart, and will be learnt" if abs(longer - 0.5) > 0.25 else ""
@@ -199,13 +204,13 @@ def _sanity(found: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSett
         "chosen is longer",
         f"{longer:.1%} of pairs, mean {pieces[:, 1].mean():.1f} against {pieces[:, 2].mean():.1f}{note}",
     )
-    order = np.argsort(found.column("prompt_key")[kept], kind="stable")
-    keys = found.column("prompt_key")[kept][order]
+    order = np.argsort(records.column("prompt_key")[kept], kind="stable")
+    keys = records.column("prompt_key")[kept][order]
     contrary, looked = 0, 0
     for start, end in itertools.pairwise([0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)]):
         if end - start < 2:
             continue
-        rows = [found[number] for number in kept[order[start:end]].tolist()[:64]]
+        rows = [records[number] for number in kept[order[start:end]].tolist()[:64]]
         seen = {(str(row.get(data.chosen)), str(row.get(data.rejected))) for row in rows}
         looked += len(rows)
         contrary += sum((rejected, chosen) in seen for chosen, rejected in seen) // 2
@@ -235,7 +240,7 @@ def _draw(picture: Path, lengths: dict[str, np.ndarray], unit: str, limit: int |
 
 def _show_rows(
     say: Voice,
-    found: Records,
+    records: Records,
     numbers: Sequence[int],
     data: DataSettings,
     kind: RecordKind,
@@ -243,9 +248,9 @@ def _show_rows(
     tokenizer: Tokenizer,
 ) -> None:
     """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
-    read = ((str(number), parse(found[number], data, kind)) for number in numbers)
+    read = ((str(number), parse(records[number], data, kind)) for number in numbers)
     for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, None), strict=True):
-        say.line(found.place(number), "bold")
+        say.line(records.location(number), "bold")
         if isinstance(result, Unusable):
             say.line(f"  {result}", "magenta")
             continue

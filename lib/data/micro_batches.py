@@ -1,21 +1,21 @@
-"""Rows ➜ the micro-batches that the step is given, in few shapes where it is compiled."""
+"""A rank's rows ➜ its micro-batches, in few shapes where the step is compiled."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from lib.config.schema import Config
-from lib.data.batch_shapes import NEED, BatchShape, few_shapes, need_of, real_tokens
+from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, few_shapes, need_of, real_tokens
 from lib.data.collate import Batch, collate
-from lib.data.dataset import Dataset
+from lib.data.dataset import Dataset, Sized
 from lib.data.row_order import epoch_order, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.system.metal import Pace
 
-# Of the order, which is known ahead: epochs, and steps of each, whose micro-batches decide the shapes.
+# Epochs of the order, and the most steps of each, whose micro-batches decide the shapes.
 EPOCHS = 4
 STEPS = 512
 
@@ -52,18 +52,21 @@ class MicroBatches:
         self._shapes = functools.cache(self._few_shapes)
 
     def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
-        """Micro-batches of these rows, without those that turn out to be unusable. micro_batch_size: the most rows in one."""
+        """Micro-batches of these rows, without those that turn out to be unusable.
+
+        micro_batch_size: the most rows in one.
+        """
         most = self.pace.most_rows(micro_batch_size)
         if most < micro_batch_size:
             parts = [piece for part in parts for piece in micro_batches(part, most)]
         shapes = self._shapes(most) if self.is_compiled else []
-        found = ((self.data.examples(part.tolist()), part) for part in parts)
+        read = ((self.data.examples(part.tolist()), part) for part in parts)
         return [
             (
                 collate(examples, self.length_multiple, self.shared_prompts, shapes),
                 None if self.reference is None else self.reference[part],
             )
-            for examples, part in found
+            for examples, part in read
             if examples
         ]
 
@@ -83,7 +86,7 @@ class MicroBatches:
         return smaller
 
     def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
-        """Shapes for micro-batches of up to so many rows, whichever rows they are: from data, seed and settings alone."""
+        """Shapes for micro-batches of up to so many rows, whichever they are: from data, seed and settings alone."""
         train, data = self.config.train, self.data
         prompts, seen, scored = data.prompts, data.seen, data.scored_tokens
         tokens = real_tokens(prompts, seen)
@@ -130,3 +133,17 @@ def pieces(size: int, most: int | None) -> list[int]:
         return [size]
     count = -(-size // most)
     return [size // count + (i < size % count) for i in range(count)]
+
+
+def lengths_and_cost(
+    dataset: Sized, length_multiple: int, shared_prompts: bool
+) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
+    """What `assign_micro_batches` needs: each row's length, int [n], and what a micro-batch costs, in tokens."""
+    prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
+    lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
+
+    def cost(rows: np.ndarray) -> float:
+        need = need_of(prompts[rows], seen[rows], scored[rows])
+        return batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
+
+    return lengths, cost

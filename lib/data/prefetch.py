@@ -1,4 +1,4 @@
-"""Items made ahead of their use, in one thread."""
+"""Items of an iterable, made in a thread before they are needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def prefetch(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """The items of `iterable`, up to `depth` of them made ahead in one thread.
+    """The items of `iterable`, up to `depth` of them made in advance by one thread.
 
     Its exceptions are raised here, in place. The thread ends with the last item, when this generator is
     closed, and with the program; it is never waited for longer than one item takes.

@@ -1,12 +1,6 @@
-"""Files of records: JSON lines (plain or gzip) and parquet ➜ prompts and completions, not yet tokenised.
+"""Files of records: JSON lines (plain or gzip) and parquet ➜ records, line by line.
 
-A record becomes one of three forms, whatever its columns were called:
-
-    Tokens   prompt_ids and completion ids, taken as they are
-    Plain    a prompt string and completion strings
-    Chat     the messages before the answer, and one assistant message an answer
-
-A record that fits none of them raises Unusable with the reason, so that the caller can name the line.
+A line that cannot be read gives Unusable with the reason, so that the caller can name the line.
 """
 
 from __future__ import annotations
@@ -24,12 +18,12 @@ from lib.config.schema import DataSettings
 from lib.data.record_formats import ANSWER, JSON, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
 from lib.errors import UserError
 
-# A longer line is a fault of whoever wrote it; none is longer in memory.
+# A longer line is an error in the file; it is never in memory as a whole.
 LINE_BYTES = 8 * 2**20
 
 
 def require(file: Path) -> None:
-    """Raises UserError, with a guess at what was meant, where there is no such file, and where it is of another kind."""
+    """Raises UserError where there is no such file (with a guess at what was meant), or it is a CSV file."""
     if not file.exists():
         near = difflib.get_close_matches(file.name, _names_beside(file), 1)
         if file.is_symlink():
@@ -62,7 +56,7 @@ def read(path: str, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusab
 
 
 def scan(file: Path, settings: DataSettings) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
-    """Like `read`, with each record's place in the (unpacked) file in bytes, and its line; a parquet row as it would be one."""
+    """Yield (line, offset in bytes, raw line, record) in a file's order; of parquet each row as a line of JSON."""
     try:
         if file.suffix == ".parquet":
             for line, record in _read_parquet(file, settings):
@@ -152,7 +146,7 @@ def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSO
         raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
     line = 0
     try:
-        # Unbuffered ahead: a row group is as large as its writer liked it.
+        # Not read in advance: a row group may be of any size.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
             names = table.schema_arrow.names
             known = {getattr(settings, name) for name in OTHER_NAMES} | {*TOKEN_COLUMNS, ANSWER}

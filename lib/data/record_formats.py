@@ -1,4 +1,13 @@
-"""One record ➜ its form: tokens, strings or a conversation; or why it cannot be used."""
+"""One record ➜ its prompt and completions, not yet tokenised; or why it cannot be used.
+
+A record becomes one of three forms, whatever its columns were called:
+
+    Tokens   prompt_ids and completion ids, taken as they are
+    Plain    a prompt string and completion strings
+    Chat     the messages before the answer, and one assistant message an answer
+
+A record that fits none of them raises Unusable with the reason, so that the caller can name the line.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +83,7 @@ TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
 def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Plain | Chat:
-    """The record's prompt and completions: (chosen, rejected) for preferences, one completion for SFT, none for a prompt.
+    """The record's prompt and completions: two for preferences (chosen, rejected), one for SFT, none for a prompt.
 
     Raises Unusable. Columns that no setting names are ignored. Of several forms in one record the first wins:
     token ids; prompt and completion; messages; text; and for SFT on preference records prompt and chosen.
@@ -178,7 +187,7 @@ def _common_prompt(chosen: list[Message], rejected: list[Message]) -> list[Messa
 
 
 def _check_contained(prompt: object, common: list[Message], settings: DataSettings) -> None:
-    """A prompt column beside whole conversations has to be part of them, or it would be dropped unsaid."""
+    """A prompt column beside whole conversations has to be part of them, or it would be dropped without a word."""
     if isinstance(prompt, str):
         fits = any(prompt.strip() in str(message.get("content")) for message in common)
     else:

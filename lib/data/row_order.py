@@ -1,4 +1,4 @@
-"""The seeded order of the examples, and who takes which: pure functions over row numbers.
+"""The seeded order of the rows, and which rank takes which: pure functions over row numbers.
 
 The whole state is a Position, (epoch, cursor). The order of an epoch follows from the seed, the lengths, the
 global batch size and the window, so it is never saved; a run that is resumed, on however many ranks, goes on
@@ -28,7 +28,7 @@ def epoch_order(lengths: np.ndarray, seed: int, epoch: int, global_batch_size: i
     lengths: int [n], what the model sees of each row. Rows are permuted; each window of `length_window`
     global batches is sorted by length, so that the rows of a batch need little padding; then the batches are
     shuffled. Inside a batch rows ascend in length. The ragged batch, if there is one, holds randomly chosen
-    rows and stands last, so that every other batch starts at a multiple of global_batch_size.
+    rows and comes last, so that every other batch starts at a multiple of global_batch_size.
     """
     count = len(lengths)
     # numpy promises the raw stream of a bit generator for ever, on every platform, but not what Generator
@@ -52,7 +52,7 @@ def global_batch(order: np.ndarray, position: Position, global_batch_size: int) 
 
 
 def advance(position: Position, count: int, dataset_size: int) -> Position:
-    """The position after `count` more examples, which have to lie within the epoch."""
+    """The position after `count` more examples, which have to be within the epoch."""
     cursor = position.cursor + count
     assert count > 0 and cursor <= dataset_size, (position, count, dataset_size)
     return Position(position.epoch + 1, 0) if cursor == dataset_size else Position(position.epoch, cursor)
@@ -120,7 +120,7 @@ def assign_micro_batches(
     micro-batch, given its rows, in proportion to its time.
 
     Where rows are padded to the longest of their micro-batch, neighbours in length belong together; where
-    they are not, each rank needs short and long rows alike. Both are tried; what ends the step sooner is
+    they are not, each rank needs both short and long rows. Both ways are tried; the one that ends the step sooner is
     taken.
     """
     assert len(rows), "a step has rows"
@@ -157,15 +157,15 @@ def assign_neighbours(
 
     Then micro-batches of one size are exchanged, while that helps the rank that costs most for its weight.
     """
-    slots = sorted(  # (the quantile of its middle, rank, rows)
+    middles = sorted(  # (the quantile of its middle, rank, rows)
         ((end - size / 2) / sum(of_rank), rank, size)
         for rank, of_rank in enumerate(sizes)
         for size, end in zip(of_rank, np.cumsum(of_rank).tolist(), strict=True)
     )
-    owners, lengths = np.array([slot[1:] for slot in slots]).T
+    owners, lengths = np.array([middle[1:] for middle in middles]).T
     batches = np.split(ascending, np.cumsum(lengths)[:-1])
     costs = np.array([cost(batch) for batch in batches], dtype=np.float64)
-    for _ in range(len(slots)):
+    for _ in range(len(middles)):
         loads = np.bincount(owners, costs, len(sizes)) / weights
         heaviest = int(np.argmax(loads))
         mine, theirs = np.flatnonzero(owners == heaviest), np.flatnonzero(owners != heaviest)

@@ -1,9 +1,7 @@
-"""Files of records as one numbered list that is never in memory: what is where, and a few hashes of each record.
+"""The records of a source as one numbered list that is never in memory; which of them are a data set's rows.
 
-A source is a file, a folder or a glob of them. JSON lines are read where they lie; what cannot be read from the middle
-(gzip, parquet, a stream from afar) is unpacked once into JSON lines on the disk. One pass over a file checks every record
-and writes its index: a row of `ENTRY` for each usable one, in a file that is memory-mapped afterwards. All of it lies in
-data.cache_dir, is made by one process of a host while the others wait for it, and is made anew when the file has changed.
+A source is a file, a folder or a glob of them, or a data set of the Hugging Face hub. Each file has an index
+(index.py), by which a record is read from the disk when it is asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ OPEN_FILES = 64
 
 
 def files_of(source: str, settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> list[Path]:
-    """The files of a source, in the same order everywhere: one file, all of a folder, what a glob matches, a hub's data set.
+    """The files of a source, in the same order on every host.
 
     Raises:
         UserError: there is none.
@@ -41,26 +39,21 @@ def files_of(source: str, settings: DataSettings, tell: Callable[[str], None] = 
             return hub_datasets.fetch(source, settings, tell)
     path = Path(source)
     if path.is_dir():
-        found = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
-        if not found:
+        files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
+        if not files:
             raise UserError(f"{source} is a folder without records; it should hold files named *{', *'.join(ENDINGS)}")
-        return sorted(found)
+        return sorted(files)
     if not path.exists() and glob.has_magic(source):
         matched = [Path(name) for name in glob.glob(source, recursive=True)]  # noqa: PTH207  (absolute ones, too)
-        if not (found := [file for file in matched if file.is_file()]):
+        if not (files := [file for file in matched if file.is_file()]):
             raise UserError(f"{source}: no file matches (looked from {Path.cwd()})")
-        return sorted(found)
+        return sorted(files)
     record_files.require(path)
     return [path]
 
 
 def _is_data(relative: Path) -> bool:
     return relative.suffix in ENDINGS and not any(part.startswith(".") for part in relative.parts)
-
-
-def sizes(files: Sequence[Path]) -> int:
-    """Bytes of all files."""
-    return sum(file.stat().st_size for file in files)
 
 
 def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
@@ -70,14 +63,19 @@ def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
 
 def is_held_out(key: int, holdout: float) -> bool:
     """Whether a prompt belongs to the held-out part: decided by its hash alone, so other rows change nothing."""
-    return key < int(holdout * 2**64)
+    return key < hash_limit(holdout)
 
 
-# ---- Many files
+def hash_limit(fraction: float) -> int:
+    """What this fraction of all 64-bit hashes is below."""
+    return int(fraction * 2**64)
+
+
+# ---- Records of many files
 
 
 class Records:
-    """The usable records of some files, numbered in the files' order; a record is read from the disk when it is asked for."""
+    """The usable records of some files, numbered in the files' order, each read from the disk when it is asked for."""
 
     def __init__(self, indices: Sequence[Index]):
         self.indices = list(indices)
@@ -93,7 +91,7 @@ class Records:
         whole: np.ndarray = np.concatenate(parts) if parts else np.zeros(0, ENTRY)[name]
         return whole
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         """`file:line` of a record."""
         return f"{self.indices[bisect.bisect_right(self.starts, number) - 1].file}:{self.line(number)}"
 
@@ -113,7 +111,7 @@ class Records:
         raw = os.pread(self._descriptor(which), size, offset)
         record = record_files.parse_json(raw) if len(raw) == size else None
         if not isinstance(record, dict):
-            raise UserError(f"{self.place(number)} is no longer what was indexed; {_CHANGED}")
+            raise UserError(f"{self.location(number)} is no longer what was indexed; {_CHANGED}")
         return record
 
     def _descriptor(self, which: int) -> int:
@@ -127,8 +125,8 @@ class Records:
                 descriptor = os.open(path, os.O_RDONLY)
             except FileNotFoundError:
                 raise UserError(f"{path} is gone; put it back, or start again") from None
-            found = os.fstat(descriptor)
-            stamp = self.indices[which].stamp or (found.st_size, found.st_mtime_ns)
+            opened = os.fstat(descriptor)
+            stamp = self.indices[which].stamp or (opened.st_size, opened.st_mtime_ns)
         now = os.fstat(descriptor)
         self._files[which] = descriptor, stamp
         if (now.st_size, now.st_mtime_ns) != stamp:
@@ -154,7 +152,7 @@ def open_records(
     """The records of these files, each indexed.
 
     Raises:
-        UserError: see `index`; and unless settings.skip_invalid, when a record is unusable: it names the first and counts.
+        UserError: see `index`; unless settings.skip_invalid, a record is unusable: names the first, and their number.
     """
     began = time.perf_counter()
     indices = [index(file, settings, kind, tell) for file in files]
@@ -162,17 +160,17 @@ def open_records(
     first = next((index.unusable[0] for index in indices if index.unusable), "")
     if unusable and not settings.skip_invalid:
         raise UserError(record_files.refusal(first, unusable))
-    found = Records(indices)
-    if not len(found):
+    records = Records(indices)
+    if not len(records):
         where = ", ".join(map(str, files[:3])) + (" ..." if len(files) > 3 else "")
         raise UserError(record_files.nothing_in(where, first, unusable))
     if time.perf_counter() - began > 5:
-        tell(f"indexed {len(found):,} records in {time.perf_counter() - began:.0f} s")
-    return found
+        tell(f"indexed {len(records):,} records in {time.perf_counter() - began:.0f} s")
+    return records
 
 
 def chosen_rows(
-    found: Records, ends: Sequence[int], weights: Sequence[float], settings: DataSettings, held_out: bool
+    records: Records, ends: Sequence[int], weights: Sequence[float], settings: DataSettings, held_out: bool
 ) -> np.ndarray:
     """The records that are a data set's rows, by number: int64 [n].
 
@@ -181,19 +179,19 @@ def chosen_rows(
 
     ends: int [sources], the number of records up to the end of each. held_out: the held-out side; it is not repeated.
     """
-    rows = np.arange(len(found))
+    rows = np.arange(len(records))
     if settings.deduplicate:
-        _, first = np.unique(found.column("content_key"), return_index=True)
+        _, first = np.unique(records.column("content_key"), return_index=True)
         rows = np.sort(first)
     if settings.holdout:
-        below = found.column("prompt_key")[rows] < np.uint64(int(settings.holdout * 2**64))
+        below = records.column("prompt_key")[rows] < np.uint64(hash_limit(settings.holdout))
         rows = rows[below == held_out]
     parts = np.split(rows, np.searchsorted(rows, ends[:-1]))
     if held_out or all(weight == 1 for weight in weights):
         return rows
-    keys = found.column("content_key")
+    keys = records.column("content_key")
     chosen = []
     for part, weight in zip(parts, weights, strict=True):
-        once_more = keys[part] < np.uint64(int(weight % 1 * 2**64))
+        once_more = keys[part] < np.uint64(hash_limit(weight % 1))
         chosen += [part] * int(weight) + [part[once_more]]
     return np.concatenate(chosen)

@@ -2,8 +2,8 @@
 
 The seeded order and the division among ranks need every row's length before any is tokenised. So lengths are estimated:
 from the characters of each piece, which the index has, and the tokens a character of a seeded sample, in whole numbers,
-so that all hosts estimate alike. Only which rows stand beside each other, and how even ranks are, depends on them; that
-each row is trained exactly once an epoch does not, and neither does the loss.
+so that all hosts get the same. Only which rows share a micro-batch, and how evenly ranks are loaded, depends on them;
+that each row is trained exactly once an epoch does not, and neither does the loss.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ def open_training(
     words: as `load_dataset` takes them.
 
     Raises:
-        UserError: as `load_dataset`; of a streamed one, for what a record is without its tokens, and for a sample of these.
+        UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
+            sample of tokenised rows.
     """
     weights = sources.weights_of(settings.train)
     held_out = False if settings.holdout else None
     if not is_streamed(settings, tell):
         return load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **words)
-    found, rows = _choose(settings, kind, held_out=False, tell=tell)
+    records, rows = _choose(settings, kind, held_out=False, tell=tell)
     encoder = None
     if tokenizer is not None:
         encoder = Encoder(tokenizer, settings.chat_template, words["eos_token_id"])
-    return StreamedDataset(" + ".join(weights), found, rows, settings, kind, encoder, words.get("vocab_size"))
+    return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, words.get("vocab_size"))
 
 
 def open_held_out(
@@ -70,13 +71,13 @@ def open_held_out(
     weights = sources.weights_of(settings.train)
     if not is_streamed(settings, tell):
         return load_dataset(weights, settings, kind, tokenizer, held_out=True, tell=tell, **words)
-    found, rows = _choose(settings, kind, held_out=True, tell=tell)
+    records, rows = _choose(settings, kind, held_out=True, tell=tell)
     encoder = None
     if tokenizer is not None:
         encoder = Encoder(tokenizer, settings.chat_template, words["eos_token_id"])
     name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
     skipped: list[str] = []
-    read = ((found.place(row), parse(found[row], settings, kind)) for row in rows.tolist())
+    read = ((records.location(row), parse(records[row], settings, kind)) for row in rows.tolist())
     for place, _, result in tokenised(read, settings, encoder, words.get("vocab_size")):
         if isinstance(result, Unusable):
             unwanted += isinstance(result, Unwanted)
@@ -90,7 +91,7 @@ def open_held_out(
         raise UserError(
             f"{name}: no row is held out (data.holdout={settings.holdout:g}, {unwanted:,} records filtered)"
         )
-    return in_memory(name, kind, _columns(found), pieces, cut, skipped, unwanted)
+    return in_memory(name, kind, _columns(records), pieces, cut, skipped, unwanted)
 
 
 def is_streamed(settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> bool:
@@ -107,19 +108,19 @@ def _choose(
     """data.train's records, and those of them that are rows, int64 [n]."""
     weights = sources.weights_of(settings.train)
     files = [sources.files_of(source, settings, tell) for source in weights]
-    found = sources.open_records(list(itertools.chain(*files)), settings, kind, tell)
-    ends = [found.starts[end] for end in itertools.accumulate(map(len, files))]
-    rows = sources.chosen_rows(found, ends, list(weights.values()), settings, held_out)
+    records = sources.open_records(list(itertools.chain(*files)), settings, kind, tell)
+    ends = [records.starts[end] for end in itertools.accumulate(map(len, files))]
+    rows = sources.chosen_rows(records, ends, list(weights.values()), settings, held_out)
     if not len(rows):
         side = "held out" if held_out else "left"
         raise UserError(
-            f"{' + '.join(weights)}: of {len(found):,} records none is {side} (data.holdout={settings.holdout:g})"
+            f"{' + '.join(weights)}: of {len(records):,} records none is {side} (data.holdout={settings.holdout:g})"
         )
-    return found, rows
+    return records, rows
 
 
-def _columns(found: Records) -> str:
-    return "; ".join(dict.fromkeys(index.columns for index in found.indices if index.columns))
+def _columns(records: Records) -> str:
+    return "; ".join(dict.fromkeys(index.columns for index in records.indices if index.columns))
 
 
 class StreamedDataset(Sized):
@@ -139,37 +140,36 @@ class StreamedDataset(Sized):
     def __init__(
         self,
         path: str,
-        found: Records,
+        records: Records,
         rows: np.ndarray,
         settings: DataSettings,
         kind: RecordKind,
         encoder: Encoder | None,
         vocab_size: int | None,
     ):
-        self.path, self.kind, self.columns = path, kind, _columns(found)
-        self.records, self.rows, self.settings = found, rows, settings
+        self.path, self.kind, self.columns = path, kind, _columns(records)
+        self.records, self.rows, self.settings = records, rows, settings
         self.encoder, self.vocab_size = encoder, vocab_size
-        self.skipped = [text for index in found.indices for text in index.unusable][: index_module.NAMED]
-        self.skipped_count = sum(index.unusable_count for index in found.indices)
+        self.skipped = [text for index in records.indices for text in index.unusable][: index_module.NAMED]
+        self.skipped_count = sum(index.unusable_count for index in records.indices)
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
         what = [kind, settings.max_length, settings.shortest, settings.longest, settings.chat_template, vocab_size]
         names = [getattr(settings, name) for name in record_formats.OTHER_NAMES]
         made_by = hashlib.sha256(repr([what, names, None if encoder is None else encoder.fingerprint()]).encode())
-        for index in found.indices:
+        for index in records.indices:
             made_by.update(f"{index.digest} {len(index.entries)}".encode())
         self._cache: TokenCache | None = TokenCache(
             Path(settings.cache_dir) / f"tokens-{made_by.hexdigest()[:24]}",
-            len(found),
+            len(records),
             1 + self.completions_per_example,
         )
         draws = np.random.Philox(np.random.SeedSequence([len(rows)])).random_raw(SAMPLE_ROWS)
         sample = np.unique(draws % np.uint64(len(rows))).astype(np.int64)
         examples = self.examples(sample.tolist())
         if not examples:
-            raise UserError(
-                f"{path}: none of {len(sample)} rows drawn can be used{': ' * bool(self.skipped)}{''.join(self.skipped[-1:])}"
-            )
+            why = "".join(f": {text}" for text in self.skipped[-1:])
+            raise UserError(f"{path}: none of {len(sample)} rows drawn can be used{why}")
         tokens = np.array([[len(e.prompt_ids), *map(len, e.completions)] for e in examples], np.int64)
         sampled = self._characters(rows[[e.row for e in examples]])
         self._pieces = _estimated(self._characters(rows), tokens.sum(axis=0), sampled.sum(axis=0), settings.max_length)
@@ -181,8 +181,8 @@ class StreamedDataset(Sized):
 
     def _characters(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [n, 1 + K]: characters of the pieces of some records."""
-        found = self.records.column("pieces")[numbers, : 1 + self.completions_per_example]
-        return found.astype(np.int64)
+        pieces = self.records.column("pieces")[numbers, : 1 + self.completions_per_example]
+        return pieces.astype(np.int64)
 
     @property
     def pieces(self) -> np.ndarray:
@@ -213,14 +213,14 @@ class StreamedDataset(Sized):
                 continue
             kept[number] = result[0]
             self._put(number, result[0])
-        found = zip(rows, numbers, strict=True)
-        return [Example(row, pieces[0], tuple(pieces[1:])) for row, number in found if (pieces := kept[number])]
+        numbered = zip(rows, numbers, strict=True)
+        return [Example(row, pieces[0], tuple(pieces[1:])) for row, number in numbered if (pieces := kept[number])]
 
     def _leave_out(self, number: int, why: Unusable) -> None:
         if isinstance(why, Unwanted):
             self.unwanted_count += 1
             return
-        name = f"{self.records.place(number)}: {why}"
+        name = f"{self.records.location(number)}: {why}"
         if not self.settings.skip_invalid:
             raise UserError(
                 f"{record_files.refusal(name, 1)} (python -m lib.data --inspect finds all such rows beforehand)"

@@ -18,17 +18,14 @@ import numpy as np
 from lib.data.dataset import Pieces
 from lib.data.index import locked
 
-# ---- Tokens on the disk
-
-
 _CELL = struct.Struct("<IIq4I")  # segment + 1 (0: not there), crc32, offset in tokens, tokens of up to four pieces
 
 
 class TokenCache:
     """Tokenised records in memory-mapped files that all processes of a host read, and add to.
 
-    A table has a cell for each record; tokens lie in segments, each of which one process at a time appends to. A cell is
-    written after its tokens, and has their checksum: what a crash or another writer left half is as if it were not there.
+    A table has a cell for each record; tokens are in segments, and to each of these one process at a time appends. A
+    cell is written after its tokens, and has their checksum: a half-written one counts as missing.
     """
 
     def __init__(self, folder: Path, count: int, pieces: int):
@@ -53,13 +50,13 @@ class TokenCache:
         sizes = sizes[: self.pieces]
         start, end = 4 * offset, 4 * (offset + sum(sizes))
         with self._lock:
-            found = self._segments.get(segment)
-            if found is None or len(found) < end:
-                found = self._map(segment)
-            if found is None or len(found) < end:
+            mapped = self._segments.get(segment)
+            if mapped is None or len(mapped) < end:
+                mapped = self._map(segment)
+            if mapped is None or len(mapped) < end:
                 return None
-            raw = found[start:end]
-            self._release(segment, found, end - start)
+            raw = mapped[start:end]
+            self._release(segment, mapped, end - start)
         if zlib.crc32(raw, number & 0xFFFFFFFF) != crc:
             return None
         tokens = np.frombuffer(raw, "<i4").astype(np.int32, copy=False)
@@ -87,11 +84,11 @@ class TokenCache:
             self._segments[segment] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return self._segments.get(segment)
 
-    def _release(self, segment: int, found: mmap.mmap, size: int) -> None:
+    def _release(self, segment: int, mapped: mmap.mmap, size: int) -> None:
         """Pages that were read stay in the system's cache, but do not count as this process's for ever."""
         self._read_bytes[segment] = self._read_bytes.get(segment, 0) + size
-        if self._read_bytes[segment] > 2**24 and hasattr(found, "madvise"):
-            found.madvise(mmap.MADV_DONTNEED)
+        if self._read_bytes[segment] > 2**24 and hasattr(mapped, "madvise"):
+            mapped.madvise(mmap.MADV_DONTNEED)
             self._read_bytes[segment] = 0
 
     def _claim(self) -> tuple[int, IO[bytes]]:

@@ -56,8 +56,8 @@ def truncate(
 ) -> tuple[list[int], list[list[int]], bool]:
     """Fit prompt + each completion into max_length tokens: (prompt, completions, whether anything was cut).
 
-    The prompt gives way first, from its beginning (what was asked last stands at its end), except for a
-    leading BOS, without which many models derail. A quarter of max_length is kept for it: a completion longer
+    The prompt is cut first, at its beginning (the last question is at its end), except for a leading BOS, without
+    which many models fail. A quarter of max_length is kept for it: a completion longer
     than the rest is cut at its end, and then has no end token, because it does not end there. All completions
     of an example share one prompt.
     """
@@ -115,7 +115,7 @@ class Encoder:
         self._anchor = self._find_anchor()
 
     def fingerprint(self) -> str:
-        """A digest that is equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
+        """A digest, equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
         inner = getattr(self._batch, "backend_tokenizer", None)
         stored = "" if inner is None else inner.to_str()
         template = str(getattr(self.tokenizer, "chat_template", None)) if self.use_chat_template else ""

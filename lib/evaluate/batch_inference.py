@@ -163,7 +163,7 @@ class Scorer:
         """
         settings = self.settings
         read = (
-            (self.records.place(row), parse(self.records[row], settings.data, settings.record_kind)) for row in rows
+            (self.records.location(row), parse(self.records[row], settings.data, settings.record_kind)) for row in rows
         )
         examples, failures = [], {}
         results = tokenised(read, settings.data, self.encoder, self.vocab_size)
@@ -273,7 +273,7 @@ class CompletionWriter:
     def _prompt_ids(self, row: int) -> list[int]:
         record = parse(self.records[row], self.settings.data, "prompt")
         if isinstance(record, Unusable):
-            raise UserError(f"{self.records.place(row)}: {record}")
+            raise UserError(f"{self.records.location(row)}: {record}")
         prompt: Any = record.prompt
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
@@ -312,7 +312,7 @@ class PairMaker:
             answer = record.get(ANSWER)
             if not isinstance(answer, str | int | float):
                 raise UserError(
-                    f"{self.writer.records.place(row)}: no {ANSWER!r} to check completions by "
+                    f"{self.writer.records.location(row)}: no {ANSWER!r} to check completions by "
                     f"(columns: {', '.join(record)}); add it, or set evaluate.judge"
                 )
             scores.append([float(extract(pattern, text) == str(answer).strip()) for text in texts])

@@ -1,7 +1,7 @@
 """What a launcher and its agents send each other: one JSON object a line, among whatever else a host writes there.
 
-A login shell's greeting, a library's warning, ssh's last line and a line that was cut off by a death come through the same
-pipe. None of them ends the reading: what is a message is taken, the rest is handed on as text.
+A login shell's greeting, a library's warning, ssh's last line and a line that was cut off by a death come through the
+same pipe. None of them ends the reading: what is a message is taken, the rest is handed on as text.
 
 Only the standard library is imported: a host's agent is there in a tenth of a second.
 """
@@ -78,8 +78,8 @@ def encoded(kind: str, **fields: Any) -> bytes:
 def decoded(line: bytes) -> tuple[list[Message], str]:
     """The messages of a line, and what else it holds: "" where it is a message and nothing else.
 
-    A foreign text that does not end its line stands before a message or behind it. Of a message that was cut off nothing
-    is left, up to the next one in the line.
+    A foreign text that does not end its line stands before a message or behind it. Of a message that was cut off
+    nothing is left, up to the next one in the line.
     """
     text = line.decode(errors="replace")
     messages: list[Message] = []
@@ -96,13 +96,13 @@ def decoded(line: bytes) -> tuple[list[Message], str]:
 
 
 class ForeignTexts:
-    """The first foreign texts of a stream, as they may be shown: short, and without what would move a terminal's cursor."""
+    """The first foreign texts of a stream, as they may be shown: short, and without control characters."""
 
     def __init__(self, limit: int = TEXTS):
         self.left = limit
 
     def shown(self, text: str) -> str | None:
-        """What to show of a text; None where nothing is left to be shown."""
+        """What to show of a text; None after the limit."""
         if not text or self.left == 0:
             return None
         self.left -= 1
@@ -112,7 +112,7 @@ class ForeignTexts:
 
 
 async def lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a stream to its end, the last one without its own end if it has none; one that is too long is not there.
+    """The lines of a stream to its end, the last one without its own end if it has none; lines too long are left out.
 
     The stream's limit is LINE_BYTES.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with a running world, from what its hosts and ranks were last heard to say. A pure function."""
+"""What is wrong with a running world, from the last reports of its hosts and ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# What a rank's last words mean that it cannot say itself: Metal ends a process in the middle of a line of C++.
+# What a rank's last lines mean, where it could not say it itself: Metal ends a process in the middle of C++ code.
 CAUSES = (
     (
         re.compile(r"Impacting ?Interactivity"),
-        "macOS ended its GPU work for the sake of a lit display (mlx#3267); put the display to sleep (pmset displaysleepnow "
-        "there, or metal.display=sleep for all hosts), then try a lower metal.evaluation_seconds",
+        "macOS ended its GPU work for the sake of a lit display (mlx#3267); put the display to sleep (pmset "
+        "displaysleepnow there, or metal.display=sleep for all hosts), then try a lower metal.evaluation_seconds",
     ),
     (
         re.compile(r"Caused GPU Timeout|kIOGPUCommandBufferCallbackErrorTimeout"),
-        "macOS ended GPU work that took too long; lower metal.evaluation_seconds, put the display to sleep, and end what "
-        "else uses that GPU",
+        "macOS ended GPU work that took too long; lower metal.evaluation_seconds, put the display to sleep, and end "
+        "what else uses that GPU",
     ),
 )
 
@@ -41,7 +41,7 @@ class RankState:
     stopped_since: float | None = None
     waiting: str | None = None  # what it waits for, in the words of lib/distributed/world.py
     waiting_since: float = 0.0
-    beats: bool = False  # it is one of ours, and tells what it waits for
+    beats: bool = False  # it is one of ours, and reports what it waits for
     passing: str | None = None  # the pass through the model that it is in, in the words of its caller
     passing_since: float = 0.0
     passes: int = 1  # that this is long
@@ -77,29 +77,47 @@ def diagnose(
         if starved:  # the others end with them, or mpirun for them
             causes = [f"rank {rank.rank} on {rank.host} ran out of memory: {rank.memory}" for rank in starved]
             return Fault("died", "; ".join(causes), tuple({rank.host for rank in starved}))
-        # mpirun's death is told instead of its ranks': what one of them said is told besides.
-        said = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
-        return Fault("died", "; ".join([*map(_death, died), *said]), tuple({rank.host for rank in died}))
+        # mpirun's death is reported instead of its ranks'; what one of them printed is added.
+        causes = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
+        return Fault("died", "; ".join([*map(_death, died), *causes]), tuple({rank.host for rank in died}))
     working = [rank for rank in ranks if rank.status is None]
     for host in hosts.values():
         mine = [str(rank.rank) for rank in working if rank.host == host.name]
         if not mine:
             continue
         if host.closed:
-            told = f"the connection to {host.name} ended (rank {', '.join(mine)}): it is off, or its sshd was stopped"
-            return Fault("lost", told, (host.name,))
+            message = (
+                f"the connection to {host.name} ended (rank {', '.join(mine)}): it is off, or its sshd was stopped"
+            )
+            return Fault("lost", message, (host.name,))
         if now - host.last_message > silent_seconds:
-            told = f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.last_message:.1f} s: it sleeps, is off, or is cut off"
-            return Fault("silent", told, (host.name,))
+            message = (
+                f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.last_message:.1f} s: "
+                "it sleeps, is off, or is cut off"
+            )
+            return Fault("silent", message, (host.name,))
     for rank in working:
         if rank.stopped_since is not None and now - rank.stopped_since > silent_seconds:
-            told = f"rank {rank.rank} on {rank.host} has been stopped for {now - rank.stopped_since:.1f} s (SIGSTOP, Ctrl-Z, a debugger)"
-            return Fault("stopped", told, (rank.host,))
+            message = (
+                f"rank {rank.rank} on {rank.host} has been stopped for {now - rank.stopped_since:.1f} s "
+                "(SIGSTOP, Ctrl-Z, a debugger)"
+            )
+            return Fault("stopped", message, (rank.host,))
     for rank in working:
         seconds = now - rank.passing_since
         if rank.passing and not rank.waiting and seconds > rank.passes * wedged_seconds:
-            told = f"rank {rank.rank} on {rank.host} has been computing for {seconds:.1f} s ({rank.passing}), and lives: it hangs"
-            return Fault("hung", told, (rank.host,))
+            message = (
+                f"rank {rank.rank} on {rank.host} has been computing for {seconds:.1f} s ({rank.passing}), "
+                "and lives: it hangs"
+            )
+            return Fault("hung", message, (rank.host,))
+    return _endless_wait(now, hosts, working, wedged_seconds)
+
+
+def _endless_wait(
+    now: float, hosts: Mapping[str, HostState], working: Sequence[RankState], wedged_seconds: float
+) -> Fault | None:
+    """Why ranks have waited for others for longer than the limit; None where none has."""
     waiting = [rank for rank in working if rank.waiting]
     longest = max(waiting, key=lambda rank: now - rank.waiting_since, default=None)
     if longest is None or now - longest.waiting_since <= wedged_seconds:
@@ -108,14 +126,18 @@ def diagnose(
     late = [rank for rank in working if rank.beats and not rank.waiting]
     if late:
         names = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in late)
-        told = f"rank {longest.rank} on {longest.host} has waited {since} for {longest.waiting}: {names} did not come to it"
-        return Fault("late", told, tuple(sorted({rank.host for rank in late})))
+        message = f"rank {longest.rank} on {longest.host} has waited {since} for {longest.waiting}: "
+        message += f"{names} did not come to it"
+        return Fault("late", message, tuple(sorted({rank.host for rank in late})))
     awaited = sorted({str(rank.waiting) for rank in waiting})
     if len(awaited) > 1:
-        told = f"the ranks have waited {since} for different things ({'; '.join(awaited)})"
+        message = f"the ranks have waited {since} for different things ({'; '.join(awaited)})"
     else:
-        told = f"all ranks have waited {since} for {awaited[0]}, and it does not end: the network between them is cut or refuses their ports"
-    return Fault("wedged", told, tuple(hosts))
+        message = (
+            f"all ranks have waited {since} for {awaited[0]}, and it does not end: "
+            "the network between them is cut or refuses their ports"
+        )
+    return Fault("wedged", message, tuple(hosts))
 
 
 def common_wait_seconds(now: float, ranks: Sequence[RankState]) -> float:
@@ -125,9 +147,13 @@ def common_wait_seconds(now: float, ranks: Sequence[RankState]) -> float:
 
 
 def cut_between(hosts: Sequence[str], cut_off: Sequence[str], seconds: float) -> Fault:
-    """That hosts can be asked, but take no connections from each other at the run's ports."""
-    told = f"{', '.join(cut_off)} and {', '.join(name for name in hosts if name not in cut_off)} do not reach each other at the run's ports"
-    return Fault("wedged", f"all ranks have waited for {seconds:.1f} s, and {told}", tuple(cut_off))
+    """The fault that all hosts answer the launcher, but take no connections from each other at the run's ports."""
+    connected = ", ".join(name for name in hosts if name not in cut_off)
+    message = (
+        f"all ranks have waited for {seconds:.1f} s, and {', '.join(cut_off)} and {connected} "
+        "do not reach each other at the run's ports"
+    )
+    return Fault("wedged", message, tuple(cut_off))
 
 
 def stragglers(now: float, ranks: Sequence[RankState], after_seconds: float) -> list[RankState]:
@@ -144,7 +170,7 @@ def cause_of(line: str) -> str | None:
 
 
 def exit_status(status: int) -> int:
-    """A process's status as a shell tells it: 128 + the signal that ended it."""
+    """A process's status as a shell gives it: 128 + the signal that ended it."""
     return 128 - status if status < 0 else status
 
 

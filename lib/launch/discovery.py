@@ -1,7 +1,7 @@
 """./launch --emit hostfile: machines that answer over ssh ➜ the host file that ./launch reads.
 
-Candidates are the names of ~/.ssh/config, machines that announce ssh by mDNS, and the neighbours on a Thunderbolt bridge;
-or the machines that were named. Each is asked for its facts over ssh, all at once, each for a few seconds.
+Candidates are the names of ~/.ssh/config, machines that announce ssh by mDNS, and the neighbours on a Thunderbolt
+bridge; or the machines that were named. Each is asked for its facts over ssh, all at once, each for a few seconds.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ if [ "$(uname -s)" = Darwin ]; then
 else
   echo "chip=$(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1)"
   echo "memory=$(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1000/p' /proc/meminfo)"
-  PATH="$PATH:/usr/sbin:/sbin" ip -4 -o address 2>/dev/null | sed -n 's/^.*inet \([0-9.]*\)\/.*/address=\1/p'
-  PATH="$PATH:/usr/sbin:/sbin" ip -4 -o address 2>/dev/null | sed -n 's/^.*thunderbolt[0-9]* *inet \([0-9.]*\)\/.*/bridge=\1/p'
+  PATH="$PATH:/usr/sbin:/sbin"
+  ip -4 -o address 2>/dev/null | sed -n 's/^.*inet \([0-9.]*\)\/.*/address=\1/p'
+  ip -4 -o address 2>/dev/null | sed -n 's/^.*thunderbolt[0-9]* *inet \([0-9.]*\)\/.*/bridge=\1/p'
 fi
 echo "gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')"
 [ -x "$1/.venv/bin/python" ] && echo "project=yes"
@@ -101,7 +102,7 @@ def hostfile_text(named: Sequence[Host], directory: str, note: Callable[[str], N
 
 
 def candidates(run: Run, home: Path) -> list[str]:
-    """Names that ssh may know: those of its configuration, by mDNS, and of neighbours on a Thunderbolt bridge, each once."""
+    """Names that ssh may know, each once: of its configuration, by mDNS, and of neighbours on a Thunderbolt bridge."""
     with ThreadPoolExecutor() as pool:
         looks = [pool.submit(look, run) for look in (_avahi, _dns_sd, _neighbours)]
         names = [*configured(home / ".ssh" / "config"), *(name for look in looks for name in look.result())]
@@ -130,7 +131,7 @@ def ask_machine(name: str, directory: str, run: Run, is_here: bool) -> Machine |
     return f"{name}: {error}" + (f"; {remedy}" if remedy else "")
 
 
-# ---- Pure
+# ---- Pure: the host file, and what the tools print
 
 
 def distinct(machines: Iterable[Machine]) -> list[Machine]:

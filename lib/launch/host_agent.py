@@ -4,8 +4,8 @@
     python -m lib.agent rank -- COMMAND ...      what mpirun starts for each rank: joins its output to this host's agent
 
 The launcher's messages (lib/launch/agent_messages.py) come in on the standard input, and the answers leave on
-the standard output; no word of a command ever passes a shell. When the input ends, or the launcher is silent for too long, every
-rank of this host is ended: a launcher that is killed, or a cable that is cut, leaves no process behind.
+the standard output; no word of a command ever passes a shell. When the input ends, or the launcher is silent for too
+long, every rank of this host is ended: a launcher that is killed, or a cable that is cut, leaves no process behind.
 
 Only the standard library is imported: an agent is there in a tenth of a second.
 """
@@ -61,7 +61,7 @@ class Agent:
         address = request.address
         self.address, self.ranks = address, None
         self.silent_seconds, self.end_seconds = request.silent_seconds, max(self.end_seconds, request.end_seconds)
-        # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left that one behind.
+        # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left one.
         os.environ.update({ADDRESS: address, network.HOST: request.host, "PRTE_MCA_prte_tmpdir_base": address})
         try:
             self.ranks = Ranks(self.writer, address, request.sends_logs, request.host)
@@ -122,7 +122,7 @@ class Agent:
             self.listener = None
 
     async def watch(self) -> None:
-        """Reports that this host lives, and which of its ranks are stopped or gone; returns when the launcher is silent."""
+        """Reports that this host lives, and which ranks are stopped or gone; returns when the launcher is silent."""
         while True:
             if self.ranks is not None:
                 self.ranks.check_memory_of_mpi_ranks()

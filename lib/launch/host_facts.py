@@ -270,7 +270,7 @@ def rdma_devices() -> dict[str, object]:
 
 
 def serve() -> None:
-    """Answers the preflight: facts for the first line of input, then a listener or a measurement of a link for each other."""
+    """Answers the preflight: the first line of input asks for facts, each other one for a listener or a measurement."""
     print(json.dumps(facts(json.loads(sys.stdin.readline()))), flush=True)
     for line in sys.stdin:
         print(json.dumps(link_probe.answer(json.loads(line))), flush=True)

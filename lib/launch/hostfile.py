@@ -1,11 +1,11 @@
-"""Hosts and their slots, from any of the files that people have: a slot is room for one rank.
+"""Host files: the hosts of a run and their slots, in any of these forms. A slot is room for one rank.
 
     mac-a:1                         host:slots
     mac-b slots=1                   Open MPI's
     [{"ssh": "mac-a", "ips": ["10.0.0.1"]}, ...]                        MLX's list, as mlx.distributed_config writes it
     {"backend": "ring", "envs": ["A=1"], "hosts": [{"ssh": ...}, ...]}  MLX's object
 
-A name is what `ssh` takes, perhaps with `user@`; it stays a single word of letters, digits, dots, dashes and underlines,
+A name is what `ssh` takes, perhaps with `user@`. It is a single word of letters, digits, dots, dashes and underlines,
 so that neither ssh nor a shell can take it for an option or a command.
 """
 
@@ -33,6 +33,9 @@ DEVICE = re.compile(r"[A-Za-z0-9_.-]+")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+Devices = str | list[str] | None  # one RDMA device, several, or none
+
+
 @dataclass(frozen=True)
 class Host:
     """One machine: what `ssh` calls it, how many ranks it takes, and where the others reach it."""
@@ -40,8 +43,7 @@ class Host:
     name: str
     slots: int = 1
     addresses: tuple[str, ...] = ()  # IPv4, one for every link; empty where only the name is known
-    # jaccl: this host's device towards every host of the file, null where there is none, a list where there are several.
-    rdma: tuple[Any, ...] = ()
+    rdma: tuple[Devices, ...] = ()  # jaccl: towards every host of the file
     index: int | None = field(default=None, compare=False)  # in the file, by which the others' `rdma` names it
 
 
@@ -82,13 +84,13 @@ def parse(text: str, source: str) -> Hosts:
     Raises:
         UserError: as `read`.
     """
-    found = _from_json(text, source) if text.lstrip()[:1] in ("[", "{") else Hosts(_from_lines(text, source))
-    if not found.hosts:
+    listed = _from_json(text, source) if text.lstrip()[:1] in ("[", "{") else Hosts(_from_lines(text, source))
+    if not listed.hosts:
         raise UserError(f"{source} names no host; one line for each: NAME slots=1")
-    for index, host in enumerate(found.hosts):
-        if host.name in (other.name for other in found.hosts[:index]):
+    for index, host in enumerate(listed.hosts):
+        if host.name in (other.name for other in listed.hosts[:index]):
             raise UserError(f"{source} names {host.name} twice; name it once, with as many slots as it takes ranks")
-    return replace(found, hosts=tuple(replace(host, index=index) for index, host in enumerate(found.hosts)))
+    return replace(listed, hosts=tuple(replace(host, index=index) for index, host in enumerate(listed.hosts)))
 
 
 def from_words(words: str) -> Hosts:
@@ -118,13 +120,13 @@ def address(host: Host, peers: Sequence[Host] = ()) -> str:
         return host.addresses[0]
     name = _ssh_name(host.name)
     try:
-        found = likeliest_first([str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)])
+        resolved = likeliest_first([str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)])
     except (OSError, UnicodeError):
         raise UserError(
-            f"host {host.name}: {name} does not resolve to an IPv4 address; mend the name, add it to /etc/hosts, "
+            f"host {host.name}: {name} does not resolve to an IPv4 address; fix the name, add it to /etc/hosts, "
             'or give the address in the host file: {"ssh": "' + host.name + '", "ips": ["10.0.0.1"]}'
         ) from None
-    return next((one for one in found if not one.startswith("127.")), None) or _towards(peers) or found[0]
+    return next((one for one in resolved if not one.startswith("127.")), None) or _towards(peers) or resolved[0]
 
 
 def _towards(peers: Sequence[Host]) -> str | None:
@@ -140,14 +142,14 @@ def _towards(peers: Sequence[Host]) -> str | None:
 def _ssh_name(name: str) -> str:
     """The HostName that ~/.ssh/config gives a name; the name itself where ssh is missing."""
     try:
-        said = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=SSH_SECONDS).stdout
+        ssh = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=SSH_SECONDS)
     except (OSError, subprocess.SubprocessError):
-        said = ""
-    found = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
-    return found[1] if found else name.rpartition("@")[2]
+        return name.rpartition("@")[2]
+    hostname = re.search(r"^hostname (\S+)$", ssh.stdout, re.MULTILINE)
+    return hostname[1] if hostname else name.rpartition("@")[2]
 
 
-# ---- The forms
+# ---- The forms of a host file
 
 
 def _from_lines(text: str, source: str) -> tuple[Host, ...]:
@@ -231,7 +233,8 @@ def environment(words: Any, source: str) -> dict[str, str]:
 def _name(name: str, where: str) -> str:
     if not NAME.fullmatch(name):
         raise UserError(
-            f"{where}: {_short(name)} cannot be a host's name: letters, digits, dots, dashes and underlines, perhaps after user@"
+            f"{where}: {_short(name)} cannot be a host's name: letters, digits, dots, dashes and underlines, "
+            "perhaps after user@"
         )
     return name
 
@@ -264,7 +267,7 @@ def _known(tree: Any, keys: tuple[str, ...], where: str) -> None:
         raise UserError(f"{where}: unknown {', '.join(map(_short, unknown))}; the keys are {', '.join(keys)}")
 
 
-def _unique(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]], source: str) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     repeated = [key for index, key in enumerate(keys) if key in keys[:index]]
     if repeated:

@@ -52,7 +52,7 @@ def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[
 
 
 def local_run_folder(job: Job, run: str) -> Path:
-    """Where this machine keeps a run that the hosts have at `run`: at the same place in the project, or the same path."""
+    """Where this machine keeps a run that the hosts have at `run`: the same place in the project, or the same path."""
     folder = Path(run)
     inside = folder.is_relative_to(job.directory)
     return ROOT / folder.relative_to(job.directory) if inside else folder

@@ -1,6 +1,6 @@
-"""Job files that run the same training where somebody else's scheduler starts it: Slurm, and Kubernetes' MPI operator.
+"""Job files that run the same training under a scheduler: Slurm, and Kubernetes' MPI operator.
 
-We write the file and never schedule: the ranks learn the world from Open MPI, as on a desk.
+We write the file and never schedule: the ranks learn their world from Open MPI, as without a scheduler.
 """
 
 from __future__ import annotations
@@ -57,18 +57,10 @@ def mpijob(
     """
     slots = sorted({host.slots for host in hosts})
     if len(slots) > 1:
-        raise UserError(
-            f"--emit mpijob: hosts have {slots[0]} to {slots[-1]} slots; one MPIJob has slotsPerWorker alike"
-        )
+        raise UserError(f"--emit mpijob: hosts have {slots[0]} to {slots[-1]} slots; one MPIJob has one slotsPerWorker")
     words = [str(Path(python).parent / "mpirun"), "-n", str(len(hosts) * slots[0]), "--map-by", "slot:oversubscribe"]
-    words += [
-        "--bind-to",
-        "none",
-        "--wdir",
-        directory,
-        *(word for name in environment for word in ("-x", name)),
-        *command,
-    ]
+    words += ["--bind-to", "none", "--wdir", directory]
+    words += [*(word for name in environment for word in ("-x", name)), *command]
     variables = [{"name": name, "value": value} for name, value in environment.items()]
 
     def replica(count: int, own: Mapping[str, object]) -> dict[str, object]:

@@ -24,7 +24,8 @@ from lib.config import schema
 from lib.errors import UserError
 from lib.launch import host_facts
 from lib.launch.job import ROOT
-from lib.launch.verdicts import ALLOW, PRIVATE, REFUSED, ssh_remedy
+from lib.launch.ssh import ssh_remedy
+from lib.launch.verdicts import FULL_DISK_ACCESS, NOT_PERMITTED, PRIVATE_FOLDER
 from lib.system import hardware, metal, mpi_and_blas, os_commands
 
 SETUP = "make -B setup"
@@ -91,6 +92,7 @@ def all_checks() -> list[Check]:
 
 
 def check_python(limit_seconds: float) -> Result:
+    """Python's version, and that it is the one of .venv."""
     version = platform.python_version()
     if sys.version_info < LEAST_PYTHON:
         return Result("failed", f"{version}, and 3.11 is the oldest that will do", "make setup PYTHON=python3.12")
@@ -103,6 +105,7 @@ def check_python(limit_seconds: float) -> Result:
 
 
 def check_packages(limit_seconds: float) -> Result:
+    """The packages' versions, against constraints.txt."""
     wanted = pinned((ROOT / "constraints.txt").read_text())
     differ, there = [], []
     for name in host_facts.PACKAGES:
@@ -137,6 +140,7 @@ def check_compute(probe: MLXProbe, limit_seconds: float) -> Result:
 
 
 def check_memory(probe: MLXProbe, limit_seconds: float) -> Result:
+    """Memory in all, what is free, and what MLX may have."""
     total, free = hardware.host_memory_bytes(), hardware.free_memory_bytes()
     parts = [f"{_gb(total)} in all" if total else "", f"{_gb(free)} free" if free else ""]
     parts.append(f"MLX may have {_gb(limit)}" if (limit := probe.get("limit_bytes")) else "")
@@ -148,6 +152,7 @@ def check_memory(probe: MLXProbe, limit_seconds: float) -> Result:
 
 
 def check_wired_limit(limit_seconds: float) -> Result | None:
+    """On a Mac: how much memory the GPU may wire."""
     if not os_commands.is_mac():
         return None
     limit, total = hardware.wired_limit_bytes(), hardware.host_memory_bytes()
@@ -160,6 +165,7 @@ def check_wired_limit(limit_seconds: float) -> Result | None:
 
 
 def check_mpi(limit_seconds: float) -> Result:
+    """Two ranks that mpirun starts add up a number."""
     try:
         words = [str(mpi_and_blas.mpirun_path()), "-n", "2"]
     except UserError as error:
@@ -175,6 +181,7 @@ def check_mpi(limit_seconds: float) -> Result:
 
 
 def check_ring(limit_seconds: float) -> Result:
+    """Two ranks add up a number over MLX's ring, on the loopback."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "hosts.json"
         listed.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
@@ -198,6 +205,7 @@ def check_ring(limit_seconds: float) -> Result:
 
 
 def check_display(limit_seconds: float) -> Result | None:
+    """On a Mac: whether a display is lit."""
     if not os_commands.is_mac():
         return None
     names = metal.lit(
@@ -210,6 +218,7 @@ def check_display(limit_seconds: float) -> Result | None:
 
 
 def check_power(limit_seconds: float) -> Result | None:
+    """Whether a battery or a mode that saves power slows this machine."""
     power = hardware.power()
     if power is None:
         return None
@@ -220,6 +229,7 @@ def check_power(limit_seconds: float) -> Result | None:
 
 
 def check_disk(limit_seconds: float) -> Result:
+    """Room in the runs' folder, and that it can be written."""
     folder = schema.RunSettings().dir
     disk = host_facts.disk(str(ROOT / folder))
     assert disk is not None
@@ -234,12 +244,16 @@ def check_disk(limit_seconds: float) -> Result:
 
 
 def check_folder(limit_seconds: float) -> Result | None:
-    inside = PRIVATE.match(str(ROOT)) if os_commands.is_mac() else None
+    """On a Mac: whether ssh may read the project's folder."""
+    inside = PRIVATE_FOLDER.match(str(ROOT)) if os_commands.is_mac() else None
     if inside is None:
         return Result("ok", str(ROOT)) if os_commands.is_mac() else None
     message = f"{ROOT}: macOS keeps {Path(inside[2]).parts[0]} from what ssh starts"
     return Result(
-        "note", message, f"mv {shlex.quote(str(ROOT))} ~/{shlex.quote(ROOT.name)}", f"then make setup; {ALLOW}"
+        "note",
+        message,
+        f"mv {shlex.quote(str(ROOT))} ~/{shlex.quote(ROOT.name)}",
+        f"then make setup; {FULL_DISK_ACCESS}",
     )
 
 
@@ -253,8 +267,8 @@ def check_ssh(limit_seconds: float) -> Result:
     if ran.status == 0 and ran.output.strip().endswith("4"):
         return Result("ok", "this machine, without a password")
     message = ran.last_line or late(limit_seconds)
-    if REFUSED.search(message):
-        return Result("note", f"{message}: macOS keeps this folder from what ssh starts", "", ALLOW)
+    if NOT_PERMITTED.search(message):
+        return Result("note", f"{message}: macOS keeps this folder from what ssh starts", "", FULL_DISK_ACCESS)
     if ran.status == 127 and "ssh" in message:
         return Result("note", message, "sudo apt-get install openssh-client", "only several machines need it")
     if "refused" in message:
@@ -265,6 +279,7 @@ def check_ssh(limit_seconds: float) -> Result:
 
 
 def check_calibration(limit_seconds: float) -> Result:
+    """Whether this host is calibrated, lately and with these versions."""
     kept = host_facts.calibrated(str(ROOT / schema.PlanSettings().calibration_dir))
     if kept is None or not kept["there"]:
         return Result("note", "none yet: shares between hosts are estimated", "make calibrate")
@@ -303,7 +318,7 @@ def pinned(constraints: str) -> dict[str, str]:
 
 
 def telling_line(text: str) -> str:
-    """The line of a program's last words that says why: an error's, else the last one (mpirun ends with its own remarks)."""
+    """The line of a program's output that says why: an error's, else the last (mpirun ends with its own remarks)."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" -=*\t")]
     errors = [line for line in lines if re.match(r"(\w+\.)*(\w*Error|error|fatal)\b:? ", line)]
     return (errors or lines or [""])[-1]

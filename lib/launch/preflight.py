@@ -2,8 +2,8 @@
 
     ./launch --hostfile hostfile --preflight-only [--json] -- train.py --config configs/X.yaml
 
-Every host is asked for facts (lib/launch/host_facts.py) by a process that is reached over ssh as a run's agent is, all at
-once; pure functions turn them into findings (lib/launch/verdicts.py). Then the hosts measure the links between them
+Every host is asked for facts (lib/launch/host_facts.py) by a process that is reached over ssh as a run's agent is, all
+at once; pure functions turn them into findings (lib/launch/verdicts.py). Then the hosts measure the links between them
 (lib/launch/link_probe.py), and last all ranks add up a number over the backend (lib/launch/sum_check.py).
 """
 
@@ -38,7 +38,6 @@ from lib.launch.verdicts import (
     link_findings,
     links_to_measure,
     refused,
-    ssh_remedy,
 )
 from lib.system import os_commands
 from lib.system.terminal import Voice
@@ -156,7 +155,7 @@ def why_no_facts(job: Job, host: Host, error: str, status: int | None) -> Findin
         return Finding(host.name, "project", "failed", f"{job.directory} is not there", copy)
     if status not in (255, -signal.SIGKILL):  # neither ssh's own, nor ended by us
         return Finding(host.name, "packages", "failed", error, context.there(host, "make setup"))
-    return Finding(host.name, "ssh", "failed", error, *ssh_remedy(host.name, error, os_commands.is_mac()))
+    return Finding(host.name, "ssh", "failed", error, *ssh.ssh_remedy(host.name, error, os_commands.is_mac()))
 
 
 async def _ask_link(process: Process, question: Mapping[str, object]) -> LinkReport:

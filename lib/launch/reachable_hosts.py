@@ -6,17 +6,13 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lib.errors import UserError
 from lib.launch import hostfile, topology
+from lib.launch.agent_link import Link
 from lib.launch.hostfile import Host
+from lib.launch.job import Job
 from lib.launch.topology import Pair
-
-if TYPE_CHECKING:
-    from lib.launch.agent_link import Link
-    from lib.launch.job import Job
-
 
 PROBE_SECONDS = 1.2  # for a host to take a connection: the kernel asks once more after a second
 
@@ -26,13 +22,13 @@ async def addresses_of(host: Host, hosts: Sequence[Host]) -> list[str]:
 
     In a ring of cables the first one is known to the host before it alone; by its name, ssh reaches it from anywhere.
     """
-    found = []
+    addresses = []
     for one in (host, replace(host, addresses=())):
         try:  # on a thread: a name may take seconds to look up
-            found.append(await asyncio.get_running_loop().run_in_executor(None, hostfile.address, one, hosts))
+            addresses.append(await asyncio.get_running_loop().run_in_executor(None, hostfile.address, one, hosts))
         except UserError:
             continue
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(addresses))
 
 
 async def first_address(link: Link, other: Host, hosts: Sequence[Host], port: int, seconds: float) -> str | None:
@@ -57,38 +53,38 @@ async def reach_each_other(
     port = job.starting_port
     try:
         await asyncio.gather(
-            *(links[host.name].ask("listen", seconds + 1.0, port=port + place) for place, host in enumerate(hosts))
+            *(links[host.name].ask("listen", seconds + 1.0, port=port + index) for index, host in enumerate(hosts))
         )
     except ConnectionError:
         return None
 
     async def probed(pairs: Sequence[Pair]) -> dict[Pair, str]:
-        asked = [first_address(links[hosts[i].name], hosts[j], hosts, port + j, seconds) for i, j in pairs]
-        found = zip(pairs, await asyncio.gather(*asked), strict=True)
-        return {pair: address for pair, address in found if address is not None}
+        probes = [first_address(links[hosts[i].name], hosts[j], hosts, port + j, seconds) for i, j in pairs]
+        answers = zip(pairs, await asyncio.gather(*probes), strict=True)
+        return {pair: address for pair, address in answers if address is not None}
 
     everyone = range(len(hosts))
     wanted = topology.pairs_of(job.backend, len(hosts))
     reached = await probed(wanted)
-    if len(reached) < len(wanted):  # somebody is cut off: who reaches whom besides?
+    if len(reached) < len(wanted):  # a host is cut off: look for another order of hosts
         reached |= await probed([pair for pair in itertools.permutations(everyone, 2) if pair not in wanted])
     if job.backend == "ring":
         ring = topology.largest_ring(len(hosts), reached)
-        return _placed([hosts[place] for place in ring], ring, reached)
+        return _placed([hosts[index] for index in ring], ring, reached)
     kept: list[int] = []
-    for place in everyone:
-        pairs = [pair for pair in itertools.permutations([*kept, place], 2) if pair in wanted]
+    for index in everyone:
+        pairs = [pair for pair in itertools.permutations([*kept, index], 2) if pair in wanted]
         if all(pair in reached for pair in pairs):
-            kept.append(place)
-    return tuple(hosts[place] for place in kept)
+            kept.append(index)
+    return tuple(hosts[index] for index in kept)
 
 
 def _placed(hosts: Sequence[Host], ring: Sequence[int], reached: Mapping[Pair, str]) -> tuple[Host, ...]:
     """The hosts of a ring, each at an address at which the one before it reaches it."""
     if len(ring) < 2:
         return tuple(hosts)
-    found = [reached[ring[index - 1], place] for index, place in enumerate(ring)]
-    if all(not host.addresses or host.addresses[0] == address for host, address in zip(hosts, found, strict=True)):
+    addresses = [reached[ring[position - 1], index] for position, index in enumerate(ring)]
+    if all(not host.addresses or host.addresses[0] == address for host, address in zip(hosts, addresses, strict=True)):
         return tuple(hosts)
     # MLX wants as many connections to either neighbour: where one has a single address, so have all.
-    return tuple(replace(host, addresses=(address,)) for host, address in zip(hosts, found, strict=True))
+    return tuple(replace(host, addresses=(address,)) for host, address in zip(hosts, addresses, strict=True))

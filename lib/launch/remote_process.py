@@ -29,7 +29,7 @@ async def start(command: Sequence[str]) -> asyncio.subprocess.Process:
 
 
 async def first_object(stream: asyncio.StreamReader, key: str) -> Message | None:
-    """The first JSON object with this key in a stream, None if there is none; what a login shell prints is passed over."""
+    """The first JSON object with this key in a stream, or None; what a login shell prints is passed over."""
     async for line in agent_messages.lines(stream):
         _, brace, rest = line.partition(b"{")
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Machines that people start by hand (./launch --role) wait for each other here, and say for whom.
+"""The rendezvous of machines that people start by hand (./launch --role): each waits until all are there.
 
-The primary listens at the launch's first port, where its rank 0 will listen: whatever lets ranks through lets this
-through. Each secondary says who it is there. Once all are there the primary says go, and each starts its ranks; MLX's
-ring would have given up on a machine that comes 20 seconds late.
+The primary listens at --starting-port, where its rank 0 will listen: a firewall that lets ranks through lets this
+through. Each secondary connects and sends its name. Once all are there the primary sends `go`, and each starts its
+ranks; MLX's ring would have given up on a machine that comes 20 seconds late.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Note = Callable[[str], None]
 
 
 class Absent(RuntimeError):
-    """Somebody did not come in time; the message says who."""
+    """A machine did not connect in time; the message says which."""
 
 
 async def gather(
@@ -56,28 +56,29 @@ async def gather(
 
 async def _primary(hosts: Sequence[Host], port: int, deadline: float, command: str, note: Note) -> None:
     names = [host.name for host in hosts]
-    came: dict[str, asyncio.StreamWriter] = {}
+    """Listens for the secondaries, and sends `go` when all are connected."""
+    connected: dict[str, asyncio.StreamWriter] = {}
     changed = asyncio.Event()
 
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Keeps a secondary's connection: it is there as long as that is open."""
-        words = _read(await reader.readline())
-        name = words.get("here")
-        if words.get("hosts") != names or name not in names[1:]:
-            if words:  # else somebody else's connection
-                await _say(writer, error=f"the primary was started with the hosts {', '.join(names)}; give the same")
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Keeps a secondary's connection: it counts as there while that is open."""
+        message = _read(await reader.readline())
+        name = message.get("here")
+        if message.get("hosts") != names or name not in names[1:]:
+            if message:  # else it is no secondary's connection
+                await _send(writer, error=f"the primary was started with the hosts {', '.join(names)}; give the same")
             writer.close()
             return
-        came[name] = writer
+        connected[name] = writer
         changed.set()
         await reader.read()  # until it closes
-        if came.get(name) is writer:
-            del came[name]
+        if connected.get(name) is writer:
+            del connected[name]
         writer.close()
         changed.set()
 
     try:
-        server = await asyncio.start_server(greet, None, port, limit=LINE_BYTES, reuse_address=True)
+        server = await asyncio.start_server(accept, None, port, limit=LINE_BYTES, reuse_address=True)
     except OSError as error:
         raise UserError(
             f"port {port} cannot be listened at ({error.strerror}): an earlier launch may live on; "
@@ -85,25 +86,26 @@ async def _primary(hosts: Sequence[Host], port: int, deadline: float, command: s
         ) from None
     try:
         async for left_seconds in _reminders(deadline, changed):
-            missing = [name for name in names[1:] if name not in came]
+            missing = [name for name in names[1:] if name not in connected]
             if not missing:
                 break
             note(f"waiting for {', '.join(missing)}, {left_seconds:.0f} s at most; there: {command}")
         else:
             raise Absent(f"{', '.join(missing)} did not come within the time of --wedged-seconds")
         note("all hosts are there")
-        writers = list(came.values())
-        await asyncio.gather(*(_say(writer, go=True) for writer in writers))
+        writers = list(connected.values())
+        await asyncio.gather(*(_send(writer, go=True) for writer in writers))
         until = time.monotonic() + CLOSE_SECONDS
-        while came and time.monotonic() < until:
+        while connected and time.monotonic() < until:
             await asyncio.sleep(0.01)
     finally:
         server.close()
-        for writer in came.values():
+        for writer in connected.values():
             writer.close()
 
 
 async def _secondary(hosts: Sequence[Host], here: Host, port: int, deadline: float, command: str, note: Note) -> None:
+    """Connects to the primary, again and again until it is there, and waits for `go`."""
     names, reminded = [host.name for host in hosts], -REMIND_SECONDS
     joined = False
     while (now := time.monotonic()) < deadline:
@@ -115,16 +117,16 @@ async def _secondary(hosts: Sequence[Host], here: Host, port: int, deadline: flo
             connecting = asyncio.open_connection(address, port, limit=LINE_BYTES)
             reader, writer = await asyncio.wait_for(connecting, RETRY_SECONDS)
             try:
-                await _say(writer, hosts=names, here=here.name)
+                await _send(writer, hosts=names, here=here.name)
                 if not joined:
                     note(f"{names[0]} is there; it says when all are")
                 joined = True
-                words = _read(await asyncio.wait_for(reader.readline(), deadline - time.monotonic()))
+                message = _read(await asyncio.wait_for(reader.readline(), deadline - time.monotonic()))
             finally:
                 writer.close()
-            if "error" in words:
-                raise UserError(str(words["error"]))
-            if words.get("go"):
+            if "error" in message:
+                raise UserError(str(message["error"]))
+            if message.get("go"):
                 return
             joined = False  # the primary has ended; it may be started again
         await asyncio.sleep(RETRY_SECONDS)
@@ -135,7 +137,7 @@ async def _secondary(hosts: Sequence[Host], here: Host, port: int, deadline: flo
 
 
 async def _reminders(deadline: float, changed: asyncio.Event) -> AsyncIterator[float]:
-    """The seconds that are left: at first, whenever something has changed, and once in a while; ends at the deadline."""
+    """The seconds that are left: at first, after every change, and every REMIND_SECONDS; ends at the deadline."""
     while (left := deadline - time.monotonic()) > 0:
         changed.clear()
         yield left
@@ -143,16 +145,16 @@ async def _reminders(deadline: float, changed: asyncio.Event) -> AsyncIterator[f
             await asyncio.wait_for(changed.wait(), min(REMIND_SECONDS, left))
 
 
-async def _say(writer: asyncio.StreamWriter, **words: object) -> None:
+async def _send(writer: asyncio.StreamWriter, **fields: object) -> None:
     with contextlib.suppress(OSError):
-        writer.write(json.dumps(words).encode() + b"\n")
+        writer.write(json.dumps(fields).encode() + b"\n")
         await writer.drain()
 
 
 def _read(line: bytes) -> dict[str, object]:
-    """The words of a line; none where it is cut or not ours."""
+    """The message of a line; {} where it is cut off or not ours."""
     try:
-        words = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return {}
-    return words if isinstance(words, dict) else {}
+    return message if isinstance(message, dict) else {}

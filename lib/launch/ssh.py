@@ -1,4 +1,4 @@
-"""How another host is reached: the command lines of ssh and rsync, and which host is this machine."""
+"""How another host is reached: the command lines of ssh and rsync, and what to do where they fail."""
 
 from __future__ import annotations
 
@@ -43,3 +43,22 @@ def is_this_machine(host: Host) -> bool:
     except (OSError, UserError):
         return False
     return True
+
+
+def ssh_remedy(host: str, error: str, is_mac: bool = False) -> tuple[str, str]:
+    """The command that makes ssh reach a host, from its error message, and what to know of that command.
+
+    is_mac: the command is typed on a Mac.
+    """
+    if "Permission denied" in error:
+        return f"ssh-copy-id {host}", ""
+    if "host key" in error.lower():
+        return f"ssh {host} true", "compare the key with the host's own, then accept it"
+    name = host.rpartition("@")[2]
+    if "refused" in error:
+        start = "start sshd there: sudo systemctl start ssh; on a Mac: System Settings, General, Sharing, Remote Login"
+        return f"nc -z {name} 22", start
+    if "resolve" in error:
+        look = f"dscacheutil -q host -a name {name}" if is_mac else f"getent hosts {name}"
+        return look, "correct the name in the host file, or add it to /etc/hosts or ~/.ssh/config"
+    return f"ping -c 3 {name}", "is it on, awake, and on this network"

@@ -1,9 +1,9 @@
-"""A rank that waits for its work: all is imported and read, so that training goes on sooner after a fault.
+"""A standby: a process that has imported and read everything, to replace a rank soon after a fault.
 
-    python -m lib.launch.standby        the agent (lib/agent.py) has one ready for each rank that it may have to start
+    python -m lib.launch.standby        the agent (lib/agent.py) has one for each rank that it may have to start
 
-Its input's first line says what it will be given, so that it reads ahead (lib/training/preload.py); the second is its command and
-environment, one JSON object each. What follows is the command's own.
+The first line of its input is the command that it should expect, so that it can preload (lib/training/preload.py). The
+second is the command that it becomes, with its environment; both are JSON objects. What follows is the command's input.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class Request(TypedDict):
+    """A line of the agent's."""
+
+    command: list[str]  # the words of train.py
+    environment: NotRequired[dict[str, str]]
+
+
 def main() -> None:
-    """Becomes the command that it is given; ends where there is none."""
-    expected = _line()
+    """Preloads, waits, and becomes the command that it is given; ends where there is none."""
+    expected = _read_line()
     if expected is None:
         return
     from lib.config import train_arguments
     from lib.system import metal, mpi_and_blas
 
     relaxed = True
-    with contextlib.suppress(Exception, SystemExit):  # of another command than train.py's nothing is known
+    with contextlib.suppress(Exception, SystemExit):  # the command is not train.py
         relaxed = metal.relaxes(train_arguments.parse(expected["command"][1:], None))
     mpi_and_blas.prepare(relaxed)
     from lib.data import micro_batches  # noqa: F401
@@ -49,10 +56,10 @@ def main() -> None:
         with (
             contextlib.redirect_stdout(sys.stderr),
             contextlib.suppress(Exception, SystemExit),
-        ):  # the run itself will tell
+        ):  # the run itself will report it
             preload.read(words[1:])
     print("ready", flush=True)
-    work = _line()
+    work = _read_line()
     if work is None:
         return
     os.environ.update(work["environment"])
@@ -61,14 +68,15 @@ def main() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _line() -> Any:
+def _read_line() -> Request | None:
     line = b""
     while not line.endswith(b"\n"):
-        letter = os.read(0, 1)  # not more: it would be missed
+        letter = os.read(0, 1)  # one byte: the rest is the command's
         if not letter:
             return None
         line += letter
-    return json.loads(line)
+    request: Request = json.loads(line)
+    return request
 
 
 if __name__ == "__main__":

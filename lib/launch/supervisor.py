@@ -167,7 +167,7 @@ async def _placed(
 
 
 async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple[Host, ...]) -> None:
-    """Says when one of the missing hosts could take part again, with processes that are ready for it."""
+    """Looks for the missing hosts, until one could take part again: it has standbys ready."""
     while not attempt.missing_is_back.is_set():
         await asyncio.sleep(LOOK_OUT_SECONDS)
         for host in missing:
@@ -186,7 +186,7 @@ async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple
 
 
 async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[Host, ...]) -> bool:
-    """Whether a host takes connections at the run's ports, too, from one that trains; then it gets its processes ready."""
+    """Whether a missing host takes connections at the run's ports from one that trains; then it prepares standbys."""
     job, training = attempt.job, {one.name for one in attempt.job.hosts}
     before = [one.name for one in reversed(topology.in_ring_order(host, everyone)) if one.name in training]
     asking = attempt.links.get(before[0] if job.backend == "ring" else job.hosts[0].name)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from lib.launch.hostfile import Host
+from lib.launch.hostfile import Devices, Host
 
 RDMA_BACKENDS = ("jaccl", "jaccl-ring")  # over Thunderbolt 5; the second without a cable between every two
 END_SECONDS = 2.0  # between asking a rank to end and killing it
@@ -18,7 +17,7 @@ FAULT_END_SECONDS = 0.5  # the same where the world is broken: nothing that a ra
 RDMA_END_SECONDS = 30.0
 
 
-Pair = tuple[int, int]  # from which host to which, by their places
+Pair = tuple[int, int]  # from which host to which, by their indices
 
 
 def end_seconds(backend: str, is_fault: bool) -> float:
@@ -35,14 +34,14 @@ def pairs_of(backend: str, count: int) -> list[Pair]:
     the other backends any may connect to any.
     """
     if backend == "ring":
-        return [(place, (place + 1) % count) for place in range(count)] if count > 1 else []
+        return [(index, (index + 1) % count) for index in range(count)] if count > 1 else []
     if backend in RDMA_BACKENDS:
-        return [(place, 0) for place in range(1, count)]
+        return [(index, 0) for index in range(1, count)]
     return list(itertools.permutations(range(count), 2))
 
 
 def largest_ring(count: int, reached: Mapping[Pair, str]) -> list[int]:
-    """Places of hosts that form a ring, in order: each reaches the next one, the last one the first.
+    """Indices of hosts that form a ring, in order: each reaches the next one, the last one the first.
 
     All of them if possible; otherwise whoever can be added to a ring that begins with the first host.
     """
@@ -50,9 +49,9 @@ def largest_ring(count: int, reached: Mapping[Pair, str]) -> list[int]:
     if all(pair in reached for pair in pairs_of("ring", count)):
         return everyone
     ring = everyone[:1]
-    for place in everyone[1:]:
-        if (ring[-1], place) in reached and (place, ring[0]) in reached:
-            ring.append(place)
+    for index in everyone[1:]:
+        if (ring[-1], index) in reached and (index, ring[0]) in reached:
+            ring.append(index)
     return ring
 
 
@@ -63,12 +62,12 @@ def in_ring_order(first: Host, hosts: Sequence[Host]) -> tuple[Host, ...]:
     return (*hosts[start:], *hosts[:start])
 
 
-def rdma_matrix(hosts: Sequence[Host]) -> list[list[Any]]:
+def rdma_matrix(hosts: Sequence[Host]) -> list[list[Devices]]:
     """Each host's devices towards each other host: null, a name, or a list of names, one for every cable.
 
     A host file lists them by its own order; of hosts that go on without the others only their columns remain.
     """
-    columns = [place if host.index is None else host.index for place, host in enumerate(hosts)]
+    columns = [index if host.index is None else host.index for index, host in enumerate(hosts)]
     return [[host.rdma[column] if column < len(host.rdma) else None for column in columns] for host in hosts]
 
 
@@ -81,9 +80,9 @@ def rdma_fault(backend: str, hosts: Sequence[Host]) -> str | None:
         if host.slots != 1:
             return f"one rank a host, but {host.name} has slots={host.slots}"
     matrix, count = rdma_matrix(hosts), len(hosts)
-    for place, host in enumerate(hosts):
-        if _cables(matrix[place][place]):
-            return f"no device from a host to itself, but {host.name} has {matrix[place][place]!r}"
+    for index, host in enumerate(hosts):
+        if _cables(matrix[index][index]):
+            return f"no device from a host to itself, but {host.name} has {matrix[index][index]!r}"
     # MLX takes a mesh where there is one, unless the ring is asked for by name.
     ring = sorted({*pairs_of("ring", count), *((other, one) for one, other in pairs_of("ring", count))})
     wanted = ring if backend == "jaccl-ring" else list(itertools.permutations(range(count), 2))
@@ -98,7 +97,7 @@ def rdma_fault(backend: str, hosts: Sequence[Host]) -> str | None:
     return None
 
 
-def _cables(devices: Any) -> int:
+def _cables(devices: Devices) -> int:
     """How many devices an entry of the matrix names."""
     return len(devices) if isinstance(devices, list) else int(devices is not None)
 
@@ -118,5 +117,7 @@ def refusal(backend: str, systems: Mapping[str, str]) -> str | None:
         why = "mpirun starts hosts of one system only"
     else:
         return None
-    found = "; ".join(f"{', '.join(names)}: {kind}" for names, kind in ((macs, "macOS"), (others, "Linux")) if names)
-    return f"--backend {backend}: {why} ({found}); give --backend ring, which joins any machines"
+    systems_of = "; ".join(
+        f"{', '.join(names)}: {kind}" for names, kind in ((macs, "macOS"), (others, "Linux")) if names
+    )
+    return f"--backend {backend}: {why} ({systems_of}); give --backend ring, which joins any machines"

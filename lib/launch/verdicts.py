@@ -24,9 +24,11 @@ HEADROOM_BYTES = 2**26  # on a run's disk, besides its checkpoints
 
 
 # What macOS's privacy protection keeps from programs that ssh started, wherever it is in a path.
-PRIVATE = re.compile(r"(/Users/[^/]+)/((?:Desktop|Documents|Downloads|Library/Mobile Documents)(?:/.*)?)$")
-REFUSED = re.compile(r"operation not permitted", re.IGNORECASE)  # EPERM, in the words of zsh, Python, rsync
-ALLOW = "or, on that Mac: System Settings, General, Sharing, Remote Login, Allow full disk access for remote users"
+PRIVATE_FOLDER = re.compile(r"(/Users/[^/]+)/((?:Desktop|Documents|Downloads|Library/Mobile Documents)(?:/.*)?)$")
+NOT_PERMITTED = re.compile(r"operation not permitted", re.IGNORECASE)  # EPERM, in the words of zsh, Python, rsync
+FULL_DISK_ACCESS = (
+    "or, on that Mac: System Settings, General, Sharing, Remote Login, Allow full disk access for remote users"
+)
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ def findings_of(hosts: Sequence[Host], answers: Mapping[str, Mapping[str, Any]],
 
 def _check_ssh(host: Host, unreached: Mapping[str, str], context: Context) -> list[Verdict]:
     return [
-        Verdict("failed", f"from there to {other}: {said}", f"ssh -t {host.name} {shlex.quote(remedy)}", note)
-        for other, said in unreached.items()
-        for remedy, note in [ssh_remedy(other, said, context.is_mac(host))]
+        Verdict("failed", f"from there to {other}: {error}", f"ssh -t {host.name} {shlex.quote(remedy)}", note)
+        for other, error in unreached.items()
+        for remedy, note in [ssh.ssh_remedy(other, error, context.is_mac(host))]
     ]
 
 
@@ -191,7 +193,7 @@ def _check_disk(host: Host, disk: Disk, context: Context) -> list[Verdict]:
     needed = context.model_bytes * (3 if needs.method == "full" else 0.15) * needs.checkpoints + HEADROOM_BYTES
     if disk["fault"]:
         message = f"{disk['folder']}: {disk['fault']}"
-        if REFUSED.search(str(disk["fault"])) and PRIVATE.match(disk["folder"]):
+        if NOT_PERMITTED.search(str(disk["fault"])) and PRIVATE_FOLDER.match(disk["folder"]):
             return [unreadable(host, disk["folder"], disk["fault"], context)]
         remedy = f"ssh -t {host.name} {shlex.quote(f'sudo chown -R $USER {folder}')}"
         return [Verdict("failed", message, remedy, "or another folder: run.dir=ELSEWHERE")]
@@ -285,38 +287,38 @@ FACT_CHECKS: dict[str, tuple[str, Callable[[Host, Any, Context], list[Verdict]]]
 }
 
 
-def refused(host: Host, said: str, context: Context) -> Verdict | None:
+def refused(host: Host, error: str, context: Context) -> Verdict | None:
     """The verdict where macOS keeps the project's folder from ssh; None where something else is wrong."""
-    if REFUSED.search(said) is None:
+    if NOT_PERMITTED.search(error) is None:
         return None
-    inside = PRIVATE.match(context.job.directory)
-    named = re.search(r"/Users/[^'\":]+", said)
-    return unreadable(host, named[0] if named and not inside else context.job.directory, said, context)
+    inside = PRIVATE_FOLDER.match(context.job.directory)
+    named = re.search(r"/Users/[^'\":]+", error)
+    return unreadable(host, named[0] if named and not inside else context.job.directory, error, context)
 
 
-def unreadable(host: Host, path: str, said: str, context: Context) -> Verdict:
+def unreadable(host: Host, path: str, error: str, context: Context) -> Verdict:
     """The verdict on a path that a host's system keeps from this user, or from ssh."""
-    inside = PRIVATE.match(path)
+    inside = PRIVATE_FOLDER.match(path)
     if inside is None:
-        return Verdict("failed", f"{path}: {said}", f"ssh {host.name} ls -ld {shlex.quote(path)}", ALLOW)
-    message = f"{path}: {said}; macOS keeps {Path(inside[2]).parts[0]} from what ssh starts"
+        return Verdict("failed", f"{path}: {error}", f"ssh {host.name} ls -ld {shlex.quote(path)}", FULL_DISK_ACCESS)
+    message = f"{path}: {error}; macOS keeps {Path(inside[2]).parts[0]} from what ssh starts"
     target = f"{inside[1]}/{Path(path).name}"
     if path != context.job.directory:
-        note = f"type it in Terminal on {host.name}, and name {target} in the configuration; {ALLOW}"
+        note = f"type it in Terminal on {host.name}, and name {target} in the configuration; {FULL_DISK_ACCESS}"
         return Verdict("failed", message, f"mv {shlex.quote(path)} {shlex.quote(target)}", note)
     making, here = shlex.quote(ssh.rsync_with_folder(target)), shlex.quote(f"{ROOT}/")
     copy = f"rsync -a {making} --exclude=.git --exclude=.venv --exclude=runs {here} {host.name}:{shlex.quote(target)}/"
-    note = f"then make setup there, and launch with --directory {target}; {ALLOW}"
+    note = f"then make setup there, and launch with --directory {target}; {FULL_DISK_ACCESS}"
     return Verdict("failed", message, copy, note)
 
 
 def links_to_measure(job: Job, reached: Sequence[Host]) -> list[tuple[Host, Host]]:
     """The pairs (one, other) of hosts where `one` has to reach `other`.
 
-    Over MLX's ring every host connects to the next one alone, and where addresses are given they may be those of the cable
-    between the two, which nobody else sees: MLX's configurator gives each Mac of a Thunderbolt ring the addresses that
-    face its previous neighbour. Hosts that are only named are asked for every pair: another host may be the neighbour
-    after a restart.
+    Over MLX's ring every host connects to the next one alone, and where addresses are given they may be those of the
+    cable between the two, which nobody else sees: MLX's configurator gives each Mac of a Thunderbolt ring the addresses
+    that face its previous neighbour. Hosts that are only named are asked for every pair: another host may be the
+    neighbour after a restart.
     """
     hosts = job.hosts
     if job.backend != "ring" or not all(host.addresses for host in hosts):
@@ -350,25 +352,6 @@ def link_findings(
         accept = context.again("--min-mbit", str(least), "--max-round-trip-ms", str(most))
         findings.append(Finding(one, "links", "failed", message, accept, "accepts it; better a cable than Wi-Fi"))
     return findings
-
-
-def ssh_remedy(host: str, said: str, is_mac: bool = False) -> tuple[str, str]:
-    """The command that makes ssh reach a host, from its error message, and what to know of that command.
-
-    is_mac: the command is typed on a Mac.
-    """
-    if "Permission denied" in said:
-        return f"ssh-copy-id {host}", ""
-    if "host key" in said.lower():
-        return f"ssh {host} true", "compare the key with the host's own, then accept it"
-    name = host.rpartition("@")[2]
-    if "refused" in said:
-        start = "start sshd there: sudo systemctl start ssh; on a Mac: System Settings, General, Sharing, Remote Login"
-        return f"nc -z {name} 22", start
-    if "resolve" in said:
-        look = f"dscacheutil -q host -a name {name}" if is_mac else f"getent hosts {name}"
-        return look, "correct the name in the host file, or add it to /etc/hosts or ~/.ssh/config"
-    return f"ping -c 3 {name}", "is it on, awake, and on this network"
 
 
 def _few(names: Sequence[str]) -> str:

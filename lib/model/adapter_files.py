@@ -46,7 +46,7 @@ def save_trained(
 
     Args:
         described, arrays: where the model is a part of one, names, shapes and dtypes of the whole, and in that order
-            the arrays; one at a time lies in memory.
+            the arrays; one at a time is in memory.
     """
     if described is None:
         own = sorted(trainable(model).items())
@@ -56,7 +56,7 @@ def save_trained(
 
 
 def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
-    """A safetensors file, written array by array: the whole need never lie in memory.
+    """A safetensors file, written array by array: the whole is never in memory.
 
     Raises:
         OSError: the disk is full or not writable.

@@ -8,15 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import schema
 from lib.errors import UserError
-from lib.model.adapter_files import adapter_config, load_trained, rank_axis, trainable
-from lib.model.lora import take_low_rank_linear
-from lib.model.swiglu import take_own_swiglu
+from lib.model.adapter_files import adapter_config, load_trained
+from lib.model.lora import use_low_rank_linear
+from lib.model.swiglu import use_own_swiglu
 from lib.system.model_folder import ADAPTER_CONFIG
 
 
@@ -32,7 +32,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
     if blocks > len(model.layers):
         raise UserError(f"model.blocks={blocks}, but {settings.path} has {len(model.layers)} blocks")
     model.freeze()
-    take_own_swiglu(model)
+    use_own_swiglu(model)
     if settings.method == "full":
         if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
             raise UserError(
@@ -48,7 +48,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
             options["keys"] = set(settings.keys)
         try:
             linear_to_lora_layers(model, blocks, options, use_dora=settings.method == "dora")
-            take_low_rank_linear(model)
+            use_low_rank_linear(model)
         except ValueError as error:
             raise UserError(f"model.method={settings.method} does not fit {settings.path}: {error}") from None
     if not tree_flatten(model.trainable_parameters()):
@@ -70,18 +70,12 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
         checkpoint_blocks(model)
 
 
-def set_adapter_rank(model: nn.Module, rank: int) -> None:
-    """Gives LoRA's factors another rank; they are zero until they are loaded."""
-    changed = []
-    for name, array in trainable(model).items():
-        if ".lora_" in name:
-            shape = list(array.shape)
-            shape[rank_axis(name, array.ndim)] = rank
-            changed.append((name, mx.zeros(shape, array.dtype)))
-    model.update(tree_unflatten(changed))
-
-
 def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
+    """Reads model.adapter into a model with such adapters.
+
+    Raises:
+        UserError: it cannot be read, or was made with other settings.
+    """
     folder = Path(settings.adapter or "")
     try:
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())

@@ -1,7 +1,4 @@
-"""The model: loaded by mlx-lm, made trainable, asked for log-probabilities, saved in mlx-lm's layout.
-
-A loaded model goes in and a changed model comes out; no model file ever hears of adapters, positions or ranks.
-"""
+"""The policy and the reference model, loaded by mlx-lm, and digests of what they are loaded from."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
     mx.random.seed(seed)
     try:
         if settings.random_init:
-            with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights that lie beside it
+            with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights beside it
                 shutil.copy(folder / "config.json", only_config)
                 model, _ = load_model(
                     Path(only_config), lazy=True, strict=False, trust_remote_code=settings.trust_remote_code
@@ -41,7 +38,8 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
             model, _ = load_model(folder, lazy=True, trust_remote_code=settings.trust_remote_code)
     except FileNotFoundError:
         raise UserError(
-            f"model.path {settings.path}: no model*.safetensors in the folder (model.random_init=true draws new weights)"
+            f"model.path {settings.path}: no model*.safetensors in the folder "
+            "(model.random_init=true draws new weights)"
         ) from None
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {str(error).splitlines()[0]}") from None
@@ -55,7 +53,7 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
 
 
 def _narrow(model: nn.Module, window: int, path: str) -> None:
-    """Lets the model attend to `window` tokens only: lib/model/token_stream.py asks for it, and generation for such caches.
+    """Lets the model attend to `window` tokens only, in lib/model/token_stream.py and when it generates.
 
     Raises:
         UserError: it has layers that are no attention, or attend to a window of their own that is wider.
@@ -64,11 +62,13 @@ def _narrow(model: nn.Module, window: int, path: str) -> None:
     for cache in caches:
         if type(cache) not in (KVCache, RotatingKVCache):
             raise UserError(
-                f"model.attention_window={window}: {path} has layers that keep a {type(cache).__name__}, not keys and values; leave it out"
+                f"model.attention_window={window}: {path} has layers that keep a {type(cache).__name__}, "
+                "not keys and values; leave it out"
             )
         if isinstance(cache, RotatingKVCache) and cache.max_size > window:
             raise UserError(
-                f"model.attention_window={window}: {path} has layers with a window of {cache.max_size} tokens of their own; give no less than that"
+                f"model.attention_window={window}: {path} has layers with a window of {cache.max_size} tokens "
+                "of their own; give no less than that"
             )
     sizes = [min(window, cache.max_size) if isinstance(cache, RotatingKVCache) else window for cache in caches]
     model.attention_window = window

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from lib.model.tensor_parallel import Ranks
 from lib.model.token_stream import (
     Replaced,
     StreamInputs,
@@ -37,7 +38,7 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
     return mx.where(inputs["mask"], mx.take(logps, inputs["logp_indices"]), 0.0).sum(axis=-1)
 
 
-# ---- The head and the loss ---------------------------------------------------------------------------------
+# ---- The head and the loss
 
 
 def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:
@@ -122,7 +123,7 @@ def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array, earlier: S
 
 def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
     """Log-probabilities whose gradient is known already: float32 [M], of hidden and slope [M, D]."""
-    # The logits are needed by both; in this order they can be let go before the next chunk's are made.
+    # The logits are needed by both; in this order they can be freed before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
 
     @mx.custom_function
@@ -179,7 +180,7 @@ def _checkpointed(
 class VocabularyPart(Protocol):
     """Of a model whose embedding and head are divided: this rank's tokens begin at `first`, of `size` in all."""
 
-    ranks: Any  # a World
+    ranks: Ranks
     first: int
     size: int
 
@@ -192,8 +193,8 @@ def _logps_of_parts(
 ) -> mx.array:
     """`token_logps` where every rank makes the logits of its own part of the vocabulary, which never leave it.
 
-    What the ranks exchange of a position is one number each, the logarithm of its part of the partition function, and the
-    target's logit. Chunks follow one another, so that their sums are made in the same order everywhere.
+    For each position the ranks exchange one number each, the logarithm of their part of the partition function, and the
+    target's logit. Chunks follow one another, so that all ranks take part in their sums in the same order.
     """
 
     def own_head(hidden: mx.array) -> mx.array:

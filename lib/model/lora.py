@@ -1,4 +1,4 @@
-"""LoRA layers at nearly the price of the linear layers that they adapt."""
+"""LoRA layers that cost little more than the linear layers that they adapt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 
 class LowRankLinear(LoRALinear):
-    """LoRA at nearly the price of the linear layer, in mlx-lm's parameters: `lora_a` [in, r] and `lora_b` [r, out].
+    """LoRA for little more than the cost of the linear layer; mlx-lm's parameters `lora_a` [in, r] and `lora_b` [r, out].
 
     y = W x + scale B A x (LoRA, arXiv:2106.09685, equation 3), computed in the type of x from float32 A and B.
     """
@@ -87,8 +87,8 @@ def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def take_low_rank_linear(model: nn.Module) -> None:
-    """Puts LowRankLinear in the place of mlx-lm's LoRALinear, except where dropout stands between x and A."""
+def use_low_rank_linear(model: nn.Module) -> None:
+    """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A."""
     for module in model.modules():
         if type(module) is LoRALinear and module.dropout._p_1 == 1:
             module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them

@@ -51,7 +51,7 @@ def quick_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return _swiglu_and_sigmoid(gate, x)[0]
 
 
-def take_own_swiglu(model: nn.Module) -> None:
+def use_own_swiglu(model: nn.Module) -> None:
     """Lets the model's family use `lean_swiglu`, or `quick_swiglu` on a CPU: the same values."""
     ours = quick_swiglu if mx.default_device() == mx.cpu else lean_swiglu
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:

@@ -1,11 +1,11 @@
 """A loaded model goes in, this rank's part of it comes out: tensor parallelism for unequal ranks.
 
-A block's attention and its MLP each begin with layers that are divided by their outputs (q, k, v; gate, up) and end with
-one that is divided by its inputs (o; down), as in Megatron-LM (arXiv:1909.08053, section 3). So one sum at the end, and
-one of the gradients at the beginning, make of the parts what the whole would have computed; both carry a number for
-every token and hidden unit, however unevenly heads and columns are dealt. Within, what a rank holds whole (LoRA's A in
-front of a divided B, B behind a divided A, norms of heads, routers) gets a part of its gradient on each rank, and these
-are summed; outside, every rank computes the same.
+A block's attention and its MLP each begin with layers that are divided by their outputs (q, k, v; gate, up) and end
+with one that is divided by its inputs (o; down), as in Megatron-LM (arXiv:1909.08053, section 3). So one sum at the
+end, and one of the gradients at the beginning, make of the parts what the whole would have computed; both carry a
+number for every token and hidden unit, however unevenly heads and columns are divided. Within, what a rank holds whole
+(LoRA's A in front of a divided B, B after a divided A, norms of heads, routers) gets a part of its gradient on each
+rank, and these are summed; outside, every rank computes the same.
 
 The model files know nothing of it: the classes of these two modules are derived from, and their weights cut.
 """
@@ -24,21 +24,23 @@ from mlx_lm.tuner.dora import DoRALinear
 from lib.errors import UserError
 from lib.model.partition import Division, Part, bounds
 
-FAMILIES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # modules of mlx_lm.models
+MODULES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # of mlx_lm.models
 
 
 class Ranks(Protocol):
-    """What is needed of a `sync.World`."""
+    """What is needed of a World."""
 
     @property
     def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
     def sum_forward(self, x: mx.array) -> mx.array: ...
     def sum_backward(self, x: mx.array) -> mx.array: ...
     def agree_forward(self, x: mx.array) -> mx.array: ...
 
 
 def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str, Part], set[str]]:
-    """Takes all but this rank's part out of a model that may have adapters, and lets ranks compute together.
+    """Leaves this rank's part of a model that may have adapters, and makes the ranks compute together.
 
     A lazily loaded model is read array by array, and of each no more is kept than this rank's part.
 
@@ -50,22 +52,22 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
         UserError: a family that is not known, or a cut through a quantisation group.
     """
     family = type(model).__module__.rpartition(".")[2]
-    if family not in FAMILIES:
-        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(FAMILIES)}")
+    if family not in MODULES:
+        raise UserError(f"strategy=sharded cannot divide a model of family {family}; it knows {', '.join(MODULES)}")
     names = {id(module): name for name, module in model.named_modules()}
     parts: dict[str, Part] = {}
     partial: set[str] = set()
     if division.vocabulary:  # first, because these are read whole: there is still room
         parts |= _divide_vocabulary(model, names, division, ranks)
     for layer in model.layers:
-        for module, found in (
+        for module, divided in (
             (layer.self_attn, _attention_parts(layer.self_attn, division)),
             (layer.mlp, _mlp_parts(layer.mlp, division)),
         ):
             prefix = names[id(module)]
-            parts |= {f"{prefix}.{name}": part for name, part in found.items()}
-            partial |= {f"{prefix}.{name}" for name, _ in tree_flatten(module.parameters()) if name not in found}
-            for name, part in found.items():
+            parts |= {f"{prefix}.{name}": part for name, part in divided.items()}
+            partial |= {f"{prefix}.{name}" for name, _ in tree_flatten(module.parameters()) if name not in divided}
+            for name, part in divided.items():
                 _keep(module, name, part, ranks.rank)
         _join_attention(layer.self_attn, division, ranks)
         _join_mlp(layer.mlp, division, ranks)
@@ -75,7 +77,7 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     return parts, partial
 
 
-# ---- Which part of what ------------------------------------------------------------------------------------------------
+# ---- Which part of what
 
 
 def _attention_parts(attention: nn.Module, division: Division) -> dict[str, Part]:
@@ -149,7 +151,7 @@ def _keep(module: nn.Module, name: str, part: Part, rank: int) -> None:
 
 
 def _copied(array: mx.array) -> mx.array:
-    """An array's own memory, so that the whole it was cut from can be let go."""
+    """An array's own memory, so that the whole that it was cut from can be freed."""
     array = mx.contiguous(array)
     mx.eval(array)
     return array
@@ -207,7 +209,7 @@ class _VocabularyPart:
         return self.ranks.sum_forward(mx.pad(own, around))
 
 
-# ---- What the parts do together ----------------------------------------------------------------------------------------
+# ---- What the parts do together
 
 
 def _join_attention(attention: nn.Module, division: Division, ranks: Ranks) -> None:
@@ -221,7 +223,7 @@ def _join_attention(attention: nn.Module, division: Division, ranks: Ranks) -> N
 def _join_mlp(mlp: nn.Module, division: Division, ranks: Ranks) -> None:
     if "switch_mlp" in mlp:
         _join_inputs(mlp.switch_mlp.down_proj, bounds(division.expert_columns), ranks)
-        # Ranks on unlike machines see a token's scores differ by roundings: all send it to the same experts.
+        # Ranks on different machines round a token's scores differently: they agree, and send it to the same experts.
         _derive(mlp.gate, lambda plain: lambda self, x: ranks.agree_forward(plain(self, x)))
     else:
         _join_inputs(mlp.down_proj, bounds(division.mlp_columns), ranks)
@@ -264,7 +266,7 @@ class _DropoutOfPart(nn.Dropout):
 def _dora(layer: DoRALinear, x: mx.array, ranks: Ranks) -> mx.array:
     """DoRA (arXiv:2402.09353, equations 5 and 11) on some of the inputs: m / |W + scale (A B)^T| wants whole rows.
 
-    Their squares are summed over the ranks. The norm is a constant in the gradient (section 4.3), and the sum waits for x,
+    Their squares are summed over the ranks. The norm is a constant in the gradient (section 4.3). The sum waits for x,
     so that no collective can overtake another.
     """
     weight = layer._dequantized_weight()

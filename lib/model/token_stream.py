@@ -46,7 +46,7 @@ def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
     return cast(StreamInputs, arrays)
 
 
-# ---- The blocks --------------------------------------------------------------------------------------------
+# ---- The blocks
 
 
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
@@ -101,7 +101,7 @@ class Stream:
             first = mx.take(suffix_uses[:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
             self.suffix_indices, self.owned = flat, mx.where(first, flat, -1)
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:  # noqa: N803
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
         return None if window_size is None else Window(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -163,9 +163,9 @@ def local_attention(
 ) -> mx.array:
     """Attention of the last positions of a sequence to the `window` positions up to their own, or to all of those.
 
-    queries: [sequences, heads, T, head_dim]; keys, values: [sequences, heads, S, head_dim], T <= S. Queries in blocks as
-    long as the window attend to the keys of their own block and of the one before: time and memory grow with T * window
-    (sliding windows as in Longformer, arXiv:2004.05150, section 3.1).
+    queries: [sequences, heads, T, head_dim]; keys, values: [sequences, heads, S, head_dim], T <= S. Queries in blocks
+    as long as the window attend to the keys of their own block and of the one before: time and memory grow with T *
+    window (sliding windows as in Longformer, arXiv:2004.05150, section 3.1).
     """
     sdpa = mx.fast.scaled_dot_product_attention
     sequences, length = queries.shape[0], keys.shape[2]
@@ -238,7 +238,8 @@ def _accept_streams(model: nn.Module) -> None:
     """Lets the attention of the model's family recognise a stream by its type; other caches are used as before."""
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         if getattr(module, "scaled_dot_product_attention", None) is base.scaled_dot_product_attention:
-            module.scaled_dot_product_attention = _attention_of(base.scaled_dot_product_attention)  # type: ignore[attr-defined]
+            attention = _attention_of(base.scaled_dot_product_attention)
+            module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
 
 
 def cannot_share_prompts(model: nn.Module) -> str | None:

@@ -1,6 +1,6 @@
-"""What is likely to be a mistake in a plan or its settings, and what to do instead: pure functions, one a practice.
+"""Warnings of likely mistakes in a plan or its settings, and what to do instead: a pure function for each practice.
 
-docs/best_practices.md tells the reasons. None of this changes a run: it is said, and kept in plan.json.
+docs/best_practices.md gives the reasons. No warning changes a run; all are printed, and kept in plan.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
 
 
 def slow_shares(config: Config, plan: ClusterPlan) -> str | None:
-    """Told shares, equal ones above all, that the hosts' curves say make a step longer than it has to be."""
+    """Configured shares, often equal ones, that make a step longer than the hosts' curves allow."""
     curves = [curve for curve in plan.curves if curve is not None]
     if config.plan.shares is None or plan.division or len(curves) < len(plan.ranks):
         return None
@@ -67,14 +67,15 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
         speed, best = largest / float(curve.seconds(np.array([largest]))[0]), solo_pairs_per_second(curve)
         if speed < (1 - NOTEWORTHY) * best:
             warnings.append(
-                f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs are beyond its knee, {speed:.3g} pairs/s "
-                f"where {curve.best_point.batch_size} give {best:.3g}; leave plan.micro_batch_sizes out"
+                f"rank {rank.rank} ({rank.host}): micro-batches of {largest} pairs are beyond its knee, "
+                f"{speed:.3g} pairs/s where {curve.best_point.batch_size} give {best:.3g}; "
+                "leave plan.micro_batch_sizes out"
             )
     return warnings
 
 
 def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:
-    """A model that is divided although the smallest host could hold all of it, and train it without a word to others."""
+    """A model that is divided although the smallest host could hold and train all of it."""
     memory = [part.memory_bytes for part in plan.parts if part.memory_bytes is not None]
     if config.strategy != "sharded" or len(plan.parts) < 2 or len(memory) < len(plan.parts):
         return None  # "auto" has its reasons, which are measured
@@ -84,7 +85,8 @@ def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:
     if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
         return None
     return (
-        f"strategy=sharded: the whole model takes {needed / 1e9:.3g} GB and the smallest host has {min(memory) / 1e9:.3g} GB; "
+        f"strategy=sharded: the whole model takes {needed / 1e9:.3g} GB "
+        f"and the smallest host has {min(memory) / 1e9:.3g} GB; "
         "every block waits for the network, replicas do not: strategy=auto"
     )
 
@@ -117,14 +119,15 @@ def one_outer_round(config: Config, plan: ClusterPlan) -> str | None:
 
 
 def unscaled_learning_rate(train: TrainSettings) -> str | None:
-    """A learning rate that was chosen for another global batch and is used as it is."""
+    """A learning rate that was chosen for another global batch, and is not scaled."""
     chosen_for, batch = train.learning_rate_batch_size, train.global_batch_size
     if train.learning_rate_scaling != "none" or chosen_for is None or chosen_for == batch:
         return None
     rule = "linear" if train.optimizer == "sgd" else "sqrt"  # arXiv:1706.02677 and arXiv:2205.10287
     return (
-        f"train.global_batch_size is {batch}, but train.learning_rate={train.learning_rate:g} was chosen for {chosen_for}; "
-        f"train.learning_rate_scaling={rule} scales it, train.learning_rate=... chooses another"
+        f"train.global_batch_size is {batch}, but train.learning_rate={train.learning_rate:g} "
+        f"was chosen for {chosen_for}; train.learning_rate_scaling={rule} scales it, "
+        "train.learning_rate=... chooses another"
     )
 
 
@@ -139,7 +142,7 @@ def high_learning_rate(train: TrainSettings) -> str | None:
 
 
 def strayed(kl: float | None) -> str | None:
-    """A policy that ends so far from its reference that its answers are hardly the model's any more."""
+    """A policy that ends very far from its reference."""
     if kl is None or abs(kl) < STRAYED_NATS:
         return None
     return (

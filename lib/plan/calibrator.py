@@ -1,4 +1,4 @@
-"""Measures this machine, and says what to do with it."""
+"""A calibration of this machine, and whether one is still fresh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from lib.errors import UserError
 from lib.plan.curves import ROOT
@@ -33,7 +32,7 @@ def is_fresh(
 
 
 class HardwareCalibrator:
-    """Measures this machine, and says what to do with it.
+    """Measures this machine.
 
     hardware = HardwareCalibrator().calibrate()
     hardware["device_name"], hardware["optimal_batch_size"], hardware["gflops"]
@@ -45,7 +44,7 @@ class HardwareCalibrator:
         self.arguments = [*(["--config", str(config)] if config else []), *(["--quick"] if quick else [])]
         self.arguments += overrides
 
-    def calibrate(self) -> dict[str, Any]:
+    def calibrate(self) -> dict[str, object]:
         """Runs benchmarks/calibrate.py, which measures what is stale and keeps it in calibration/HOST.json.
 
         Returns:
@@ -66,5 +65,5 @@ class HardwareCalibrator:
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"benchmarks/calibrate.py ended with status {done.returncode}"]
             raise UserError(lines[-1].removeprefix("error: "))
-        hardware: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        hardware: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
         return hardware

@@ -1,14 +1,13 @@
 """The plan of a step: every rank's share and micro-batches, or its part of a model. Pure functions.
 
-Efficiency is eta = (B / T) / sum of R_i: of a global batch of B pairs in T seconds, achieved speed over the sum of what the
-machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/balance.py).
+Efficiency is eta = (B / T) / sum of R_i, for a global batch of B pairs in T seconds: the achieved speed over the sum of
+what the machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/balance.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from lib.config.schema import Config
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
@@ -68,7 +67,7 @@ class PartOfModel:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one way to run would give."""
+    """What one strategy, or one host alone, would give."""
 
     strategy: str
     hosts: tuple[str, ...]
@@ -103,7 +102,7 @@ class ClusterPlan:
 
     @property
     def workers(self) -> tuple[RankPlan, ...]:
-        """Those among whom data are divided: all ranks, or, where they hold parts of one model, all as one."""
+        """Those among whom data are divided: all ranks, or the first for all, where they hold parts of one model."""
         return self.ranks[:1] if self.division else self.ranks
 
     @property
@@ -169,7 +168,7 @@ class ClusterPlan:
             for plan in self.ranks
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For plan.json and the records; of the curves what can be drawn."""
         drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
         return {
@@ -185,9 +184,9 @@ class ClusterPlan:
 
 
 def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
-    """What training adds to the weights: full training keeps for each that it trains, whatever its type, four float32 numbers.
+    """What training adds to each byte of the weights. Full training keeps four float32 numbers for each trained weight.
 
-    They are the gradient's sum, the two moments of an Adam, and what an update makes of them before the old is let go.
+    They are the gradient's sum, Adam's two moments, and the new value that an update makes before the old one is freed.
     """
     if config.model.method != "full":
         return 0.0

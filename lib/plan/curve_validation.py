@@ -1,9 +1,9 @@
-"""Which figures of a calibration cannot be, and what is planned with instead: pure functions over measured curves.
+"""Calibrations without implausible figures, and a remark for each that was replaced. Pure functions.
 
-A micro-batch's time grows with its pairs, nearly linearly until the machine is saturated, and seldom suddenly. A point far
-from the line through its neighbours, a time that differs by more than a fifth from round to round, or a link faster than
-any wire says more about the moment of measuring than about the machine. `make calibrate` measures such points again;
-a plan puts what the steady points lead to in their place, and says so.
+A micro-batch's time grows with its pairs: nearly linearly until the machine is saturated, and seldom suddenly. So some
+figures were disturbed when they were measured: a point far from the line through its neighbours, a time that differs
+by more than a fifth from round to round, a link faster than any wire. `make calibrate` measures such points again.
+A plan replaces them by what the other points lead to, and warns.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FASTEST_MEMORY = 1e14  # bytes a second
 def all_sound(
     calibrations: Sequence[HostCalibration | None],
 ) -> tuple[list[HostCalibration | None], tuple[str, ...]]:
-    """Every rank's calibration with only what can be; and, once for each file, what was replaced or left out."""
+    """Every rank's calibration without implausible figures; and, once for each file, what was replaced or left out."""
     checked = [sound_calibration(one) if one else (None, ()) for one in calibrations]
     return [one for one, _ in checked], tuple(dict.fromkeys(remark for _, remarks in checked for remark in remarks))
 
 
 def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tuple[str, ...]]:
-    """The calibration with only what can be, and a line for each thing that was replaced or left out."""
+    """The calibration without implausible figures, and a line for each that was replaced or left out."""
     host = calibration.machine.host
     remarks: list[str] = []
     curves = []
@@ -65,9 +65,9 @@ def sound_calibration(calibration: HostCalibration) -> tuple[HostCalibration, tu
 
 
 def sound_curve(curve: BatchCurve) -> tuple[BatchCurve | None, list[str]]:
-    """The curve with believable times and rising memory, or None if fewer than two points are steady; and what was changed.
+    """The curve with plausible times and rising memory (None if fewer than two points are steady), and what was changed.
 
-    Whatever is put in place of a time counts as no more certain than the two differ.
+    A time that replaces another gets the difference of the two as its spread.
     """
     name = f"{curve.key}: " if curve.key else ""
     unsteady = unsteady_points(curve.points)
@@ -152,7 +152,8 @@ def _suspects(sizes: np.ndarray, times: np.ndarray, good: list[int]) -> list[tup
         if before and after:
             lower = min(rates[before].max(), rates[after].max()) / rates[index]
             if lower > DIP:
-                near = f"{rates[before[-1]]:.4g} at {sizes[before[-1]]:.0f} and {rates[after[0]]:.4g} at {sizes[after[0]]:.0f}"
+                left, right = before[-1], after[0]
+                near = f"{rates[left]:.4g} at {sizes[left]:.0f} and {rates[right]:.4g} at {sizes[right]:.0f}"
                 suspects.append((lower, index, f"{shown} lie below {near}"))
         # More pairs take no less time. Who contradicts most of the others is wrong.
         earlier = [times[i] / times[index] for i in before if times[i] > FALLING_TIME * times[index]]
@@ -164,7 +165,8 @@ def _suspects(sizes: np.ndarray, times: np.ndarray, good: list[int]) -> list[tup
     expected = _on_the_line(sizes[others], times[others], sizes[last])
     ratio = times[last] / expected
     if OFF_THE_LINE < ratio <= CLIFF and sizes[last] / expected > MATTERS * rates[others].max():
-        why = f"{rates[last]:.4g} pairs/s at {sizes[last]:.0f} pairs, where the smaller sizes lead to {sizes[last] / expected:.4g}"
+        lead_to = f"the smaller sizes lead to {sizes[last] / expected:.4g}"
+        why = f"{rates[last]:.4g} pairs/s at {sizes[last]:.0f} pairs, where {lead_to}"
         suspects.append((float(ratio), last, why))
     return suspects
 

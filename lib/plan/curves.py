@@ -50,7 +50,7 @@ class BatchPoint(_Record):
     @model_validator(mode="before")
     @classmethod
     def _rate_follows_from_time(cls, point: object) -> object:
-        """The rate is in the file for its readers; it is never a second opinion on the time."""
+        """The file has the rate for its readers only: it is computed from the time again."""
         match point:
             case {"batch_size": int(pairs), "seconds_median": int() | float() as seconds, **rest} if seconds > 0:
                 return {
@@ -98,9 +98,7 @@ class BatchCurve(_Record):
     measured_at: str | None = None  # ISO 8601
     versions: dict[str, str] = {}  # of mlx, mlx-lm, ...
     note: str = ""
-    max_pairs: PositiveInt | None = (
-        None  # of a micro-batch, whatever was measured: a run's larger ones ran out of memory
-    )
+    max_pairs: PositiveInt | None = None  # of a micro-batch, whatever was measured: larger ones ran out of memory
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> BatchCurve:
@@ -212,7 +210,7 @@ class Link(_Record):
 
 
 class Ceiling(_Record):
-    """The largest micro-batch that is left to runs with this key, once larger ones ran out of memory (lib/plan/memory_ceilings.py)."""
+    """The largest micro-batch for runs with this key: larger ones ran out of memory (lib/plan/memory_ceilings.py)."""
 
     key: CurveKey
     max_pairs: Annotated[int, Field(ge=0)]  # 0: not even one, without gradient checkpointing
@@ -301,7 +299,7 @@ def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibra
 
 @dataclass(frozen=True)
 class CurveChoice:
-    """Curves of all hosts on one footing, or None; what they are, in words for the plan's printout."""
+    """Comparable curves of all hosts, or None; and what they are, as the plan prints it."""
 
     curves: tuple[BatchCurve, ...] | None
     reason: str
@@ -318,11 +316,11 @@ def choose_curves(
     published: Sequence[HostCalibration] = (),
     require_calibration: bool = False,
 ) -> CurveChoice:
-    """The best curves that every host has: shares compare hosts, so all must be measured with the same thing.
+    """The best curves that every host has: shares compare hosts, so all must be measured with the same model.
 
     In this order: this model, method and dtype (at the nearest sequence length, scaled by tokens); another
     model or method that all hosts were measured with; published figures of one source for their chips; none,
-    which means equal shares. Each step down is said in `reason` or `warnings`.
+    which means equal shares. `reason` and `warnings` say which it was.
 
     Args:
         hosts, calibrations, device_names: one a rank; device_names (the chips) serve hosts without a file.

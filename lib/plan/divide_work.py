@@ -152,7 +152,7 @@ def _shares_without_curves(
 def _micro_batches(
     shares: Sequence[int], curves: Sequence[BatchCurve | None], default_sizes: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Every rank's micro-batches: the fastest by its curve, computed once for identical ranks, else of the default size."""
+    """Every rank's micro-batches: the fastest by its curve, else of the default size. Equal ranks share one search."""
     fastest: dict[tuple[Hashable, int], tuple[int, ...]] = {}
     batches = []
     for share, curve, default_size in zip(shares, curves, default_sizes, strict=True):
@@ -335,7 +335,7 @@ class _Activations:
         return sizes
 
     def micro_batch_size(self) -> tuple[int, bool]:
-        """Pairs of a micro-batch, as configured, else as many as fit every rank; whether checkpointing is turned on for it.
+        """Pairs of a micro-batch: as configured, else as fit every rank; and whether checkpointing is turned on.
 
         Raises:
             UserError: one pair does not fit.
@@ -349,11 +349,11 @@ class _Activations:
         if min(sizes) == 0 and not configured and self.config.plan.shares is None:
             rank = sizes.index(0)
             part = self.parts[rank]
+            needed = part.needed_bytes + self.size_bytes(rank, 1, checkpointing)
             raise UserError(
                 f"strategy=sharded: host {self.hosts[rank].name}: its part and one pair need "
-                f"{(part.needed_bytes + self.size_bytes(rank, 1, checkpointing)) / 1e9:.2f} GB by arithmetic, but it has "
-                f"{(part.memory_bytes or 0) / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; add a host, "
-                "or lower data.max_length"
+                f"{needed / 1e9:.2f} GB by arithmetic, but it has {(part.memory_bytes or 0) / 1e9:.2f} GB "
+                f"less {MEMORY_HEADROOM:.0%} headroom; add a host, or lower data.max_length"
             )
         return configured[0] if configured else max(1, min(sizes)), turned_on
 
@@ -369,7 +369,7 @@ class _Activations:
 def with_memory(
     plan: ClusterPlan, memory_bytes: Sequence[int | None], planned_bytes: Callable[[int, int], int | None]
 ) -> ClusterPlan:
-    """The plan with what every rank's largest micro-batch needs beside what the rank may use; warns where that is more.
+    """The plan with the memory that every rank's largest micro-batch needs and may use; warns where it needs more.
 
     planned_bytes: of (rank, pairs); None where nobody knows.
     """

@@ -1,20 +1,21 @@
-"""What a training step needs in memory, by arithmetic: the arrays that it makes, in order, and when each can be let go.
+"""The memory that a training step needs, by arithmetic: the arrays that it makes, in order, and when each is freed.
 
-No MLX here. `step_bytes` writes down a step of lib/training/step.py as operations (what each reads, how many bytes it makes), runs them
-on paper in that order, and takes the largest sum of what is held. What is kept for the backward pass, in numbers a token
-(D hidden size; Q, K, F widths of queries, keys and MLP; r ranks of the adapters), in every block:
+No MLX here. `step_bytes` writes down a step of lib/training/step.py as operations: what each reads, how many bytes it
+makes. It goes through them in that order and returns the largest sum that is held. Kept for the backward pass are, in
+numbers a token (D hidden size; Q, K, F widths of queries, keys and MLP; r ranks of the adapters), in every block:
 
     norms                 2 D, their inputs; in another type than float32 a CPU keeps a float32 copy besides
     linear layers         2 D + Q + F, an input once for layers that share it; LoRA r a layer, DoRA the output as well
-    attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the rotation's sines
+    attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the
+                          rotation's sines
     its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel)
     SwiGLU                2 F; on a CPU 3 F
     or, checkpointed      D, and all of the above of one block at a time
 
-What is let go is not free at once: MLX hands out work ahead of the device, and holds what it reads until that is done: up to
-eleven tasks, each ten dispatches on a CPU, or a GPU's command buffer of so many operations or elements read (MLX 0.32:
-MAX_ACTIVE_TASKS, DISPATCHES_PER_TASK, `CommandEncoder::needs_commit`). Peaks are of arrays in use: what MLX's cache keeps
-besides is given back before an allocation fails.
+An array is not free as soon as nobody refers to it. MLX submits work ahead of the device and holds what that work reads
+until it is done: up to eleven tasks, each of ten dispatches on a CPU, or one command buffer of a GPU with so many
+operations or elements read (MLX 0.32: MAX_ACTIVE_TASKS, DISPATCHES_PER_TASK, `CommandEncoder::needs_commit`). Peaks are
+of arrays in use: what MLX's cache keeps besides is given back before an allocation fails.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ def step_bytes(
 # ---- Micro-batches that fit
 
 
-# Tokens of a micro-batch beyond which a device gains nothing: one H200 multiplied matrices of an 8B model at its full rate
-# from 12,288 on (bfloat16); a GPU with a tenth of its rate, and a CPU, are busy with far fewer.
+# Tokens of a micro-batch beyond which a device gains nothing. One H200 multiplied matrices of an 8B model at its full
+# rate from 12,288 on (bfloat16); a GPU with a tenth of its rate, and a CPU, are busy with far fewer.
 MOST_TOKENS: dict[Device, int] = {"cpu": 4096, "metal": 4096, "cuda": 16384}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The largest rows of a data set, each figure of the row that has most: tokens."""
+    """The largest rows of a data set, in tokens; each figure is that of the row that has most."""
 
     prompt: int  # of the row with most tokens in all
     seen: int  # positions of the longest sequence
@@ -115,7 +116,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """What is trained, and on what: enough to say what any micro-batch of it needs on any host."""
+    """The model, the method and the rows of a run: they give the memory of any micro-batch on any device."""
 
     shape: ModelShape
     training: Training
@@ -151,7 +152,7 @@ def largest_micro_batch(needed: Callable[[int], float], limit_bytes: float | Non
 
 
 def metal_limit_bytes(memory_bytes: int) -> int:
-    """What macOS lets the GPU keep, where Metal is not there to be asked: about three quarters of a large machine's memory."""
+    """What macOS lets the GPU keep, without Metal to ask: about three quarters of a large machine's memory."""
     return memory_bytes * 3 // 4 if memory_bytes > 36 * 2**30 else memory_bytes * 2 // 3
 
 

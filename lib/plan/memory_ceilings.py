@@ -1,7 +1,8 @@
-"""The largest micro-batches that memory leaves: what a host's calibration remembers of runs that ran out of it, and plans below.
+"""Ceilings: the largest micro-batches of hosts that ran out of memory before, and plans within them.
 
-A ceiling holds for one host, model, method, type and length. It is written where a step ran out of memory, or at the resume of
-a run whose process was ended for that. A calibration of the same key that was made later overrules it.
+A ceiling holds for one host, model, method, type and length. It is written into the host's calibration when a step ran
+out of memory, or when a run is resumed whose process was killed for that. A later calibration of the same key
+overrules it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def within(plan: ClusterPlan, most: Sequence[int | None]) -> ClusterPlan:
 
 
 def ceiling_of(known: HostCalibration | None, key: CurveKey) -> Ceiling | None:
-    """What a host's calibration leaves to rows of this length: a ceiling in proportion to tokens, of the nearest length."""
+    """A host's ceiling for rows of this length: that of the nearest length, in proportion to tokens."""
     if known is None:
         return None
     measured = {curve.key: curve.measured_at for curve in known.curves if curve.measured_at}
@@ -81,7 +82,7 @@ def bounded(
         return known
 
     def bounded_curve(curve: curves.BatchCurve) -> curves.BatchCurve:
-        changes: dict[str, Any] = {}
+        changes: dict[str, int] = {}
         limits = [size for size in (curve.memory_limit_bytes, memory_limit_bytes) if size]
         if limits:
             changes["memory_limit_bytes"] = min(limits)
@@ -106,7 +107,8 @@ def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_chec
     if may_checkpoint and not checkpointing and any(one is not None and one.max_pairs == 0 for one in ceilings):
         hosts = [rank.host for rank, one in zip(plan.ranks, ceilings, strict=True) if one and one.max_pairs == 0]
         warnings.append(
-            f"gradient checkpointing is turned on: a single pair ran out of memory on {', '.join(dict.fromkeys(hosts))} without"
+            "gradient checkpointing is turned on: a single pair ran out of memory on "
+            f"{', '.join(dict.fromkeys(hosts))} without"
         )
         checkpointing, ceilings = True, [ceiling_of(one, recomputed) for one in known]
     most = [max(1, one.max_pairs) if one else None for one in ceilings]
@@ -116,8 +118,8 @@ def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_chec
         largest = max(rank.micro_batch_sizes, default=0)
         if limit and largest > limit:
             warnings.append(
-                f"rank {rank.rank} ({rank.host}): micro-batches of {limit} instead of {largest}, which ran out of memory there "
-                "before (calibration/HOST.json, ceilings; make calibrate measures anew)"
+                f"rank {rank.rank} ({rank.host}): micro-batches of {limit} instead of {largest}, "
+                "which ran out of memory there before (calibration/HOST.json, ceilings; make calibrate measures anew)"
             )
     return within(replace(plan, warnings=tuple(warnings), gradient_checkpointing=checkpointing), most)
 
@@ -127,7 +129,7 @@ def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_chec
 
 @dataclass(frozen=True)
 class HostCeilings:
-    """What this rank's host remembers. folder: plan.calibration_dir."""
+    """The ceilings of this rank's host, in its calibration file. folder: plan.calibration_dir."""
 
     folder: Path
     hosts: Sequence[str]
@@ -136,12 +138,12 @@ class HostCeilings:
 
     @classmethod
     def of(cls, config: Config, hosts: Sequence[str], rank: int, plan: ClusterPlan) -> HostCeilings:
-        """That of a run with this plan."""
+        """Those for a run with this plan."""
         assert plan.key is not None
         return cls(Path(config.plan.calibration_dir), hosts, rank, plan.key)
 
     def remember(self, max_pairs: int, gradient_checkpointing: bool, note: str) -> str | None:
-        """Keeps a ceiling in the host's calibration, which is made if there is none; returns why that could not be."""
+        """Writes a ceiling into the host's calibration, which is made if there is none; returns the fault, if any."""
         key = self.key.model_copy(update={"gradient_checkpointing": gradient_checkpointing})
         path = curves.own_file(self.folder, list(self.hosts), self.rank)
         try:
@@ -159,12 +161,15 @@ class HostCeilings:
         return None
 
     def take_over(self, killed: Killed, folder: Path) -> str:
-        """Remembers what an earlier start of a run met and could not; returns a warning."""
+        """Writes the ceiling of a process that was killed before it could; returns a warning."""
         half, host = killed.micro_batch_size // 2, self.hosts[self.rank]
         fault = self.remember(half, killed.gradient_checkpointing, killed.evidence)
         if fault is None:
             forget(folder)
-        warning = f"{host} ran out of memory with micro-batches of {killed.micro_batch_size} ({killed.evidence}): goes on with half"
+        warning = (
+            f"{host} ran out of memory with micro-batches of {killed.micro_batch_size} ({killed.evidence}): "
+            "goes on with half"
+        )
         return f"{warning}; {fault}" if fault else warning
 
 
@@ -181,7 +186,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Killed:
-    """A process of an earlier start of a run, which was ended for its memory."""
+    """A process of an earlier start of a run that was killed for its memory."""
 
     micro_batch_size: int
     gradient_checkpointing: bool
@@ -191,19 +196,20 @@ class Killed:
 def killed_before(
     folder: Path, host: str, machine_name: str, kills: Callable[[], dict[str, int]] = out_of_memory.kernel_kills
 ) -> Killed | None:
-    """What is known of a run's processes on this host that were ended for their memory: by the agent's note, or by the logs.
+    """The smallest micro-batch with which a process of the run was killed for its memory on this host.
 
-    A log is evidence where its last start has no end, and the kernel has killed since (kills).
+    The agent's note says so, or a log whose last start has no end, if the kernel has killed since then.
 
     Args:
-        host: as the run's ranks call it; machine_name: as this machine calls itself, and its agent the note.
+        host: its name among the run's ranks.
+        machine_name: this machine's own name, which is in the name of the agent's note.
+        kills: counts the kernel's kills so far.
     """
     killed = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         note = json.loads((folder / out_of_memory.NOTE.format(host=machine_name)).read_text())
-        killed.append(
-            Killed(int(note["micro_batch_size"]), bool(note["gradient_checkpointing"]), str(note["evidence"]))
-        )
+        size, checkpointing = int(note["micro_batch_size"]), bool(note["gradient_checkpointing"])
+        killed.append(Killed(size, checkpointing, str(note["evidence"])))
     for log in sorted((folder / "logs").glob("rank-*.jsonl")):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
             by_log = _killed_by_log(log, host, kills())
@@ -211,9 +217,26 @@ def killed_before(
     return min(killed, key=lambda one: (not one.gradient_checkpointing, one.micro_batch_size), default=None)
 
 
+class _RankFields(TypedDict):
+    micro_batch_sizes: list[int]
+
+
+class _PlanFields(TypedDict):
+    """Of a plan's record, and of the plan in a start's record."""
+
+    ranks: list[_RankFields]
+    gradient_checkpointing: bool
+
+
+class _StartRecord(TypedDict):
+    rank: int
+    host: str
+    kernel_kills: NotRequired[dict[str, int] | None]
+
+
 def _killed_by_log(log: Path, host: str, now: dict[str, int]) -> Killed | None:
-    start: dict[str, Any] | None = None
-    plan: dict[str, Any] = {}
+    start: _StartRecord | None = None
+    plan: _PlanFields | None = None
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         if not any(f'"kind": "{kind}"' in line for kind in ("start", "plan", "end")):
             continue
@@ -224,13 +247,18 @@ def _killed_by_log(log: Path, host: str, now: dict[str, int]) -> Killed | None:
             start, plan = record, record["plan"]
         elif record["kind"] == "plan":
             plan = record
-    if start is None or start["host"] != host or not out_of_memory.has_killed(start.get("kernel_kills") or {}, now):
+    if (
+        start is None
+        or plan is None
+        or start["host"] != host
+        or not out_of_memory.has_killed(start.get("kernel_kills") or {}, now)
+    ):
         return None
     size = max(plan["ranks"][start["rank"]]["micro_batch_sizes"])
     return Killed(size, plan["gradient_checkpointing"], "the kernel's out-of-memory killer ended it")
 
 
 def forget(folder: Path) -> None:
-    """Takes away the agent's note, once it is remembered."""
+    """Removes the agent's note."""
     with contextlib.suppress(OSError):
         (folder / out_of_memory.NOTE.format(host=network.host_name())).unlink()

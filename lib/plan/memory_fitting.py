@@ -1,7 +1,7 @@
-"""Which micro-batches fit where nothing was measured: curves with the memory model's peaks in the place of others'. Pure functions.
+"""Which micro-batches fit where nothing was measured: curves with peaks from the memory model. Pure functions.
 
-A curve of this very model on this very host knows its peaks. Every other one compares hosts and no more: it was taken with
-another model, on another host, or published without saying with which.
+A curve of this very model on this very host has its own peaks. Every other curve compares hosts only: it was measured
+with another model, on another host, or published without naming a model. Its peaks are replaced.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class MemoryEstimates:
         needed, limit = self.needed_bytes(rank, 1, key), self.hosts[rank].memory_bytes or 0
         tried = "" if key.gradient_checkpointing else "model.gradient_checkpointing=true or "
         raise TooLarge(
-            f"host {self.hosts[rank].name}: one pair needs {needed / 1e9:.2f} GB by arithmetic, but it has {limit / 1e9:.2f} GB "
-            f"less {MEMORY_HEADROOM:.0%} headroom; try {tried}a smaller data.max_length, a quantised model with "
-            "model.method=lora, or leave the host out",
+            f"host {self.hosts[rank].name}: one pair needs {needed / 1e9:.2f} GB by arithmetic, "
+            f"but it has {limit / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; "
+            f"try {tried}a smaller data.max_length, a quantised model with model.method=lora, or leave the host out",
             needed,
         )
 

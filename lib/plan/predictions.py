@@ -234,7 +234,10 @@ def compressed_bytes(size_bytes: float, sync: SyncSettings) -> float:
 def predict_replicas(
     plan: ClusterPlan, apart: ClusterPlan, sync_seconds: float, rounds: RoundsPlan, sync: SyncSettings
 ) -> tuple[Prediction, ...]:
-    """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves. apart: without a sync."""
+    """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves.
+
+    apart: the plan of independent ranks, without a sync.
+    """
     solo = plan.solo_sum_pairs_per_second
     if solo is None or plan.predicted_step_seconds is None:
         return ()
@@ -319,7 +322,10 @@ def _peak_memory(plan: ClusterPlan, ranks: Sequence[RankPlan]) -> int | None:
 
 
 def peak_bytes(curve: BatchCurve, micro_batch_size: int) -> int | None:
-    """The peak of a micro-batch, in bytes; beyond the measured sizes it grows as between them. None where it was not measured."""
+    """The peak memory of a micro-batch, in bytes; None where it was not measured.
+
+    Beyond the measured sizes it grows as between them.
+    """
     if curve.points[0].peak_memory_bytes is None:
         return None
     sizes = [point.batch_size for point in curve.points]

@@ -1,7 +1,8 @@
 """The plan of every step: the first from every host's calibration, others when measured times ask for them.
 
-All ranks see the same times (they travel with the gradients), so all decide alike at the same step, without a
-word. Batches are made some steps ahead: a new plan begins at the first step that nobody has begun to make.
+All ranks see the same times (they travel with the gradients), so all take the same decision at the same
+step, without a message. Batches are made some steps ahead: a new plan begins at the first step whose batches nobody has
+begun to make.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -21,6 +22,15 @@ from lib.plan.curves import BatchCurve
 from lib.plan.divide_work import plan_cluster, with_micro_batches
 
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
+
+
+class _KeptPlan(TypedDict):
+    """A plan in a checkpoint; older checkpoints lack the last two fields."""
+
+    first_step: int
+    micro_batch_sizes: list[list[int]]
+    max_micro_batch_sizes: NotRequired[list[int | None]]
+    gradient_checkpointing: NotRequired[bool]
 
 
 @dataclass(frozen=True)
@@ -69,14 +79,14 @@ class Schedule:
         return next(plan for first, plan in reversed(self.plans) if first <= step)
 
     def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
-        """Takes in a step's tokens (or what costs as much) and seconds by rank; a new plan, if it is time.
+        """A new plan, if the step's tokens (or what costs as much) and seconds by rank ask for one; else None.
 
         A host's speed is its tokens a second, so that longer rows are no slowdown. The slowest rank ends the step.
 
-        The first steps correct the shares, whatever the calibration said: after 3, 6, 12, ... steps of a plan another one
-        is taken that is shorter at the speeds' medians by more than their noise. Later that is drift: when in
-        `replan_steps` steps in a row the slowest took more than `replan_threshold` longer than the same work spread evenly
-        over the speeds, and another plan is that much shorter, that is taken.
+        The first steps correct the shares, whatever the calibration said: after 3, 6, 12, ... steps of a plan, one is
+        taken that is shorter at the median speeds by more than their noise. Later, drift is corrected: another plan is
+        taken if in `replan_steps` steps in a row the slowest rank took more than `replan_threshold` longer than the
+        same work spread evenly over the speeds, and the other plan is that much shorter.
         """
         if not self._is_watched:
             return None
@@ -261,30 +271,28 @@ class Schedule:
 
     # ---- In a checkpoint
 
-    def state(self, step: int) -> dict[str, Any]:
-        """What a run resumed after `step` needs to go on alike: the plan in force, and any to come."""
+    def state(self, step: int) -> dict[str, object]:
+        """What a run that is resumed after `step` needs: the plan in force, and any to come."""
         current = max((first for first, _ in self.plans if first <= step + 1), default=self.plans[0][0])
-        return {
-            **self._identity(),
-            "plans": [
-                {
-                    "first_step": first,
-                    "micro_batch_sizes": [list(rank.micro_batch_sizes) for rank in plan.ranks],
-                    "max_micro_batch_sizes": [rank.max_micro_batch_size for rank in plan.ranks],
-                    "gradient_checkpointing": plan.gradient_checkpointing,
-                }
-                for first, plan in self.plans
-                if first >= current
-            ],
-        }
+        plans = [
+            _KeptPlan(
+                first_step=first,
+                micro_batch_sizes=[list(rank.micro_batch_sizes) for rank in plan.ranks],
+                max_micro_batch_sizes=[rank.max_micro_batch_size for rank in plan.ranks],
+                gradient_checkpointing=plan.gradient_checkpointing,
+            )
+            for first, plan in self.plans
+            if first >= current
+        ]
+        return {**self._identity(), "plans": plans}
 
-    def restore(self, state: dict[str, Any]) -> bool:
+    def restore(self, state: Mapping[str, object]) -> bool:
         """Takes up a checkpoint's plans, unless hosts or settings are others now; returns whether it did."""
         if {**state, "plans": None} != {**self._identity(), "plans": None}:
             return False
         first = self.plans[0][1]
         self.plans = []
-        for kept in state["plans"]:
+        for kept in cast(list[_KeptPlan], state["plans"]):
             sizes = [tuple(of_rank) for of_rank in kept["micro_batch_sizes"]]
             same = sizes == [rank.micro_batch_sizes for rank in first.ranks]
             plan = first if same else with_micro_batches(first, sizes, "as the checkpoint has it")
@@ -293,7 +301,8 @@ class Schedule:
             self.plans.append((kept["first_step"], replace(plan, gradient_checkpointing=recomputes)))
         return True
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
+        """What a checkpoint's plans depend on."""
         plan = self.plans[0][1]
         return {
             "strategy": plan.strategy,

@@ -1,4 +1,4 @@
-"""The plan of a run: what is known of every host ➜ shares and strategy, with a prediction of each strategy. Pure functions."""
+"""The plan of a run: what is known of every host ➜ strategy and shares, with predictions. Pure functions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plan_run(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> Cluste
 
 
 def _cluster(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> tuple[Cluster, tuple[str, ...]]:
-    """The hosts as they are when all work, with estimates where nothing was measured; and warnings of what was changed."""
+    """The hosts as they are when all work, with estimates where nothing was measured; and warnings of each change."""
     calibrations, implausible = all_sound([host.calibration for host in hosts])
     calibrations, shared = at_work_together([host.name for host in hosts], calibrations)
     hosts = [
@@ -333,6 +333,7 @@ def check_whole(config: Config, hosts: Sequence[str], shape: ModelShape, memory_
             raise TooLarge(
                 f"host {host}: the model needs {needed / 1e9:.2f} GB for weights"
                 f"{', gradients and optimizer' * (config.model.method == 'full')}, but it has {size / 1e9:.2f} GB "
-                f"less {MEMORY_HEADROOM:.0%} headroom; take a quantised model with model.method=lora, or leave the host out",
+                f"less {MEMORY_HEADROOM:.0%} headroom; take a quantised model with model.method=lora, "
+                "or leave the host out",
                 needed,
             )

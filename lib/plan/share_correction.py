@@ -1,8 +1,8 @@
-"""What measured steps say of hosts' curves, and how sure that is: pure functions.
+"""Curves corrected by measured steps, and how sure the correction is: pure functions.
 
-A step tells how long a rank's micro-batches took together. That their sizes take as long is then known; of other sizes it
-is a guess. A host that is slower than it was takes longer for all of them; where a single point of its curve was wrong, the
-others stand. Which of the two it is shows as soon as another size has run, so a rank that surprises tries one once.
+A step shows how long a rank's micro-batches took together. That is then known for their sizes, and a guess for others.
+If the host has become slower, all sizes take longer; if one point of its curve was wrong, the others are right. Which
+it was shows as soon as another size has run: so a rank with a surprising time tries another size once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Factors = Mapping[int, float]  # {micro-batch size that has run: its time over t
 
 
 def is_look(steps: int, corrections: int) -> bool:
-    """Whether the shares are looked at after so many steps of a plan: after 3, 6, 12, ...; each correction doubles the first."""
+    """Whether shares are checked after so many steps of a plan: 3, 6, 12, ...; each correction doubles the first."""
     looks, rest = divmod(steps, FIRST_LOOK)
     return rest == 0 and looks >= 2**corrections and looks & (looks - 1) == 0
 
@@ -50,10 +50,10 @@ def standard_error(jumps: Sequence[np.ndarray], steps: int) -> float:
 
 
 def seen_after(curve: BatchCurve, seen: Factors, sizes: Sequence[int], factor: float, usual: float) -> dict[int, float]:
-    """What is known of a rank after a step of micro-batches of `sizes` took `factor` times the curve's time.
+    """A rank's factors after a step of micro-batches of `sizes` took `factor` times the curve's time.
 
-    What the sizes that have run before do not explain is due to the new ones, and among these to uncertain points of the
-    curve. Where all have run before and took otherwise, it is the host that has changed.
+    What the sizes that have run before do not explain is due to the new ones, and among these to uncertain points of
+    the curve. If all have run before and now took another time, the host has changed.
     """
     expected = {size: _seconds(curve, [size]) * list(sizes).count(size) for size in set(sizes)}
     total = sum(expected.values())
@@ -109,7 +109,7 @@ def _factor_of_host(curve: BatchCurve, seen: Factors, usual: float) -> float:
         return usual
     of_host = median_low(certain)
     surprises = not 1 / SURPRISE < of_host / usual < SURPRISE
-    # One wrong point makes a curve rough, and its true time makes it smooth; a slower host changes nothing of the shape.
+    # One wrong point makes a curve rough, and its true time makes it smooth; a slower host does not change the shape.
     is_point = surprises and _roughness(_times(curve, seen, usual)) < _roughness(_times(curve, seen, of_host))
     return usual if is_point else of_host
 

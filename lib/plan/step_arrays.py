@@ -1,7 +1,7 @@
-"""A training step written down: which arrays it makes and reads, in what order, and the most bytes that they hold at a time.
+"""The arrays that a training step makes and reads, in order, and the most bytes that they hold at a time.
 
-Forward layers leave word of what their backward pass does, as automatic differentiation would. What is kept, and how MLX lets go of the
-rest, is in lib/plan/memory.py's docstring.
+Every layer records what its backward pass does, as automatic differentiation would. lib/plan/memory.py's docstring says
+what is kept for that, and when MLX frees the rest.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Tape:
         return array
 
     def touch(self, *reads: _Array, scratch: float = 0, weights: float = 0) -> None:
-        """An operation that makes nothing of weight."""
+        """An operation whose output is too small to count."""
         self.operations.append(_Operation((), reads, scratch, weights))
 
     def give(self, array: _Array, cotangent: _Array, item_bytes: float) -> None:
@@ -130,7 +130,7 @@ class Tape:
 
 
 class Step:
-    """Writes down one micro-batch of a step."""
+    """Records the operations of one micro-batch."""
 
     def __init__(self, shape: ModelShape, training: Training, batch: BatchShape, device: Device):
         self.shape, self.training, self.batch, self.device = shape, training, batch, device
@@ -141,12 +141,12 @@ class Step:
         self.item = 4 if self.is_full else shape.other_bytes
         self.trained_blocks = min(training.blocks or shape.blocks, shape.blocks)
         self.is_trained = False  # the block that is being written down
-        # MLX orders a graph breadth first, twenty arrays wide: the first parameters' gradients are made last of all, and
-        # what they read waits for them.
+        # MLX orders a graph breadth first, twenty arrays wide: the first parameters' gradients are made last of all,
+        # and what they read is held until then.
         self.is_late = False
         self.late: list[tuple[float, tuple[_Array, ...]]] = []
 
-    # ---- Layers: each makes its output, and leaves word what the backward pass does
+    # ---- Layers: each makes its output, and records what its backward pass does
 
     def array(self, width: float, *reads: _Array, item: float | None = None, **more: float) -> _Array:
         return self.tape.make(self.tokens * width, self.item if item is None else item, *reads, **more)
@@ -386,7 +386,7 @@ class Step:
         return self.linears(self.swiglu(gate, up), self.shape.hidden_size)[0]
 
     def experts(self, x: _Array) -> _Array:
-        """Every token meets some experts: as wide as all of those together, and copied for each."""
+        """Every token goes through some experts: as wide as all of those together, and copied for each."""
         shape, times = self.shape, max(self.shape.experts_per_token, 1)
         copies = self.array(times * shape.hidden_size, x)
         gate, up = self.linears(copies, times * shape.expert_columns, times * shape.expert_columns)
@@ -412,7 +412,7 @@ class Step:
         x = self.array(shape.hidden_size)
         blocks: list[tuple[_Array, _Array, list[Callable[[], None]], bool]] = []
         for index in range(shape.blocks):
-            # What is checkpointed keeps nothing: its operations are written down once more where its backward pass begins.
+            # A checkpointed block keeps nothing: its operations are recorded again where its backward pass begins.
             is_trained = index >= shape.blocks - self.trained_blocks
             self.is_trained = is_trained and not self.training.checkpointing
             is_sparse = index >= shape.blocks - shape.expert_blocks

@@ -1,7 +1,8 @@
 """Which strategy replicas take, and how often independent ones merge: pure functions.
 
-Independent replicas merge as often as costs MERGE_COST of the time, and at least LEAST_MERGES times a run: the more often, the
-nearer they stay to one machine's result. What a merge costs is predicted from a calibrated link, or measured in the first rounds.
+Independent replicas merge as often as takes MERGE_COST of the time, and at least LEAST_MERGES times a run. The more
+often they merge, the nearer they stay to one machine's result. A merge's time is predicted from a calibrated link, or
+measured in the first rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def choose_strategy(config: Config, world_size: int) -> tuple[str, str]:
 
 
 def longest_round(steps: int) -> int:
-    """The most global batches of a round with which a run of `steps` has LEAST_MERGES merges, or one after each step."""
+    """The longest round, in steps, with which a run of `steps` has LEAST_MERGES merges, or one after each step."""
     return max(1, math.ceil(steps / (LEAST_MERGES - 1)) - 1)
 
 
@@ -95,8 +96,8 @@ def measures_merges(config: Config) -> bool:
 def default_merge(config: Config) -> str:
     """The merge method where the settings name none.
 
-    In rounds as short as planned here the mean of LoRA's factors is as good as the best adapter of the mean product, at a
-    fraction of the arithmetic; rounds that a user chose may be so long that it is not.
+    In rounds as short as planned here, the mean of LoRA's factors is as good as the best adapter of the mean product,
+    with far less arithmetic. Rounds that a user chose may be so long that it is not.
     """
     return "svd" if config.model.method == "lora" and config.independent.pairs_per_round is not None else "average"
 

@@ -1,8 +1,8 @@
 """What hosts without a calibration can do, from what was measured of the others: pure functions.
 
-A host that has the curve of a run keeps it whatever the others lack. Of a host that has none the curve is a calibrated
-host's, as many times slower as another measurement of both says, else the products of matrices that each rank measured as
-the run started, else the figures published for both chips. The first steps of the run correct what is wrong with it.
+A host that has the run's curve keeps it. A host without one gets the curve of a calibrated host, scaled by the ratio of
+their speeds: by another measurement of both, else by the matrix products that each rank measured as the run started,
+else by the figures published for both chips. The first steps of the run correct the estimate.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def needs_rates(hosts: Sequence[str], calibrations: Sequence[HostCalibration | N
 
 
 def relative_speeds(hosts: Sequence[RankHost]) -> list[float] | None:
-    """How fast the ranks are beside each other by their matmul rates, where nothing else is known of them.
+    """The ranks' relative speeds by their matmul rates, where nothing else is known of them.
 
-    Ranks of one host count as equal, and so do hosts that differ by less than two measurements of one. None where all are
-    equal, or a rate is not known.
+    Ranks of one host count as equal, and so do hosts that differ by less than two measurements of one host do. None
+    where all are equal, or a rate is not known.
     """
     rates: dict[str, list[float]] = {}
     for host in hosts:
@@ -83,7 +83,7 @@ class _Ratio(NamedTuple):
 def _estimate(
     host: RankHost, references: Sequence[tuple[RankHost, BatchCurve]], published: Sequence[HostCalibration]
 ) -> BatchCurve | None:
-    """A curve for a host without one: that of the reference host whose speed is nearest, scaled. Its source says how."""
+    """A curve for a host without one: that of the reference host with the nearest speed, scaled."""
     for ratio_of in (_by_other_curve, _by_matmul, lambda a, b: _by_chip(a, b, published)):
         ratios = [(ratio, curve) for other, curve in references if (ratio := ratio_of(host, other))]
         if ratios:

@@ -1,4 +1,4 @@
-"""Keeps a backend alive: starts it, asks it for a token before it gets requests, watches it, starts it again.
+"""Supervises a backend: starts it, asks it for a token before it gets requests, watches it, starts it again.
 
 A backend that died, falls silent or fails a request is taken out of the pool at once. It comes back when it answers
 again; one of ours that does not is killed and started anew, after a pause that doubles from failure to failure.
@@ -41,7 +41,7 @@ PROBE = {"prompt": "1", "max_tokens": 1, "temperature": 0.0}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a backend of ours is started: the words after `python -m lib.serve.backend_process`, and the host (None: this one)."""
+    """How a backend of ours is started: the options of lib/serve/backend_process.py, and the host (None: this one)."""
 
     words: tuple[str, ...]
     host: Host | None = None
@@ -63,7 +63,7 @@ def pause_seconds(failures: int) -> float:
 
 
 class Process:
-    """A backend's process, and the last lines that it said."""
+    """A backend's process, and the last lines that it printed."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self.process = process
@@ -94,7 +94,7 @@ class Process:
         while self.process.returncode is None:  # wait() may last until its children let go of its output, too
             await asyncio.sleep(EXIT_SECONDS)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.reading), 0.5)  # what it said last
+            await asyncio.wait_for(asyncio.shield(self.reading), 0.5)  # what it printed last
 
     async def stop(self) -> None:
         """Ends it and what it started (mlx_lm.fuse), whatever they are doing."""
@@ -105,11 +105,11 @@ class Process:
 
 
 class Fault(Exception):
-    """Why a backend is not well."""
+    """Why a backend cannot take requests."""
 
 
 class Keeper:
-    """One backend's life; `run()` never returns."""
+    """Supervises one backend; `run()` never returns."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Keeper:
         clock, up_seconds = self.pool.clock, 0.0
         if self.recipe is not None:
             await self._start(self.recipe)
-        fault = await self._fault(self._answers(), self.start_seconds)
+        fault = await self._fault(self._until_it_answers(), self.start_seconds)
         while fault is None:
             self.was_ever_up = True
             self.pool.set_up(self.backend, True)
@@ -162,13 +162,13 @@ class Keeper:
             up_seconds += clock() - since
             self.pool.set_up(self.backend, False)
             self.log("backend", backend=self.backend.name, state="down", reason=reason)
-            fault = await self._fault(self._answers(), self.stall_seconds)
+            fault = await self._fault(self._until_it_answers(), self.stall_seconds)
         await self._stop()
         return up_seconds, fault
 
     async def _start(self, recipe: Recipe) -> None:
         local_port = _free_port()
-        # Over ssh the port is the other host's to have; if it is taken, the backend dies, and the next start has another.
+        # Over ssh the port is one of the other host's: if it is taken, the backend ends; the next start has another.
         port = local_port if recipe.host is None else random.randrange(20000, 32000)
         self.backend.secret = secrets.token_hex(16)
         self.backend.url = f"http://127.0.0.1:{local_port}"
@@ -190,8 +190,8 @@ class Keeper:
             ended = {self.process.ended} if self.process is not None else set()
             await asyncio.wait({task, *ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if self.process is not None and self.process.ended.done():
-                said = " / ".join(self.process.last_lines) or "no word"
-                return f"its process ended with status {self.process.process.returncode}: {said}"
+                output = " / ".join(self.process.last_lines) or "no word"
+                return f"its process ended with status {self.process.process.returncode}: {output}"
             if not task.done():
                 return f"no answer in {seconds:g} seconds"
             task.result()
@@ -202,7 +202,7 @@ class Keeper:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _answers(self) -> None:
+    async def _until_it_answers(self) -> None:
         """Returns once it generated a token."""
         headers = {SECRET_HEADER: self.backend.secret}
         while True:

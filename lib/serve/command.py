@@ -6,8 +6,8 @@
     python -m lib.server --run runs/NAME serve.hostfile=hostfile  one backend on each host, over ssh
     python -m lib.server --model PATH                             a model without an adapter
 
-Settings are key=value words, or the `serve` section of the run's config.yaml. Standard output has a
-log of one JSON record a line. SIGTERM finishes what was taken and ends; SIGHUP reads the keys again.
+Settings are key=value words, or the `serve` section of the run's config.yaml. The log is one JSON record a
+line, on standard output. SIGTERM finishes requests under way and ends; SIGHUP reads the keys again.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Tool(_Part):
 
 
 class StreamOptions(_Part):
-    """What a stream tells besides its tokens."""
+    """What a stream has besides its tokens."""
 
     include_usage: bool | None = None
 
@@ -126,7 +126,7 @@ class TextFormat(_Part):
 
 
 class _Request(_Part):
-    """What both kinds of completion know. Null is "not said", as with OpenAI."""
+    """The keys of both kinds of completion. Null means absent, as with OpenAI."""
 
     model: str | None = None
     stream: bool | None = None
@@ -342,8 +342,8 @@ def _refusal(error: ValidationError) -> RequestError:
         return RequestError(400, f"{place} is not a parameter of this server", "unknown_parameter", place)
     if fault["type"] == "missing":
         return RequestError(400, f"{place} is missing", "missing_parameter", place)
-    said = fault["msg"].removeprefix("Value error, ")
-    return RequestError(400, f"{place or 'the request'}: {said[0].lower()}{said[1:]}", "invalid_value", place or None)
+    why = fault["msg"].removeprefix("Value error, ")
+    return RequestError(400, f"{place or 'the request'}: {why[0].lower()}{why[1:]}", "invalid_value", place or None)
 
 
 def _places(loc: tuple[int | str, ...]) -> Iterator[str]:

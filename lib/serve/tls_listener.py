@@ -1,4 +1,4 @@
-"""uvicorn, for clients that mean harm or are just slow, and an end that loses no request."""
+"""The HTTP listener: uvicorn with limits on slow or hostile clients, and an end that loses no request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def protocol(settings: ServeSettings) -> type[H11Protocol]:
 
 
 class Listener(uvicorn.Server):
-    """Takes requests until it is told to end: then it says so, finishes what it has, and only then closes."""
+    """Takes requests until a signal: then readiness turns off, requests under way are finished, and it closes."""
 
     def __init__(self, uvicorn_config: uvicorn.Config, gateway: Gateway, settings: ServeSettings, log: Log):
         super().__init__(uvicorn_config)
@@ -83,7 +83,7 @@ class Listener(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def _drain(self, why: str) -> None:
-        """New requests are still answered for a while, so that who balances loads can turn away; then none is begun."""
+        """Answers new requests for serve.drain_seconds more, while load balancers turn away; then begins none."""
         self.gateway.is_draining = True
         self.log("drain", reason=why, active=self.gateway.active)
         await asyncio.sleep(self.settings.drain_seconds)
@@ -93,7 +93,7 @@ class Listener(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Closes the listener first, and lets what was on its way arrive and be told that it came too late."""
+        """Closes the listener first; requests that were on their way still arrive, and are refused."""
         for server in self.servers:
             server.close()
         deadline = self.loop.time() + LAST_WORDS_SECONDS

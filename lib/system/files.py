@@ -12,9 +12,9 @@ from pathlib import Path
 def flush(descriptor: int) -> None:
     """Returns when what was written to an open file is on its disk.
 
-    macOS's fsync hands the data to the drive, which may keep it in a cache that a power cut empties and write in another
-    order; fcntl's F_FULLFSYNC asks the drive to empty that cache (Apple's manual page fsync(2)). Some file systems there
-    (network shares, exFAT) do not know it.
+    macOS's fsync hands the data to the drive, which may keep it in a cache that a power cut empties, and write in
+    another order. fcntl's F_FULLFSYNC asks the drive to empty that cache (Apple's manual page fsync(2)). Some file
+    systems there (network shares, exFAT) do not know it.
 
     Raises:
         OSError: the disk is full or broken.

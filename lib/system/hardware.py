@@ -1,4 +1,4 @@
-"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU; a function a question."""
+"""This machine: its chip, memory, system and versions, on Metal, CUDA and the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,7 +23,7 @@ PROCESSOR_SENSORS = re.compile(r"coretemp|k10temp|zenpower|amdgpu|x86_pkg_temp|c
 
 
 class Machine(BaseModel):
-    """Who was measured."""
+    """The machine that was measured."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -89,11 +89,21 @@ def versions() -> dict[str, str]:
     return {package: metadata.version(package) for package in ("mlx", "mlx-lm")}
 
 
-def mlx_device() -> tuple[Device, dict[str, Any]]:
+class DeviceInfo(TypedDict, total=False):
+    """Of mx.device_info(), which differs from device to device."""
+
+    device_name: str
+    architecture: str
+    total_memory: int  # CUDA
+    memory_size: int  # Metal
+    max_recommended_working_set_size: int  # Metal
+
+
+def mlx_device() -> tuple[Device, DeviceInfo]:
     """What MLX computes on, and what it says of it."""
     import mlx.core as mx  # here, because mpi_and_blas.prepare() has to come before it
 
-    facts = dict(mx.device_info())
+    facts = cast(DeviceInfo, dict(mx.device_info()))
     if mx.default_device() == mx.cpu:
         return "cpu", facts
     return "metal" if mx.metal.is_available() else "cuda", facts
@@ -150,11 +160,12 @@ def container_memory_bytes() -> int | None:
 
 
 def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
-    """How warm this host is and what it draws, as far as its system tells without a password. May take some seconds.
+    """This host's temperature and power, as far as its system gives them without a password. May take some seconds.
 
     Returns:
         `temperature_celsius` of its hottest processor; `power_watts` of its NVIDIA GPUs together, or of what else has a
-        meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU. What is not told is not there.
+        meter on Linux; `speed_limit`, the part of its full speed that a warm Mac leaves its CPU. What is not known is
+        left out.
     """
     readings: dict[str, float] = {}
     temperatures = [
@@ -183,7 +194,7 @@ NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--for
 
 
 def _sysfs(system: Path, values: str, name: str, unit: float) -> list[float]:
-    """What the processors' sensors of a kind say."""
+    """The readings of the processors' sensors of one kind, times a unit."""
     readings = []
     for path in (system / ("hwmon" if values.startswith("hwmon") else "thermal")).glob(values):
         with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
@@ -220,7 +231,7 @@ def power(system: Path = Path("/sys/class/power_supply")) -> Power | None:
 
 
 def mac_power(batteries: str, settings: str) -> Power | None:
-    """From `pmset -g batt` and `pmset -g`: Apple's PowerManagement, pmset.m, show_power_sources and show_pm_settings_dict."""
+    """From `pmset -g batt` and `pmset -g` (Apple's pmset.m: show_power_sources, show_pm_settings_dict)."""
     source = re.search(r"^Now drawing from '(.+)'$", batteries, re.MULTILINE)
     if source is None:
         return None

@@ -1,4 +1,4 @@
-"""How fast this process multiplies matrices, measured in well under a second: what compares hosts that nobody calibrated."""
+"""How fast this process multiplies matrices, measured in under a second. It compares hosts without a calibration."""
 
 from __future__ import annotations
 

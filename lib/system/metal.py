@@ -1,8 +1,8 @@
 """What is particular to a Mac's GPU: the watchdog of a lit display, wired memory, and how long an evaluation may take.
 
-macOS ends GPU work that keeps a lit display waiting (mlx#3267: LoRA training dies with "Impacting Interactivity", or the
-Mac restarts). With the display asleep it does not. AGX_RELAX_CDM_CTXSTORE_TIMEOUT, which the GPU's driver reads, was
-enough on some Macs and not on others; shorter evaluations make it less likely.
+macOS ends GPU work that keeps a lit display waiting (mlx#3267: LoRA training dies with "Impacting Interactivity", or
+the Mac restarts). With the display asleep it does not. AGX_RELAX_CDM_CTXSTORE_TIMEOUT, which the GPU's driver reads,
+was enough on some Macs and not on others; shorter evaluations make it less likely.
 
 Everything that asks macOS is a function of its own here, and gives nothing elsewhere. Only the standard library is
 imported before something is asked: an agent needs this module, too.
@@ -30,7 +30,8 @@ ASK_SECONDS = 15.0  # system_profiler takes one or two
 SLEEP_SECONDS = 1.0  # for a display to go dark
 WATCHDOG_RELAXED = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 WIRED_FROM = 0.5  # of the memory: what is smaller stays in memory by itself
-FORWARD = 1.0  # the time of a pass through the model; of training adapters or all weights, and blocks that are computed twice:
+# The time of a pass through the model; of training adapters, or all weights; and of computing blocks twice.
+FORWARD = 1.0
 ADAPTERS, FULL, AGAIN = 2.0, 3.0, 1.0
 MATMUL_PART = 0.6  # of the matmul rate, that training reaches
 RATE_WIDTH = 2048  # of the matrices whose product measures it
@@ -40,10 +41,10 @@ RATE_WIDTH = 2048  # of the matrices whose product measures it
 
 
 def lit_displays() -> list[str]:
-    """The displays of this Mac that are awake, by name; none where nobody tells.
+    """The displays of this Mac that are awake, by name; none where that is not known.
 
-    From system_profiler: IODisplayWrangler, IODisplayConnect and AppleBacklightDisplay, which older answers ask, are not
-    there on Apple silicon, and what CoreGraphics says depends on the session and on the programs that run in it.
+    From system_profiler. IODisplayWrangler, IODisplayConnect and AppleBacklightDisplay do not exist on Apple silicon,
+    and what CoreGraphics says depends on the session and on the programs that run in it.
     """
     command = ["system_profiler", "SPDisplaysDataType", "-json"]
     return lit(os_commands.output(command, ASK_SECONDS)) if os_commands.is_mac() else []
@@ -130,7 +131,7 @@ class Pace:
         return most_rows(micro_batch_size, self.seconds_per_row, self.limit_seconds)
 
     def observe(self, rows: int, seconds: float, traces: int = 0) -> None:
-        """Takes in a step: its rows on this rank, their seconds, and the shapes so far. One that compiled says nothing."""
+        """Learns from a step: its rows on this rank, their seconds, the shapes so far. One that compiled is ignored."""
         if rows and traces == self.traces and not self.is_fixed:
             self.seconds_per_row = seconds / rows
         self.traces = traces
@@ -146,7 +147,7 @@ def relaxes(options: argparse.Namespace) -> bool:
     from lib.config import train_arguments
     from lib.errors import UserError
 
-    with contextlib.suppress(UserError, OSError):  # told once the ranks have met
+    with contextlib.suppress(UserError, OSError):  # reported once the ranks are connected
         return train_arguments.read_config(options).metal.relax_watchdog
     return True
 
@@ -189,7 +190,7 @@ def training_passes(method: str, is_checkpointed: bool) -> float:
 def pace(config: Config, model: Any, tokens: float, passes: float, world: Any) -> Pace:
     """The pace at which a rank takes rows of so many tokens through a model; without a limit where there is no Metal.
 
-    Ranks that share one model evaluate the same rows together: there the slowest Mac's estimate is everyone's, for good.
+    Ranks that share one model evaluate the same rows together: there all keep the slowest Mac's estimate.
     """
     limit_seconds, is_shared = config.metal.evaluation_seconds, world.workers.size < world.size
     if limit_seconds is None or not (is_shared or uses_metal()):

@@ -41,7 +41,7 @@ class Launch:
 def prepare(relax_watchdog: bool = True) -> None:
     """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay.
 
-    relax_watchdog: on a Mac, have its GPU's driver wait longer before it ends work for a display's sake (lib/system/metal.py).
+    relax_watchdog: on a Mac, have the GPU's driver wait longer before it ends work for a display (lib/system/metal.py).
     """
     if relax_watchdog and os_commands.is_mac():
         os.environ.setdefault(metal.WATCHDOG_RELAXED, "1")
@@ -192,10 +192,10 @@ def leave(status: int, launch: Launch | None, alone: bool) -> int:
 
 
 def status_of(main: Callable[[], int]) -> int:
-    """What main returns; a fault of ours, with its traceback, is 1, and ends this rank though the others know nothing of it."""
+    """The exit status that main returns. An unexpected exception prints its traceback and ends this rank with 1."""
     try:
         return main()
-    except Exception:  # ours to mend; the other ranks must not wait for one that will never come
+    except Exception:  # a bug; the other ranks must not wait for this one
         traceback.print_exc()
         return leave(1, launch_environment(), alone=True)
 

@@ -17,7 +17,7 @@ import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from lib.system import os_commands
 
@@ -82,7 +82,7 @@ def is_link_local(address: str) -> bool:
 
 
 def likeliest_first(addresses: Sequence[str]) -> list[str]:
-    """Addresses in an order that is the same on every host; loopback and link-local ones, which others cannot use, last."""
+    """Addresses in an order that is the same on every host; loopback and link-local ones, of no use to others, last."""
 
     def unlikely(address: str) -> int:
         with contextlib.suppress(ValueError):
@@ -111,12 +111,17 @@ def own_addresses() -> list[str]:
 # ---- Connections
 
 
-def connections() -> list[dict[str, Any]]:
-    """Every TCP connection that this process has open: peer, round_trip_seconds (smoothed), retransmits (since it began).
+class Connection(TypedDict):
+    """A TCP connection of this process."""
 
-    Linux tells; elsewhere, and over backends that bypass TCP, the list is empty.
-    """
-    connections_now = []
+    peer: str
+    round_trip_seconds: float  # smoothed
+    retransmits: int  # since it began
+
+
+def connections() -> list[Connection]:
+    """Every TCP connection that this process has open, on Linux; elsewhere, and over backends that bypass TCP, none."""
+    connected: list[Connection] = []
     folder = Path("/proc/self/fd")
     for path in folder.iterdir() if folder.exists() and hasattr(socket, "TCP_INFO") else ():
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or not connected
@@ -128,5 +133,5 @@ def connections() -> list[dict[str, Any]]:
                 peer = copy.getpeername()[0]
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
             trip, retransmits = (struct.unpack_from("=I", info, place)[0] for place in (ROUND_TRIP, RETRANSMITS))
-            connections_now.append({"peer": peer, "round_trip_seconds": trip / 1e6, "retransmits": retransmits})
-    return sorted(connections_now, key=lambda one: str(one["peer"]))
+            connected.append({"peer": peer, "round_trip_seconds": trip / 1e6, "retransmits": retransmits})
+    return sorted(connected, key=lambda one: one["peer"])

@@ -1,4 +1,4 @@
-"""What the operating system's own commands print: the one door to them, so that a test can put another system behind it."""
+"""The output of the operating system's commands. All go through this module, so that a test can replace the system."""
 
 from __future__ import annotations
 

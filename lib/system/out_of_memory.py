@@ -1,6 +1,6 @@
-"""Running out of memory: how MLX and the kernel tell it, a limit of our own, and work that is tried again in smaller pieces.
+"""Running out of memory: how MLX and the kernel report it, a limit of our own, and work tried again in smaller pieces.
 
-Only the standard library is imported at the top: the launcher's agent asks here, too.
+Only the standard library is imported at the top: the launcher's agent uses this module, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ T = TypeVar("T")
 
 # MLX's allocators (mlx/backend/*/allocator.cpp), its CUDA checks, Metal's command buffers, C++'s own.
 TEXTS = re.compile(
-    r"\[malloc\] Unable to allocate|\[metal::malloc\] Attempting to allocate|failed: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|Insufficient Memory|kIOGPUCommandBufferCallbackErrorOutOfMemory|std::bad_alloc"
+    r"\[malloc\] Unable to allocate|\[metal::malloc\] Attempting to allocate|failed: out of memory"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED|Insufficient Memory"
+    r"|kIOGPUCommandBufferCallbackErrorOutOfMemory|std::bad_alloc"
 )
 VMSTAT = Path("/proc/vmstat")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -33,9 +34,9 @@ NOTED = ("micro_batch_size", "gradient_checkpointing")  # of the heart's beats, 
 
 
 class OutOfMemory(Exception):
-    """Memory ran out, and what was being made is let go.
+    """Memory ran out, and what was being computed is freed.
 
-    ranks: of the world's workers, that it happened to, where all know of it and the work can be done again; else empty.
+    ranks: the workers that it happened to, where all know of it and the work can be done again; else empty.
     needed_bytes: what each of them held at most, as far as known.
     """
 
@@ -45,7 +46,7 @@ class OutOfMemory(Exception):
 
 
 def told_by(error: BaseException) -> bool:
-    """Whether an exception is MLX's way to say that memory ran out. std::bad_alloc becomes a MemoryError."""
+    """Whether an exception of MLX says that memory ran out. std::bad_alloc becomes a MemoryError."""
     return isinstance(error, MemoryError | OutOfMemory) or (
         isinstance(error, RuntimeError) and TEXTS.search(str(error)) is not None
     )
@@ -54,8 +55,9 @@ def told_by(error: BaseException) -> bool:
 def advice(error: BaseException) -> str:
     """What a user can do where nothing smaller was left to try."""
     return (
-        f"memory ran out: {error}; a smaller evaluate.batch_size or data.max_length, model.gradient_checkpointing=true, "
-        "model.method=lora or a quantised model takes less, and strategy=sharded divides the model"
+        f"memory ran out: {error}; a smaller evaluate.batch_size or data.max_length, "
+        "model.gradient_checkpointing=true, model.method=lora or a quantised model takes less, "
+        "and strategy=sharded divides the model"
     )
 
 
@@ -63,20 +65,21 @@ def advice(error: BaseException) -> str:
 class Limit:
     """What MLX may hold in this process.
 
-    is_configured: plan.memory_limit_gb; otherwise what the machine bears before it swaps, and a single pair may exceed it.
+    is_configured: by plan.memory_limit_gb. Otherwise it is what the machine has before it swaps, and a single pair may
+    exceed it.
     """
 
     size_bytes: int | None = None
     is_configured: bool = False
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The micro-batches; after each of them, that it kept to the limit.
+        """The micro-batches, with a check of the limit after each.
 
-        MLX allocates when a graph is submitted, so that its peak is known as soon as the next micro-batch is wanted. A CPU
-        is not refused memory: it swaps, or the kernel ends the process. Nor is a Mac, which swaps long before.
+        MLX allocates when a graph is submitted, so its peak is known when the next micro-batch is taken. On a CPU no
+        allocation fails: the machine swaps, or the kernel ends the process. A Mac swaps long before one would fail.
 
         Raises:
-            OutOfMemory: it did not.
+            OutOfMemory: a micro-batch took more than the limit.
         """
         import mlx.core as mx
 
@@ -94,11 +97,11 @@ class Limit:
 
 
 def attempt(work: Callable[[], T]) -> T:
-    """What the work returns. Where memory runs out, nothing of it stays: the memory is there for another attempt.
+    """What the work returns. Where memory runs out, all that the work held is freed, for another attempt.
 
-    CUDA's runtime keeps a failed allocation as its thread's last error, and MLX, which asks for that error at every wait
-    and never clears it, would fail in this thread for ever. So on CUDA the work is done in a thread that can be given up:
-    what goes in and comes out has to be evaluated.
+    CUDA's runtime keeps a failed allocation as its thread's last error. MLX asks for that error at every wait and never
+    clears it, so every later call in that thread would fail. So on CUDA the work is done in a thread that can be given
+    up: what goes in and comes out has to be evaluated.
 
     Raises:
         OutOfMemory: without a traceback, whose frames would keep the arrays.
@@ -193,10 +196,10 @@ def release() -> None:
 
 
 def in_pieces(rows: Sequence[T], work: Callable[[Sequence[T]], Any], can_halve: bool = True) -> list[tuple[int, Any]]:
-    """The work's results for consecutive pieces of some rows, each with its first row's index: all rows at once, if that fits.
+    """The work's results for consecutive pieces of the rows, each with its first row's index; one piece, if that fits.
 
     Args:
-        can_halve: not where other ranks pass through the model with this one, and know nothing of a failure.
+        can_halve: False where other ranks run the same forward pass, and would not know of a failure.
 
     Raises:
         OutOfMemory: not even one row fits.

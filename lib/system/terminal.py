@@ -1,7 +1,7 @@
 """What a command prints: to a person's terminal lines of its width, to a file or pipe whole lines of plain text.
 
 In a file nothing is wrapped, padded or drawn over, so that grep finds it. Colours are for a terminal that has them, or
-where FORCE_COLOR asks; never with NO_COLOR. They are ones that can be read on light and on dark, and never tell alone.
+where FORCE_COLOR asks; never with NO_COLOR. They can be read on light and on dark, and nothing is said by colour alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -70,7 +69,7 @@ class Voice:
     def table(
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], text_columns: int = 1
     ) -> None:
-        """A table whose first columns are text and whose others are numbers; one too wide for the terminal continues below."""
+        """A table: the first columns are text, the others numbers. One too wide for the terminal continues below."""
         if title:
             self.line(title, "bold")
         for line in laid_out(columns, [list(row) for row in rows], text_columns, self.width):
@@ -90,14 +89,14 @@ class Voice:
             before = lead if number == 0 else " " * (lead.cell_len + HANG)
             self.console.print(Text.assemble(before, text + " \\" * (number < len(lines) - 1)), soft_wrap=True)
 
-    def record(self, values: dict[str, Any]) -> None:
+    def record(self, values: Mapping[str, object]) -> None:
         """A line of JSON for programs; a person at a terminal has read the same before."""
         if not self.is_terminal:
             self.console.print(Text(json.dumps(values)), soft_wrap=True)
 
 
 def error(text: str, label: str = "error") -> None:
-    """Why a command ends, and what mends it, on standard error."""
+    """Prints on standard error why a command ends, and what to do."""
     Voice(stderr=True).labelled(label, text)
 
 
@@ -141,7 +140,7 @@ def folded(text: Text, lead: Text, width: int | None) -> list[Text]:
 def laid_out(
     columns: Sequence[str], rows: Sequence[Sequence[str | Text]], text_columns: int, width: int | None
 ) -> list[Text]:
-    """A table's lines. Too wide, its headings are folded first; then what does not fit continues below, with the first columns again."""
+    """A table's lines. If it is too wide, headings are folded; then the rest continues below, after the first columns."""
     cells = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
     of_cells = [max((row[i].cell_len for row in cells), default=0) for i in range(len(columns))]
     widths = [max(of_column, len(column)) for of_column, column in zip(of_cells, columns, strict=True)]

@@ -14,7 +14,7 @@ PIECE_BYTES = 2**22
 
 
 class Tail:
-    """The whole lines of a file, a piece at a time; a file that was replaced or cut back begins anew."""
+    """The whole lines of a file, a piece at a time; from the start again, where it was replaced or truncated."""
 
     def __init__(self, path: Path):
         self.path, self.offset = Path(path), 0  # of the next line
@@ -54,7 +54,7 @@ class Copy:
         self._is_here: dict[int, bool] = {}
 
     def write(self, rank: int, offset: int, lines: bytes) -> None:
-        """Writes what a rank's log has at `offset`; at 0 the copy begins anew.
+        """Writes what a rank's log has at `offset`; at 0 the copy starts again.
 
         Raises:
             OSError: the disk is full or not writable.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from lib.system import files
 from lib.system.hardware import sensors
@@ -27,6 +27,15 @@ NETWORK_SECONDS = 10.0  # between records of the network
 SENSORS_SECONDS = 15.0  # between records of temperature and power
 PIECE_BYTES = 2**20  # of a log, in one collective at the end of a run
 GATHERED_PIECES = 64  # the most collectives at the end of a run
+
+
+class Ranks(Protocol):
+    """What is needed of a World."""
+
+    @property
+    def rank(self) -> int: ...
+    def gather_long_text(self, text: str, what: str) -> list[str]: ...
+    def broadcast_text(self, text: str) -> str: ...
 
 
 class PerformanceTracker:
@@ -52,7 +61,7 @@ class PerformanceTracker:
         self._tail, self._copies = Tail(self.log_path), dict[int, Copy]()
 
     def record(self, kind: str, **fields: Any) -> Record:
-        """Appends one record and flushes it. On a disk that is full by then it is kept in memory, until there is room.
+        """Appends one record and flushes it. While the disk is full it is kept in memory.
 
         Raises:
             OSError: the disk is full at the first record, or not writable.
@@ -157,7 +166,7 @@ class PerformanceTracker:
     def _look_at_sensors(self) -> None:
         self._sensors = sensors()
 
-    def gather(self, world: Any, everything: bool = False) -> None:
+    def gather(self, world: Ranks, everything: bool = False) -> None:
         """Brings the other ranks' logs to rank 0's machine, as `logs/HOST/rank-001.jsonl`.
 
         All ranks call it. Nothing travels where ranks share a disk, or a launcher copies already.

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from lib.data.dataset import Dataset, lengths_and_cost
-from lib.data.micro_batches import MicroBatches
+from lib.data.dataset import Dataset
+from lib.data.micro_batches import MicroBatches, lengths_and_cost
 from lib.data.prefetch import prefetch
 from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches
 from lib.data.streaming import StreamedDataset
