@@ -52,14 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # a full or read-only disk: what was saved before is whole
         terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with {again}")
         return mpi_and_blas.leave(2, launch, alone=True)
+    except (Stopped, KeyboardInterrupt) as error:
+        terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with {again}", "stopped")
+        return 1
     except (out_of_memory.OutOfMemory, RuntimeError, MemoryError) as error:
         if not out_of_memory.told_by(error):
             raise
         terminal.error(f"{out_of_memory.advice(error)}; go on with {again}")
         return mpi_and_blas.leave(1, launch, alone=True)
-    except (Stopped, KeyboardInterrupt) as error:
-        terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with {again}", "stopped")
-        return 1
     return 0
 
 
@@ -70,6 +70,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.training.learner import Learner
     from lib.training.loop import Batches, TrainingLoop
     from lib.training.resume import resume_run
+    from lib.training.summary import show_end
 
     launched = time.perf_counter()
     run = prepare(config, world, resume, dry_run)
@@ -104,7 +105,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         from lib.dashboard import run_report
 
         run_report.leave_pages(run.tracker.log_path, run.folder)
-        report.show_end(run.say, run.folder, summary)
+        show_end(run.say, run.folder, summary)
     if run.lock is not None:
         run.lock.close()
 

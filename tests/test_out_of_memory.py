@@ -305,7 +305,7 @@ def test_weights_that_stood_in_for_others_are_back_where_a_step_failed() -> None
     own = model.weight
 
     def ask_reference() -> Any:
-        model.update({"weight": mx.zeros((2, 2))})  # as scoring.ask_as_needed does for a moment
+        model.update({"weight": mx.zeros((2, 2))})  # as reference.add_as_needed does for a moment
         raise MemoryError
 
     with pytest.raises(OutOfMemory) as caught:

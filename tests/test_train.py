@@ -303,6 +303,13 @@ def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypat
     assert tiny.difference(tmp_path / "runs/plain", tmp_path / "runs/poisoned") == 0.0
 
 
+def test_a_run_that_is_never_finite_stops_with_a_remedy_and_no_traceback(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.learning_rate=1e30", "train.max_grad_norm=null"]
+    result = tiny.train(tmp_path, [*words, "run.name=run", "train.max_skipped_steps=1"], check=False)
+    assert result.returncode == 1 and "stopped: 1 updates in a row were not finite" in result.stderr
+    assert "lower train.learning_rate (1e+30)" in " ".join(result.stderr.split()) and "--resume" in result.stderr
+
+
 def test_a_log_on_a_full_disk_is_kept_until_there_is_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, NotRequired, Protocol, TypedDict
 
@@ -29,6 +29,10 @@ class Vocabulary(TypedDict):
 
 class Tokenizer(Protocol):
     """What is needed of a transformers tokenizer, or of mlx-lm's TokenizerWrapper around one."""
+
+    @property
+    def eos_token_ids(self) -> Collection[int]:
+        """mlx-lm's wrapper alone has them: greedy answers end there."""
 
     def encode(self, text: str, **options: Any) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...

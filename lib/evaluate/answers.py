@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +11,7 @@ from mlx_lm import batch_generate
 
 from lib.config.schema import Config
 from lib.data.questions import Question
+from lib.data.tokenize import Tokenizer
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.evaluate.batch_inference import extract
@@ -23,7 +23,9 @@ SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 MARKS = {True: "✓", False: "✗"}
 
 
-def greedy(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], max_tokens: int, world: World) -> list[str]:
+def greedy(
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[list[int]], max_tokens: int, world: World
+) -> list[str]:
     """The greedy continuation of every prompt, on every rank; the ranks share the work."""
     model.eval()
     world = world.workers

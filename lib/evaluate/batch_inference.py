@@ -33,7 +33,7 @@ from lib.data.dataset import Example, parse, tokenised
 from lib.data.record_formats import ANSWER, RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder, encode_prompt
+from lib.data.tokenize import Encoder, Tokenizer, encode_prompt
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
@@ -49,7 +49,7 @@ from lib.training.step import objective
 KINDS = ("logps", "rewards", "greedy", "samples")
 
 
-class Figures(TypedDict):
+class FileFigures(TypedDict):
     """What became of a file; empty on all ranks but rank 0."""
 
     rows: int
@@ -61,7 +61,7 @@ class Figures(TypedDict):
 
 def pull(
     kind: str, key: str, records: Records, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
-) -> Figures | None:
+) -> FileFigures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
     key: digest of all that the lines depend on. do: makes lines for some rows.
@@ -106,7 +106,9 @@ def pull(
         server.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
     rows = total - min(before * size, total)
-    figures = Figures(rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank)
+    figures = FileFigures(
+        rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank
+    )
     say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
     return figures
 
@@ -142,7 +144,7 @@ class Scorer:
         reference: nn.Module | dict[str, mx.array] | None,
         records: Records,
         settings: Config,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         world: World,
     ):
         self.model, self.reference, self.records, self.settings = model, reference, records, settings
@@ -236,7 +238,7 @@ class Scorer:
 class CompletionWriter:
     """Completions of records' prompts: the greedy one, or so many drawn ones."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, records: Records, settings: Config, draws: int | None):
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, records: Records, settings: Config, draws: int | None):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
         self.eos_token_id = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
         self.model.eval()

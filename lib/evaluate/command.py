@@ -108,9 +108,9 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     policy = policy_logps(model, dataset, settings, world, shares)
     values = metrics_of(dataset, policy, reference, settings)
     if questions:
-        texts = greedy(
-            model, tokenizer, [question.prompt_ids for question in questions], settings.evaluate.max_tokens, world
-        )
+        assert tokenizer is not None  # where there are questions
+        prompts = [question.prompt_ids for question in questions]
+        texts = greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world)
         values["exact_match"] = exact_match(questions, texts, settings)
     with world.agreeing("writing the pairs"):
         if options.per_pair is not None and world.rank == 0:
@@ -162,6 +162,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     world.require_equal("model, data or settings", key)
     do: Callable[[range], list[str]]
     if writes:
+        assert tokenizer is not None
         draws = None if kind == "greedy" else settings.evaluate.completions
         do = batch_inference.CompletionWriter(model, tokenizer, records, settings, draws)
         do = batch_inference.PairMaker(do) if kind == "pairs" else do

@@ -37,8 +37,9 @@ class Evaluator:
                 values |= metrics_of(valid, policy, self.reference, run.config)
             if questions:
                 prompts = [question.prompt_ids for question in questions]
-                most = run.config.evaluate.max_tokens
-                texts = answers.greedy(run.model, self.run.inputs.tokenizer, prompts, most, world)
+                tokenizer, most = run.inputs.tokenizer, run.config.evaluate.max_tokens
+                assert tokenizer is not None  # where there are questions
+                texts = answers.greedy(run.model, tokenizer, prompts, most, world)
                 values["exact_match"] = answers.exact_match(questions, texts, run.config)
         self.texts.append(texts)
         if values:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.model import adapter_files
 from lib.system import metal
-from lib.training import checkpoint, report
+from lib.training import checkpoint, report, summary
 from lib.training.learner import Learner
 from lib.training.local_sgd import LocalSGD
 from lib.training.step import Metrics, MicroBatch, StepResult, is_compiled
@@ -176,7 +176,7 @@ class TrainingLoop:
         if checkpoint_due:
             run.save()
 
-    def finish(self, launched: float) -> dict[str, Any] | None:
+    def finish(self, launched: float) -> summary.RunSummary | None:
         """Saves the result, and closes the log. launched: when the run began, by time.perf_counter().
 
         Returns:
@@ -186,7 +186,7 @@ class TrainingLoop:
         report.warn_of_the_end(run.say, run.progress.step, self.latest.get("kl"))
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
         each = world.gather_long_text(json.dumps(totals), "every rank's figures")
-        summary = None
+        result = None
         with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
             if run.is_never_merged:
                 own_folder = checkpoint.own_folder(run.folder, world.rank)
@@ -194,10 +194,10 @@ class TrainingLoop:
             if world.rank == 0:
                 adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                 wall_seconds = time.perf_counter() - launched
-                summary = report.summarise(config, run.plan, run.progress, self.latest, each, wall_seconds)
-                (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+                result = summary.summarise(config, run.plan, run.progress, self.latest, each, wall_seconds)
+                (run.folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         self.run.writer.record(tracker)
         tracker.record("end", step=run.progress.steps_of(world.rank))
         tracker.gather(world, everything=True)
         tracker.close(run.progress.step)
-        return summary
+        return result

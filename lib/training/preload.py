@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +24,7 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset
 from lib.data.questions import Question
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
+from lib.data.tokenize import Tokenizer
 from lib.model import adapters, load
 from lib.system import hardware, model_folder, provenance
 
@@ -35,7 +35,7 @@ ROOM = 10  # a model is read ahead where so many times its bytes are free: besid
 class Inputs:
     """What a run learns from and is judged by, the same on every host."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     data: Dataset | StreamedDataset
     valid: Dataset | None
     questions: list[Question]

@@ -1,0 +1,217 @@
+"""The final figures of a run: summary.json, and the closing tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from lib.config.schema import Config
+from lib.plan.cluster_plan import ClusterPlan
+from lib.system.terminal import python
+from lib.telemetry.cost import HostCost, RunCost, hosts_cost
+from lib.training.checkpoint import Progress
+from lib.training.console import RunConsole, size_text, three_digits
+from lib.training.report import duration
+from lib.training.step import Metrics
+
+
+class RankTotals(TypedDict):
+    """What one rank did since the run was started or resumed."""
+
+    rank: int
+    host: str
+    pairs: int
+    seconds: float
+    compute_seconds: float
+    sync_seconds: float
+    wait_seconds: float
+    peak_memory_bytes: int
+    planned_pairs_per_second: float | None
+
+
+class RunSummary(TypedDict):
+    """What summary.json holds; held-out figures are None where there is no held-out data."""
+
+    name: str
+    model: str
+    strategy: str
+    world_size: int
+    steps: int
+    pairs: int
+    tokens: int
+    seconds: float  # of steps
+    wall_seconds: float
+    pairs_per_second: float
+    tokens_per_second: float
+    efficiency: float | None
+    cost: RunCost | None
+    loss: float | None
+    reward_accuracy: float | None
+    reward_margin: float | None
+    kl: float | None
+    loss_before: float | None
+    reward_accuracy_before: float | None
+    reward_margin_before: float | None
+    kl_before: float | None
+    exact_match_before: float | None
+    exact_match_after: float | None
+    bytes_sent: int
+    peak_memory_bytes: int
+    ranks: list[RankTotals]
+
+
+def summarise(
+    config: Config,
+    plan: ClusterPlan,
+    progress: Progress,
+    after: Metrics,
+    each: Sequence[str],
+    wall_seconds: float,
+) -> RunSummary:
+    """The final figures, as summary.json holds them; held-out ones where there is held-out data.
+
+    each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (the run's are rank 0's).
+    """
+    before = progress.before
+    speed = progress.pairs / progress.seconds if progress.seconds else 0.0
+    ranks = _beside_plan(plan, [json.loads(totals) for totals in each])
+    return {
+        "name": str(config.run.name),
+        "model": config.model.path,
+        "strategy": plan.strategy,
+        "world_size": len(plan.ranks),
+        "steps": progress.step,
+        "pairs": progress.pairs,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "wall_seconds": wall_seconds,
+        "pairs_per_second": speed,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
+        "efficiency": _efficiency(plan, ranks),
+        "cost": hosts_cost([rank.host for rank in plan.ranks], wall_seconds, config.cost),
+        "loss": after.get("loss"),
+        "reward_accuracy": after.get("reward_accuracy"),
+        "reward_margin": after.get("reward_margin"),
+        "kl": after.get("kl"),
+        "loss_before": before.get("loss"),
+        "reward_accuracy_before": before.get("reward_accuracy"),
+        "reward_margin_before": before.get("reward_margin"),
+        "kl_before": before.get("kl"),
+        "exact_match_before": before.get("exact_match"),
+        "exact_match_after": after.get("exact_match"),
+        "bytes_sent": progress.bytes_sent,
+        "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in ranks),
+        "ranks": ranks,
+    }
+
+
+def _efficiency(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> float | None:
+    """Speed over what these hosts do alone, added up; since a resume, before which there may have been others."""
+    seconds = max(rank["seconds"] for rank in ranks)
+    if not seconds or not plan.calibrated or not plan.solo_sum_pairs_per_second:
+        return None
+    pairs = ranks[0]["pairs"] if plan.division else sum(rank["pairs"] for rank in ranks)  # divided: all do every pair
+    return float(pairs / seconds / plan.solo_sum_pairs_per_second)
+
+
+def _beside_plan(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> list[RankTotals]:
+    """What every rank did, with the speed that was planned for it."""
+    seconds = plan.predicted_step_seconds if plan.calibrated and not plan.division else None
+    planned = [share / seconds if seconds else None for share in plan.shares] if seconds else [None] * len(ranks)
+    return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
+
+
+def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
+    """The closing tables, where the files are, what to type next, and in a file the summary as JSON."""
+    held_out = (
+        ("loss", ".4f", summary["loss_before"], summary["loss"]),
+        ("reward accuracy", ".1%", summary["reward_accuracy_before"], summary["reward_accuracy"]),
+        ("reward margin", ".3f", summary["reward_margin_before"], summary["reward_margin"]),
+        ("KL to the reference", ".2f", summary["kl_before"], summary["kl"]),
+        ("exact match", ".1%", summary["exact_match_before"], summary["exact_match_after"]),
+    )
+    rows = [
+        (label, *("-" if x is None else f"{x:{form}}".replace("%", " %") for x in (before, after)))
+        for label, form, before, after in held_out
+        if after is not None
+    ]
+    if rows:
+        say.line("")
+        say.table("", ["held out", "before", "after"], rows)
+    if len(summary["ranks"]) > 1:
+        say.line("")
+        _show_ranks(say, summary["ranks"])
+    say.line("")
+    say.facts(
+        f"{summary['steps']:,} steps, {summary['pairs']:,} pairs",
+        [
+            (
+                "training",
+                f"{duration(summary['seconds'])} of steps, {duration(summary['wall_seconds'])} in all",
+            ),
+            (
+                "speed",
+                f"{three_digits(summary['pairs_per_second'])} pairs/s, {summary['tokens_per_second']:,.0f} tokens/s",
+            ),
+            *(
+                [("efficiency", f"{100 * summary['efficiency']:.1f} % of what the hosts do alone, added up")]
+                if summary["efficiency"] is not None
+                else []
+            ),
+            ("memory", f"{size_text(summary['peak_memory_bytes'])} at most"),
+            *(("cost", text) for text in _costs(summary["cost"])),
+            ("results", f"{folder}/: adapter, report.html, curves.png, summary.json"),
+        ],
+    )
+    words = [python(), "-m"]
+    say.line("")
+    say.command(
+        [*words, "mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder), "--prompt", "..."],
+        lead="try it    ",
+    )
+    say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
+    say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
+    say.record(dict(summary))
+
+
+def _show_ranks(say: RunConsole, ranks: Sequence[RankTotals]) -> None:
+    """What each rank did since the run was started or resumed."""
+    rows = []
+    for rank in ranks:
+        seconds = rank["seconds"] or float("nan")
+        times = rank["compute_seconds"], rank["sync_seconds"], rank["wait_seconds"]
+        parts = [f"{100 * part / seconds:.0f} %" for part in times]
+        planned = rank["planned_pairs_per_second"]
+        speeds = [three_digits(rank["pairs"] / seconds), *([three_digits(planned)] if planned else [])]
+        rows.append(
+            [
+                str(rank["rank"]),
+                rank["host"],
+                f"{rank['pairs']:,}",
+                *speeds,
+                *parts,
+                size_text(rank["peak_memory_bytes"]),
+            ]
+        )
+    planned_too = ["planned"] if ranks[0]["planned_pairs_per_second"] else []
+    say.table(
+        "",
+        ["rank", "host", "pairs", "pairs/s", *planned_too, "compute", "sync", "wait", "memory"],
+        rows,
+        text_columns=2,
+    )
+
+
+def _costs(cost: RunCost | None) -> list[str]:
+    """A line a host, and one for all."""
+    if cost is None:
+        return []
+    hosts = [(host["host"], host) for host in cost["hosts"]]
+    named: list[tuple[str, HostCost | RunCost]] = [*hosts, ("all hosts", cost)] if len(hosts) > 1 else [*hosts]
+    return [
+        f"{name}: {part['energy_kwh']:.3g} kWh for {part['electricity']:.2f}, rent {part['rent']:.2f}, "
+        f"together {part['cost']:.2f}"
+        for name, part in named
+    ]
