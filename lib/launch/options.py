@@ -92,7 +92,8 @@ def _add_restarts_and_ranks(parser: argparse.ArgumentParser) -> None:
     add("--sync", action="append", default=[], metavar="PATH", help=copied)
     add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
     add("--nice", type=int, metavar="N", help="priority of the ranks; below 0 needs root or sudo")
-    add("--connections-per-ip", type=int, default=1, metavar="N", help="connections between neighbours (default: %(default)s)")
+    connections = "connections between neighbours (default: %(default)s)"
+    add("--connections-per-ip", type=int, default=1, metavar="N", help=connections)
     add(
         "--starting-port",
         type=int,

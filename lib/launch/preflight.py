@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -148,10 +147,8 @@ def why_no_facts(job: Job, host: Host, error: str, status: int | None) -> Findin
     context = Context(own, Needs(), job, 0)
     if (verdict := refused(host, error, context)) is not None:
         return Finding(host.name, "project", *verdict)
-    directory = shlex.quote(job.directory)
     if "cd:" in error or "can't cd" in error:
-        making, here = shlex.quote(ssh.rsync_with_folder(job.directory)), shlex.quote(f"{ROOT}/")
-        copy = f"rsync -a {making} --exclude=.git --exclude=.venv --exclude=runs {here} {host.name}:{directory}/"
+        copy = ssh.project_copy_command(host, job.directory)
         return Finding(host.name, "project", "failed", f"{job.directory} is not there", copy)
     if status not in (255, -signal.SIGKILL):  # neither ssh's own, nor ended by us
         return Finding(host.name, "packages", "failed", error, context.there(host, "make setup"))
