@@ -17,12 +17,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
 from lib.errors import UserError
 from lib.launch import attempt, hostfile, rank_console, remote_process, ssh, topology
+from lib.launch.agent_messages import Message
 from lib.launch.host_facts import LIMIT_SECONDS, digest_or_why, packages, project_digests
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job
@@ -112,9 +112,7 @@ def _own_facts(needs: Needs) -> OwnFacts:
         }
 
 
-async def ask_facts(
-    job: Job, host: Host, request: Mapping[str, object]
-) -> tuple[Process | None, dict[str, Any] | Finding]:
+async def ask_facts(job: Job, host: Host, request: Mapping[str, object]) -> tuple[Process | None, Message | Finding]:
     """A host's facts, and the process that gave them; or why there are none."""
     module = "lib.launch.host_facts"
     is_alone = len(job.hosts) == 1 and ssh.is_this_machine(host)

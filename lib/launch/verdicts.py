@@ -201,7 +201,8 @@ def _check_disk(host: Host, disk: Disk, context: Context) -> list[Verdict]:
         return [Verdict("failed", message, remedy, "or another folder: run.dir=ELSEWHERE")]
     if disk["free_bytes"] >= needed:
         return [Verdict("ok", f"{gigabytes(disk['free_bytes'])} free")]
-    message = f"{gigabytes(disk['free_bytes'])} free at {disk['folder']}, {needs.checkpoints} checkpoints want {gigabytes(needed)}"
+    free = gigabytes(disk["free_bytes"])
+    message = f"{free} free at {disk['folder']}, {needs.checkpoints} checkpoints want {gigabytes(needed)}"
     look = f"ssh {host.name} {shlex.quote(f'du -sh {folder}')}"
     return [Verdict("failed", message, look, "remove old runs, or take another folder: run.dir=ELSEWHERE")]
 
