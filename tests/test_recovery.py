@@ -175,7 +175,7 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         launch.until("on 2 of 2 hosts")
         back = len(steps(b, 0))
         wait_for(lambda: len(steps(a, 1)) > 3 and len(steps(b, 0)) > back)
-        ranks = [line for line in a.processes().values() if re.search(r"train\.py|lib\.spare", line)]
+        ranks = [line for line in a.processes().values() if re.search(r"train\.py|lib\.launch\.standby", line)]
         assert ranks and all("lib.launch.standby" in line for line in ranks), (
             "a rank was ready there before the others ended"
         )
