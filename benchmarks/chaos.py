@@ -140,7 +140,7 @@ def rank_process(host: Host) -> int | None:
     """The rank that owns the run's folder on this host's disk, if it lives."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((mount(host) / "runs/run/.lock").read_text())
-        if re.search(rb"train\.py|lib\.spare", Path(f"{host.root}/proc/{pid}/cmdline").read_bytes()):
+        if re.search(rb"train\.py|lib\.launch\.standby", Path(f"{host.root}/proc/{pid}/cmdline").read_bytes()):
             return pid
     return None
 
