@@ -14,12 +14,20 @@ from typing import Any
 import pytest
 
 from lib.launch import command as command_module
-from lib.launch import diagnose as watch
-from lib.launch import job as job_module
-from lib.launch import rank_processes, supervisor
-from lib.launch.diagnose import HostState, RankState, diagnose
+from lib.launch import supervisor
+from lib.launch.diagnose import (
+    Fault,
+    HostState,
+    RankState,
+    common_wait_seconds,
+    cut_between,
+    diagnose,
+    exit_status,
+    stragglers,
+)
 from lib.launch.hostfile import Host
-from lib.launch.job import Job
+from lib.launch.job import Job, resume_command
+from lib.launch.rank_processes import processes_of
 from lib.telemetry.run_records import read_records
 from tests import rounding, tiny
 from tests.cluster import Host as Machine
@@ -276,7 +284,7 @@ def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp
 
 def work_of(backend: str, hosts: tuple[Host, ...], **more: Any) -> list[Any]:
     folders = [f"/f{i}" for i in range(len(hosts))]
-    return rank_processes.processes_of(Job(hosts, backend, ("train.py", "a=b"), **more), folders)
+    return processes_of(Job(hosts, backend, ("train.py", "a=b"), **more), folders)
 
 
 def test_the_contract_of_every_backend() -> None:
@@ -351,10 +359,10 @@ def test_job_files_start_the_same_command(capsys: pytest.CaptureFixture[str], tm
 
 def test_the_command_that_goes_on() -> None:
     command = ("train.py", "--config", "x.yaml", "train.beta=0.2", "run.name=y", "plan.shares=[3,1]")
-    assert job_module.resume_command(command, "runs/y", True) == (
+    assert resume_command(command, "runs/y", True) == (
         "train.py", "--resume", "runs/y", "train.beta=0.2", "plan.shares=[3,1]",
     )  # fmt: skip
-    assert job_module.resume_command(command, "runs/y", False)[3:] == (
+    assert resume_command(command, "runs/y", False)[3:] == (
         "train.beta=0.2", "plan.shares=null", "plan.micro_batch_sizes=null",
     )  # fmt: skip
 
@@ -364,7 +372,7 @@ def test_only_starts_that_bring_nothing_wait() -> None:
 
 
 def test_faults_are_told_apart() -> None:
-    def found(hosts: dict[str, HostState] | None = None, **changes: Any) -> watch.Fault | None:
+    def found(hosts: dict[str, HostState] | None = None, **changes: Any) -> Fault | None:
         seen = {"a": HostState("a", 99.0), "b": HostState("b", 99.0)} | (hosts or {})
         ranks = [RankState(0, "a", beats=True), RankState(1, "b", beats=True)]
         for name, (rank, value) in changes.items():
@@ -394,14 +402,14 @@ def test_faults_are_told_apart() -> None:
     seen = {"a": HostState("a", 99.0), "b": HostState("b", 99.0)}
     fault = diagnose(100.0, seen, ranks, 10, 30)
     assert fault and fault.kind == "wedged" and set(fault.hosts) == {"a", "b"} and "network" in fault.message
-    assert watch.common_wait_seconds(100.0, ranks) == 31.0
+    assert common_wait_seconds(100.0, ranks) == 31.0
     busy = RankState(2, "c", beats=True)
-    assert watch.common_wait_seconds(100.0, [*ranks, busy]) == watch.common_wait_seconds(100.0, []) == 0.0
-    fault = watch.cut_between(["a", "b"], ["b"], 31.0)
+    assert common_wait_seconds(100.0, [*ranks, busy]) == common_wait_seconds(100.0, []) == 0.0
+    fault = cut_between(["a", "b"], ["b"], 31.0)
     assert (fault.kind, fault.hosts) == ("wedged", ("b",)) and "b and a do not reach each other" in fault.message
     ranks[1].waiting = "y"
     fault = diagnose(100.0, seen, ranks, 10, 30)
     assert fault and "different things" in fault.message
     assert diagnose(100.0, seen, ranks, 10, 32) is None
-    assert [rank.rank for rank in watch.stragglers(100.0, [ranks[0], RankState(1, "b", beats=True)], 20)] == [1]
-    assert watch.exit_status(-9) == 137 and watch.exit_status(3) == 3
+    assert [rank.rank for rank in stragglers(100.0, [ranks[0], RankState(1, "b", beats=True)], 20)] == [1]
+    assert exit_status(-9) == 137 and exit_status(3) == 3

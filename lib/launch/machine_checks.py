@@ -25,7 +25,7 @@ from lib.errors import UserError
 from lib.launch import host_facts
 from lib.launch.job import ROOT
 from lib.launch.ssh import ssh_remedy
-from lib.launch.verdicts import FULL_DISK_ACCESS, NOT_PERMITTED, PRIVATE_FOLDER
+from lib.launch.verdicts import FULL_DISK_ACCESS, NOT_PERMITTED, PRIVATE_FOLDER, gigabytes
 from lib.system import hardware, metal, mpi_and_blas, os_commands
 
 SETUP = "make -B setup"
@@ -142,8 +142,8 @@ def check_compute(probe: MLXProbe, limit_seconds: float) -> Result:
 def check_memory(probe: MLXProbe, limit_seconds: float) -> Result:
     """Memory in all, what is free, and what MLX may have."""
     total, free = hardware.host_memory_bytes(), hardware.free_memory_bytes()
-    parts = [f"{_gb(total)} in all" if total else "", f"{_gb(free)} free" if free else ""]
-    parts.append(f"MLX may have {_gb(limit)}" if (limit := probe.get("limit_bytes")) else "")
+    parts = [f"{gigabytes(total)} in all" if total else "", f"{gigabytes(free)} free" if free else ""]
+    parts.append(f"MLX may have {gigabytes(limit)}" if (limit := probe.get("limit_bytes")) else "")
     message = ", ".join(filter(None, parts)) or "the system does not tell"
     if free is not None and free < FREE_BYTES:
         look = "ps aux | sort -rnk4 | head -5"
@@ -159,9 +159,9 @@ def check_wired_limit(limit_seconds: float) -> Result | None:
     if limit is None:
         return Result("ok", "the system's own")
     if total and limit > total - SYSTEM_BYTES:
-        message = f"{_gb(limit)} of {_gb(total)}: a Mac out of memory panics"
+        message = f"{gigabytes(limit)} of {gigabytes(total)}: a Mac out of memory panics"
         return Result("note", message, f"sudo sysctl iogpu.wired_limit_mb={(total - SYSTEM_BYTES) // 2**20}")
-    return Result("ok", f"{_gb(limit)}, set by hand until the next boot")
+    return Result("ok", f"{gigabytes(limit)}, set by hand until the next boot")
 
 
 def check_mpi(limit_seconds: float) -> Result:
@@ -237,7 +237,7 @@ def check_disk(limit_seconds: float) -> Result:
     if disk["fault"]:
         remedy = f"sudo chown -R $USER {shlex.quote(where)}"
         return Result("failed", f"{where}: {disk['fault']}", remedy, "or another folder: run.dir=ELSEWHERE")
-    message = f"{_gb(disk['free_bytes'])} free for {folder}"
+    message = f"{gigabytes(disk['free_bytes'])} free for {folder}"
     if disk["free_bytes"] < FREE_BYTES:
         return Result("note", message, f"du -sh {shlex.quote(where)}", "or another folder: run.dir=ELSEWHERE")
     return Result("ok", message)
@@ -322,10 +322,6 @@ def telling_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip(" -=*\t")]
     errors = [line for line in lines if re.match(r"(\w+\.)*(\w*Error|error|fatal)\b:? ", line)]
     return (errors or lines or [""])[-1]
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def late(limit_seconds: float) -> str:

@@ -66,33 +66,41 @@ def _add_hosts_and_checks(parser: argparse.ArgumentParser) -> None:
     add("--hosts", metavar="A:1,B:1", help="the hosts, here instead of in a file")
     add("--backend", choices=hostfile.BACKENDS, help="default: the host file's, else ring")
     add("--preflight-only", action="store_true", help="check every host, start nothing")
-    slowest_link = "preflight: the slowest link that will do, in Mbit/s"
-    add("--min-mbit", type=float, default=100.0, metavar="X", help=slowest_link)
-    add("--max-round-trip-ms", type=float, default=50.0, metavar="X", help="preflight: the slowest answer that will do")
-    add("--json", action="store_true", help="what preflight finds, as JSON")
+    slow_link = "preflight: fail links below X Mbit/s (default: %(default)g)"
+    add("--min-mbit", type=float, default=100.0, metavar="X", help=slow_link)
+    late_link = "preflight: fail links whose round trip takes more than X ms (default: %(default)g)"
+    add("--max-round-trip-ms", type=float, default=50.0, metavar="X", help=late_link)
+    add("--json", action="store_true", help="print preflight's findings as JSON")
     add("--no-preflight", dest="preflight", action="store_false", help="start without checking")
 
 
 def _add_restarts_and_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     restarts = (
-        "after a fault, go on from the last checkpoint so often "
+        "after a fault, go on from the last checkpoint, at most N times "
         f"(default: {MAC_RESTARTS} where a host is a Mac, else 0)"
     )
     add("--max-restarts", type=int, metavar="N", help=restarts)
-    survivors = "the hosts that answer, or wait for all"
+    survivors = "after a fault: go on with the hosts that answer, or wait for all (default: %(default)s)"
     add("--restart-with", choices=("survivors", "all"), default="survivors", help=survivors)
-    silent = "a host that says nothing, or a rank that is stopped, so long is given up"
+    silent = "give up a host that is silent, or a rank that is stopped, for S seconds (default: %(default)g)"
     add("--silent-seconds", type=float, default=10.0, metavar="S", help=silent)
-    wedged = "so is a wait for other ranks that takes so long"
+    wedged = "give up ranks that wait for each other, or compute one pass, for S seconds (default: %(default)g)"
     add("--wedged-seconds", type=float, default=600.0, metavar="S", help=wedged)
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank")
     copied = "first copy this (`.`: the project) to every host, by rsync"
     add("--sync", action="append", default=[], metavar="PATH", help=copied)
     add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
     add("--nice", type=int, metavar="N", help="priority of the ranks; below 0 needs root or sudo")
-    add("--connections-per-ip", type=int, default=1, metavar="N", help="connections between neighbours")
-    add("--starting-port", type=int, default=32323, metavar="PORT", help="the first port that ranks listen at")
+    connections = "connections between neighbours (default: %(default)s)"
+    add("--connections-per-ip", type=int, default=1, metavar="N", help=connections)
+    add(
+        "--starting-port",
+        type=int,
+        default=32323,
+        metavar="PORT",
+        help="the first port that ranks listen at (default: %(default)s)",
+    )
     add("--mpi-arg", action="append", default=[], metavar="WORD", help="a further word for mpirun")
     emitted = (
         "print a file and start nothing. hostfile: the machines that answer over ssh, those of --hosts or all that "

@@ -12,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
 from lib.errors import UserError
 from lib.launch import attempt, hostfile, rank_console, remote_process, ssh, topology
+from lib.launch.agent_messages import Message
 from lib.launch.host_facts import LIMIT_SECONDS, digest_or_why, packages, project_digests
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job
@@ -113,9 +112,7 @@ def _own_facts(needs: Needs) -> OwnFacts:
         }
 
 
-async def ask_facts(
-    job: Job, host: Host, request: Mapping[str, object]
-) -> tuple[Process | None, dict[str, Any] | Finding]:
+async def ask_facts(job: Job, host: Host, request: Mapping[str, object]) -> tuple[Process | None, Message | Finding]:
     """A host's facts, and the process that gave them; or why there are none."""
     module = "lib.launch.host_facts"
     is_alone = len(job.hosts) == 1 and ssh.is_this_machine(host)
@@ -148,10 +145,8 @@ def why_no_facts(job: Job, host: Host, error: str, status: int | None) -> Findin
     context = Context(own, Needs(), job, 0)
     if (verdict := refused(host, error, context)) is not None:
         return Finding(host.name, "project", *verdict)
-    directory = shlex.quote(job.directory)
     if "cd:" in error or "can't cd" in error:
-        making, here = shlex.quote(ssh.rsync_with_folder(job.directory)), shlex.quote(f"{ROOT}/")
-        copy = f"rsync -a {making} --exclude=.git --exclude=.venv --exclude=runs {here} {host.name}:{directory}/"
+        copy = ssh.project_copy_command(host, job.directory)
         return Finding(host.name, "project", "failed", f"{job.directory} is not there", copy)
     if status not in (255, -signal.SIGKILL):  # neither ssh's own, nor ended by us
         return Finding(host.name, "packages", "failed", error, context.there(host, "make setup"))

@@ -8,7 +8,7 @@ import socket
 from lib.errors import UserError
 from lib.launch import hostfile
 from lib.launch.hostfile import Host
-from lib.launch.job import Job
+from lib.launch.job import ROOT, Job
 from lib.system import network
 
 CONNECT_SECONDS = 10
@@ -29,6 +29,13 @@ def ssh_command(host: Host) -> list[str]:
 def rsync_with_folder(folder: str) -> str:
     """rsync's option that makes a folder at the other end first. macOS's rsync has no --mkpath."""
     return f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync"
+
+
+def project_copy_command(host: Host, directory: str) -> str:
+    """The command that copies this project, without runs and environments, to a folder of a host."""
+    option, here = shlex.quote(rsync_with_folder(directory)), shlex.quote(f"{ROOT}/")
+    target = f"{host.name}:{shlex.quote(directory)}/"
+    return f"rsync -a {option} --exclude=.git --exclude=.venv --exclude=runs {here} {target}"
 
 
 def is_this_machine(host: Host) -> bool:

@@ -182,8 +182,10 @@ def _check_memory(host: Host, memory: Memory, context: Context) -> list[Verdict]
     needed = context.model_bytes * (5 if context.needs.method == "full" else 1.3) * host.slots
     free = memory["free_bytes"]
     if free is None or free >= needed:
-        return [Verdict("ok", f"{_gb(free)} free" if free else "")]
-    message = f"{_gb(free)} free, {_gb(needed)} wanted for the weights of {host.slots} ranks and their training"
+        return [Verdict("ok", f"{gigabytes(free)} free" if free else "")]
+    message = (
+        f"{gigabytes(free)} free, {gigabytes(needed)} wanted for the weights of {host.slots} ranks and their training"
+    )
     look = f"ssh {host.name} 'ps aux | sort -rnk4 | head -3'"
     return [Verdict("failed", message, look, "end what takes most, or take fewer slots")]
 
@@ -198,8 +200,9 @@ def _check_disk(host: Host, disk: Disk, context: Context) -> list[Verdict]:
         remedy = f"ssh -t {host.name} {shlex.quote(f'sudo chown -R $USER {folder}')}"
         return [Verdict("failed", message, remedy, "or another folder: run.dir=ELSEWHERE")]
     if disk["free_bytes"] >= needed:
-        return [Verdict("ok", f"{_gb(disk['free_bytes'])} free")]
-    message = f"{_gb(disk['free_bytes'])} free at {disk['folder']}, {needs.checkpoints} checkpoints want {_gb(needed)}"
+        return [Verdict("ok", f"{gigabytes(disk['free_bytes'])} free")]
+    free = gigabytes(disk["free_bytes"])
+    message = f"{free} free at {disk['folder']}, {needs.checkpoints} checkpoints want {gigabytes(needed)}"
     look = f"ssh {host.name} {shlex.quote(f'du -sh {folder}')}"
     return [Verdict("failed", message, look, "remove old runs, or take another folder: run.dir=ELSEWHERE")]
 
@@ -306,8 +309,7 @@ def unreadable(host: Host, path: str, error: str, context: Context) -> Verdict:
     if path != context.job.directory:
         note = f"type it in Terminal on {host.name}, and name {target} in the configuration; {FULL_DISK_ACCESS}"
         return Verdict("failed", message, f"mv {shlex.quote(path)} {shlex.quote(target)}", note)
-    making, here = shlex.quote(ssh.rsync_with_folder(target)), shlex.quote(f"{ROOT}/")
-    copy = f"rsync -a {making} --exclude=.git --exclude=.venv --exclude=runs {here} {host.name}:{shlex.quote(target)}/"
+    copy = ssh.project_copy_command(host, target)
     note = f"then make setup there, and launch with --directory {target}; {FULL_DISK_ACCESS}"
     return Verdict("failed", message, copy, note)
 
@@ -358,5 +360,6 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _gb(size: float) -> str:
+def gigabytes(size: float) -> str:
+    """Bytes in GB, with one digit after the point."""
     return f"{size / 1e9:.1f} GB"

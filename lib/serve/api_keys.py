@@ -1,4 +1,4 @@
-"""API keys: made once, shown once, kept as hashes, compared in constant time.
+"""API keys: shown once when made, kept as hashes, compared in constant time.
 
 A file has one key a line, `NAME sha256:HEX`. A key is 256 random bits, which nobody can guess whatever the hash costs,
 so a plain SHA-256 is as safe here as a slow password hash, and a request does not have to wait for it.
@@ -21,7 +21,7 @@ LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<dige
 
 @dataclass(frozen=True)
 class Keys:
-    """Who may come in: (name, SHA-256 of the key), in the file's order."""
+    """The keys of a file: (name, SHA-256 of the key), in its order."""
 
     digests: tuple[tuple[str, bytes], ...]
 

@@ -1,7 +1,8 @@
-"""Backends, their slots, and the bounded queue before them: who gets the next request, and who waits.
+"""The pool of backends: their slots, which of them gets the next request, and the bounded queue before them.
 
-A request takes a slot of a backend and gives it back. It goes to the backend that would be done with it first by what
-was measured, so that backends of unequal speed get unequal parts. Those that wait are let in by turns of their owners.
+A request takes a slot of a backend and gives it back. It goes to the backend that should finish it first by the
+measured speeds, so backends of unequal speed get unequal parts. Of those that wait, the owner with the fewest requests
+under way is next.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole wind
 
 
 class QueueFull(Exception):
-    """As many requests wait as may; `retry_seconds`: when one of them should be through."""
+    """The queue is full; `retry_seconds`: when there should be room."""
 
     def __init__(self, retry_seconds: int):
         super().__init__(retry_seconds)
@@ -29,7 +30,7 @@ class QueueFull(Exception):
 
 @dataclass(eq=False)
 class Backend:
-    """One server: where it is, what it is doing, and how fast it was seen to be."""
+    """One server: where it is, what it is doing, and its measured speed."""
 
     name: str
     capacity: int  # requests at once
@@ -45,7 +46,7 @@ class Backend:
     _tokens: int = 0
 
     def count(self, tokens: int, now: float) -> None:
-        """Takes note of tokens that it generated, or of the time that passed."""
+        """Counts tokens that it generated, and the time since the last call."""
         if self.in_flight:
             self._busy_seconds += now - self._since
             self._tokens += tokens
@@ -116,7 +117,7 @@ class Pool:
             async with asyncio.timeout(queue_seconds):
                 return await asyncio.shield(one.admitted)
         except BaseException:
-            if one.admitted.done():  # let in at the moment when it gave up
+            if one.admitted.done():  # admitted at the moment when it gave up
                 self.give_back(one.admitted.result(), owner, None)
             else:
                 self._waiting.remove(one)
@@ -132,14 +133,14 @@ class Pool:
             del self._in_flight_of[owner]
         if seconds is not None:
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
-        self._let_in()
+        self._admit_waiting()
 
     def set_up(self, backend: Backend, is_up: bool) -> None:
-        """Takes a backend in or out; what is in flight on it is for its requests to find out."""
+        """Marks a backend as up or down. Requests under way on it notice by themselves."""
         backend.is_up = is_up
         if is_up:
             backend.failed.clear()
-            self._let_in()
+            self._admit_waiting()
         else:
             backend.failed.set()
 
@@ -148,7 +149,7 @@ class Pool:
         capacity = sum(backend.capacity for backend in self.backends if backend.is_up) or 1
         return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / capacity)))
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and (backend := choose(self.backends)) is not None:
             one = min(self._waiting, key=lambda one: (self._in_flight_of[one.owner], one.number))
             self._waiting.remove(one)

@@ -1,4 +1,4 @@
-"""One backend: mlx_lm.server on a loopback port, for the gateway that started it and for nobody else.
+"""One backend: mlx_lm.server on a loopback port, for the gateway that started it alone.
 
     python -m lib.serve.backend_process --port 40123 --model PATH [--adapter PATH] [--fuse] [--concurrency N]
 
@@ -43,16 +43,16 @@ def main(arguments: list[str] | None = None) -> None:
         where += ["--adapter-path", options.adapter]
     if options.trust_remote_code:
         where.append("--trust-remote-code")
-    # No origin is "": what a browser may do is the gateway's to say.
+    # No origin is "": the gateway decides what a browser may do.
     quiet = ["--allowed-origins", "", "--log-level", "WARNING"]
     sys.argv = ["mlx_lm.server", *where, *quiet, "--host", "127.0.0.1", "--port", str(options.port)]
     sys.argv += ["--decode-concurrency", str(options.concurrency)]
 
     from mlx_lm import server
 
-    _ask_for(secret, server.APIHandler)
+    _require(secret, server.APIHandler)
     server.APIHandler.disable_nagle_algorithm = True  # a token goes out when it is there, not 40 ms later
-    # Its listener keeps five connections in waiting; of a burst of more, the rest would try again a second later.
+    # Its listener has a backlog of five connections; of a burst of more, the rest would try again a second later.
     socketserver.TCPServer.request_queue_size = 128
     try:
         server.main()
@@ -71,15 +71,15 @@ def fused(model: str, adapter: Path) -> Path:
         words = ["fuse", "--model", model, "--adapter-path", str(adapter), "--save-path", str(partial)]
         try:
             subprocess.run([sys.executable, "-m", "mlx_lm", *words], check=True, stdin=subprocess.DEVNULL)
-            with contextlib.suppress(OSError):  # another backend on this disk was faster
+            with contextlib.suppress(OSError):  # another backend on this disk has made it
                 partial.replace(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
-def _ask_for(secret: str, handler: Any) -> None:
-    """Makes a request handler turn away whoever does not know the secret."""
+def _require(secret: str, handler: type[Any]) -> None:
+    """Makes a request handler refuse every request without the secret."""
     parse = handler.parse_request
 
     def parse_request(self: Any) -> bool:
