@@ -66,10 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib.evaluate.evaluator import Evaluator
-    from lib.training import reference, report
-    from lib.training.learner import Learner
+    from lib.training import reference_model, report
     from lib.training.loop import Batches, TrainingLoop
     from lib.training.resume import resume_run
+    from lib.training.step_retries import Learner
     from lib.training.summary import show_end
 
     launched = time.perf_counter()
@@ -79,7 +79,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
-    references = reference.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, run.say.counting)
+    references = reference_model.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, run.say.counting)
 
     # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
 
@@ -114,14 +114,14 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     """Data, plan and model, the same on all ranks, and the run's folder; nothing where the run is a dry one."""
     from lib.distributed import heartbeat, sharded_model
     from lib.distributed.world import host_names
-    from lib.evaluate.metrics import digest_of
+    from lib.evaluate.held_out_metrics import digest_of
     from lib.model import adapter_files, adapters, load
     from lib.model.token_stream import length_multiple
     from lib.plan.first_plan import first_plan
     from lib.plan.memory import Rows
     from lib.telemetry.trackers import Feed
-    from lib.training import checkpoint, preload, reference, report
-    from lib.training.console import RunConsole
+    from lib.training import checkpoint, preload, reference_model, report
+    from lib.training.progress_display import RunConsole
     from lib.training.step import make_optimizer
     from lib.training.training_run import TrainingRun
 
@@ -158,7 +158,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
         say.line("dry run: nothing is trained or written")
         return None
     world = sharded_model.divided(model, plan.division, world, config.metal.wired)
-    layout = reference.layout(model, config.data, world)
+    layout = reference_model.layout(model, config.data, world)
     if layout.why_not:
         say.line(f"prompts run once for each completion: {layout.why_not}")
     world.require_equal("model files", load.fingerprint(config.model, config.train.seed))

@@ -322,9 +322,9 @@ class Bench:
 
     def row(self, skew: float) -> dict[str, Any]:
         """One skew: alone, equal, planned."""
-        from lib.plan.balance import equal_shares
-        from lib.plan.curves import BatchCurve
+        from lib.plan.calibration import BatchCurve
         from lib.plan.divide_work import plan_cluster, sufficient_global_batch
+        from lib.plan.shares import equal_shares
 
         self.throttle(skew)
         curves = [BatchCurve.model_validate(curve) for curve in self.in_turn(self.curve)]
@@ -429,7 +429,7 @@ class Bench:
 
     def throttled(self) -> dict[str, Any]:
         """A rank that is throttled twofold in mid-run: when a new plan begins, and what it is worth."""
-        from lib.plan.curves import BatchCurve
+        from lib.plan.calibration import BatchCurve
         from lib.plan.divide_work import plan_cluster, sufficient_global_batch
 
         self.throttle(1.0)
@@ -540,7 +540,7 @@ class Bench:
 
     def curve(self) -> dict[str, Any]:
         """Times of a few micro-batch sizes on this rank, in rounds of all sizes, and of what a step does besides."""
-        from lib.plan.curves import BatchCurve
+        from lib.plan.calibration import BatchCurve
 
         batches, step = self.prepared(SIZES)
         computes: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -580,8 +580,8 @@ class Bench:
         from lib.config import load as settings
         from lib.data.batch_shapes import padded_lengths
         from lib.model.token_stream import length_multiple
-        from lib.plan import curves as calibration
-        from lib.plan.curves import HostCalibration, Link
+        from lib.plan import calibration as calibration
+        from lib.plan.calibration import HostCalibration, Link
         from lib.system import hardware, network
 
         config = settings.load(None, [f"model.path={self.folder}/model", "model.random_init=true", "data.train=unused"])

@@ -48,12 +48,12 @@ from lib.config import (
 from lib.config.schema import Config  # noqa: E402
 from lib.distributed import heartbeat  # noqa: E402
 from lib.errors import UserError  # noqa: E402
+from lib.plan import calibration as curves_module  # noqa: E402
 from lib.plan import (
+    calibration_checks,  # noqa: E402
     calibrator,  # noqa: E402
-    curve_validation,  # noqa: E402
 )
-from lib.plan import curves as curves_module  # noqa: E402
-from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, BatchPoint, CurveKey, HostCalibration  # noqa: E402
+from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, BatchPoint, CurveKey, HostCalibration  # noqa: E402
 from lib.system import (
     hardware,  # noqa: E402
     mpi_and_blas,  # noqa: E402
@@ -277,7 +277,7 @@ def remeasure(
         for size, seconds in answer["rounds"].items():
             found.rounds.setdefault(int(size), []).extend(seconds)
         points = found.points()
-        doubtful = {*curve_validation.unsteady_points(points), *curve_validation.off_the_curve(points)}
+        doubtful = {*calibration_checks.unsteady_points(points), *calibration_checks.off_the_curve(points)}
         if not doubtful or out_of_time():
             break
         known = sorted(found.answers)
@@ -365,7 +365,7 @@ def measure_host(
         for one, shape in wanted.items()
         if not is_fresh(curves.get(one))
         or (curves[one].quick and not options.quick)
-        or curve_validation.sound_curve(curves[one])[1]
+        or calibration_checks.sound_curve(curves[one])[1]
     }
     rates = {}
     if known and known.gflops and is_fresh(known):
@@ -594,7 +594,7 @@ class Report(Voice):
         if curve.slowdown_together:
             parts.append(f"{curve.slowdown_together:.2f} times as long while all ranks work")
         self.line(", ".join(parts) + (f"; lost: {curve.note}" if curve.note else ""))
-        for remark in curve_validation.sound_curve(curve)[1]:
+        for remark in calibration_checks.sound_curve(curve)[1]:
             self.labelled(
                 "warning",
                 f"{one.machine.host}: {remark}; is something else running there? Measure again when it is idle",

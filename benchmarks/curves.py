@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.dashboard import pictures
-from lib.plan.curves import BatchCurve, CurveKey, HostCalibration
+from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration
 
 STYLE = """body { font: 15px/1.45 system-ui, sans-serif; color: #222 }
 body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem }

@@ -30,8 +30,8 @@ from rich.table import Table  # noqa: E402
 from lib.config import load  # noqa: E402
 from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
+from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
 from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
-from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
 from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402
 from lib.plan.run_plan import plan_run  # noqa: E402
 

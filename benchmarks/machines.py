@@ -33,11 +33,11 @@ from lib.config import (
 )
 from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
-from lib.plan.curves import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
+from lib.plan.calibration import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
 from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes  # noqa: E402
+from lib.plan.memory_trace import Training  # noqa: E402
 from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402
 from lib.plan.run_plan import plan_run  # noqa: E402
-from lib.plan.step_arrays import Training  # noqa: E402
 
 LENGTHS = (512, 512)  # of prompts and completions, in tokens
 BATCH = 64

@@ -44,7 +44,7 @@ from lib.model import (
 from lib.model import load as load_module  # noqa: E402
 from lib.plan import (
     memory,  # noqa: E402
-    step_arrays,  # noqa: E402
+    memory_trace,  # noqa: E402
 )
 from lib.system import (
     hardware,  # noqa: E402
@@ -168,7 +168,7 @@ def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.S
     """By arithmetic."""
     quantised = {"quantization": {"group_size": 64, "bits": case.bits}} if case.bits else {}
     shape = partition.model_shape_of({**stored, **quantised}, case.dtype)
-    training = step_arrays.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
+    training = memory_trace.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
     seen, scored = case.prompt + case.completion, 2 * (case.completion + 1)
     rows = memory.Rows(case.prompt, seen, case.prompt + 2 * case.completion, scored, length_multiple=multiple)
     return memory.MemoryModel(shape, training, rows).bytes(case.pairs, hardware.mlx_device()[0])

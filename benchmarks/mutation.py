@@ -54,12 +54,12 @@ from lib.system import mpi_and_blas
 
 LIMIT_SECONDS = 90  # of one module's tests
 TESTS = {  # of every pure module, the tests that are about it
-    "plan.advice": "tests/test_advice.py",
+    "plan.plan_warnings": "tests/test_advice.py",
     "plan.run_plan": "tests/test_choice.py tests/test_replan.py",
     "distributed.compression": "tests/test_compression.py",
     "model.partition": "tests/test_division.py tests/test_shard.py tests/test_plan.py -k 'not mpi and (divi or dealt or smallest or larger)'",
     "launch.hostfile": "tests/test_hostfile.py",
-    "launch.job_files": "tests/test_launch.py -k job_files",
+    "launch.scheduler_jobs": "tests/test_launch.py -k job_files",
     "training.round_assignment": "tests/test_rounds.py -k 'pair_is_trained or dealt_by_speed or planned_shares'",
     "training.losses": "tests/test_losses.py",
     "training.merge_adapters": "tests/test_merge.py",
@@ -67,8 +67,8 @@ TESTS = {  # of every pure module, the tests that are about it
     "plan.cluster_plan": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
     "plan.replan": "tests/test_replan.py",
     "data.batch_shapes": "tests/test_shapes.py -k 'any_rows or depend or cut or by_hand or ladder'",
-    "plan.balance": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
-    "launch.diagnose": "tests/test_watch.py tests/test_launch.py -k 'watch or faults'",
+    "plan.shares": "tests/test_plan.py tests/test_replan.py tests/test_choice.py -k 'not simulation and not two_macs'",
+    "launch.rank_faults": "tests/test_watch.py tests/test_launch.py -k 'watch or faults'",
 }
 SWAPS: dict[type, type] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 SWAPS |= {ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}

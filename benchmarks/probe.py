@@ -50,7 +50,7 @@ from lib.model import (
 )
 from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
 from lib.training import losses  # noqa: E402
-from lib.training import reference as scoring  # noqa: E402
+from lib.training import reference_model as scoring  # noqa: E402
 from lib.training.step import make_optimizer, make_step  # noqa: E402
 
 ENOUGH = 0.01  # of the median: its standard error, where measuring stops

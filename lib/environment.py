@@ -16,11 +16,12 @@ PYTHON = VENV / "bin" / "python"
 OLDEST = (3, 11)
 NEEDED = ("mlx", "mlx_lm", "mpi4py", "numpy", "pydantic", "rich", "yaml")
 ENTERED = "TANDEM_ENTERED"  # the process that has gone into .venv; exec keeps its id, children have others
-ANY_PYTHON = "TANDEM_ANY_PYTHON"  # set: stay, whatever is missing; for what runs in the environment of another project
+# Set: stay, whatever is missing; for what runs in the environment of another project.
+ANY_PYTHON = "TANDEM_ANY_PYTHON"
 
 
 def enter() -> None:
-    """Stays where this interpreter has what is needed; else starts the same command in `.venv`, or ends with the remedy.
+    """Stays where this interpreter has what is needed; else starts the same command in `.venv`, or ends with a remedy.
 
     Raises:
         SystemExit: status 2, after one line that says what is missing.
@@ -50,7 +51,8 @@ def fault_of(version: "tuple[int, ...]", missing: "list[str]", in_venv: bool) ->
     """Why an interpreter of this version, without these packages, will not do; None where it will."""
     if version[:2] < OLDEST:
         wanted, found = ".".join(map(str, OLDEST)), ".".join(map(str, version))
-        return f"Python {wanted} or newer is needed, and {sys.executable} is {found}; make setup looks for one and sets up .venv"
+        remedy = "make setup looks for one and sets up .venv"
+        return f"Python {wanted} or newer is needed, and {sys.executable} is {found}; {remedy}"
     if missing and in_venv:
         return f"{VENV} lacks {', '.join(missing)}; make clean, then make setup"
     if missing:

@@ -11,8 +11,8 @@ import pytest
 from lib.config import load
 from lib.config.schema import Config
 from lib.model.partition import model_shape_of
-from lib.plan import advice
-from lib.plan.curves import BatchCurve, read_published
+from lib.plan import plan_warnings
+from lib.plan.calibration import BatchCurve, read_published
 from lib.plan.divide_work import make_plan, plan_sharded
 from lib.plan.replan import Schedule
 from lib.plan.run_facts import RankHost
@@ -37,7 +37,7 @@ def published() -> list[BatchCurve]:
 def warnings(*words: str, hosts: list[str] = HOSTS, curves: list[BatchCurve] | None = None) -> str:
     settings = configured(*words)
     plan = make_plan(settings, hosts, curves)
-    advised = advice.advised(settings, plan)
+    advised = plan_warnings.advised(settings, plan)
     assert advised.shares == plan.shares and advised.warnings[: len(plan.warnings)] == plan.warnings
     return "\n".join(advised.warnings)
 
@@ -86,7 +86,7 @@ def test_a_model_that_fits_need_not_be_divided(memory: list[int | None], words: 
     sizes = [size and size * 10**9 for size in memory]
     hosts = [RankHost(host, memory_bytes=size) for host, size in zip(HOSTS, sizes, strict=True)]
     plan = plan_sharded(settings, hosts, SHAPE)
-    said = advice.advised(settings, plan).warnings
+    said = plan_warnings.advised(settings, plan).warnings
     assert bool(said) == is_said, said
     if is_said:
         needed = 145 if "model.method=full" in words else 16.1  # 2 bytes a weight, and 16 more to train it
@@ -111,7 +111,7 @@ def test_a_learning_rate_that_was_chosen_for_another_batch(tmp_path: Path) -> No
     file.write_text("model: {path: m}\ndata: {train: d}\ntrain: {learning_rate: 1e-4, global_batch_size: 32}\n")
 
     def said(*words: str) -> str:
-        return advice.unscaled_learning_rate(load.load(file, words).train) or ""
+        return plan_warnings.unscaled_learning_rate(load.load(file, words).train) or ""
 
     message = said("train.global_batch_size=128")
     assert "is 128, but train.learning_rate=0.0001 was chosen for 32" in message and "scaling=sqrt" in message
@@ -138,8 +138,8 @@ def test_a_learning_rate_that_is_a_slip() -> None:
     assert "beyond what" not in warnings("train.learning_rate=1e-3") + warnings(
         "train.learning_rate=10", "train.optimizer=sgd"
     )
-    assert "is 305 nats" in str(advice.strayed(305.1)) and "is -305 nats" in str(advice.strayed(-305.1))
-    assert advice.strayed(30.0) is None and advice.strayed(None) is None
+    assert "is 305 nats" in str(plan_warnings.strayed(305.1)) and "is -305 nats" in str(plan_warnings.strayed(-305.1))
+    assert plan_warnings.strayed(30.0) is None and plan_warnings.strayed(None) is None
 
 
 def test_outer_wants_several_rounds() -> None:
@@ -150,7 +150,7 @@ def test_outer_wants_several_rounds() -> None:
         settings = configured(*told, *words)
         merges = plan_merging(settings, 20, 10, None, None).merges
         plan = replace(make_plan(settings, hosts), strategy=settings.strategy, merges=merges)
-        return bool(advice.one_outer_round(settings, plan))
+        return bool(plan_warnings.one_outer_round(settings, plan))
 
     assert said("independent.pairs_per_round=1000000")
     assert not said() and not said("independent.pairs_per_round=256")

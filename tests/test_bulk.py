@@ -27,7 +27,7 @@ from lib.evaluate import command as evaluate
 from lib.evaluate import work_queue
 from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, work
 from lib.model import load as models
-from lib.training import reference
+from lib.training import reference_model
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT
@@ -200,7 +200,7 @@ def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: 
     for prefix, folder in (("policy", "model"), ("reference", "other")):
         drawn = folder == "model"
         path = settings.model.model_copy(update={"path": str(tmp_path / folder), "random_init": drawn})
-        logps = reference.dataset_logps(models.load(path, 0), dataset, World(), [1], settings)
+        logps = reference_model.dataset_logps(models.load(path, 0), dataset, World(), [1], settings)
         for k, name in enumerate(("chosen", "rejected")):
             np.testing.assert_allclose([row[f"{prefix}_{name}_logp"] for row in rows], logps[:, k], rtol=1e-5)
             assert [row[f"{name}_tokens"] for row in rows] == dataset.scored_tokens[:, k].tolist()

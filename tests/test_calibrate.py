@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import calibrate, curves, links, machines
 from lib.errors import UserError
+from lib.plan.calibration import BatchCurve, HostCalibration, Link, Transfer, read_calibration, read_published
+from lib.plan.calibration_checks import sound_curve
 from lib.plan.calibrator import HardwareCalibrator, time_now
-from lib.plan.curve_validation import sound_curve
-from lib.plan.curves import BatchCurve, HostCalibration, Link, Transfer, read_calibration, read_published
 from lib.system import hardware as machine
 from lib.system import mpi_and_blas, os_commands
 from tests import tiny

@@ -11,8 +11,7 @@ import pytest
 
 from lib.config import load
 from lib.errors import UserError
-from lib.plan.calibrator import is_fresh, time_now
-from lib.plan.curves import (
+from lib.plan.calibration import (
     BatchCurve,
     CurveKey,
     HostCalibration,
@@ -22,6 +21,7 @@ from lib.plan.curves import (
     read_published,
     write_calibration,
 )
+from lib.plan.calibrator import is_fresh, time_now
 from lib.system import files
 
 KEY = CurveKey(model="m", method="lora", dtype="bfloat16", sequence_length=512)

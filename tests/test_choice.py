@@ -15,8 +15,8 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command
 from lib.model import partition
+from lib.plan.calibration import BatchCurve, BatchPoint, HostCalibration, Link, write_calibration
 from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
-from lib.plan.curves import BatchCurve, BatchPoint, HostCalibration, Link, write_calibration
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.system.hardware import Machine

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from lib.launch import host_facts, hostfile, preflight, verdicts
+from lib.launch import host_facts, hostfile, preflight, preflight_verdicts
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
+from lib.launch.preflight_verdicts import Context, Finding, findings_of
 from lib.launch.run_needs import Needs
 from lib.launch.ssh import ssh_remedy
-from lib.launch.verdicts import Context, Finding, findings_of
 from lib.system import files, hardware, network
 from tests import darwin
 from tests.sources import strings
@@ -140,7 +140,7 @@ def test_a_ring_of_cables_is_measured_from_neighbour_to_neighbour() -> None:
     ring = Job(hosts, "ring", ("train.py",))
 
     def pairs(job: Job, reached: tuple[Host, ...] = hosts) -> list[str]:
-        return [one.name + other.name for one, other in verdicts.links_to_measure(job, reached)]
+        return [one.name + other.name for one, other in preflight_verdicts.links_to_measure(job, reached)]
 
     assert pairs(ring) == ["ab", "bc", "cd", "da"]
     assert pairs(ring, hosts[:3]) == ["ab", "bc"], "the ring is the whole world's, not that of those who answered"
@@ -249,8 +249,8 @@ def test_unreadable_files_are_told_apart_from_missing_ones(tmp_path: Path, monke
 
 
 def _judged(check: str, fact: Any, host: Host, given: Context) -> Finding:
-    facts = {name: None for name, _ in verdicts.FACT_CHECKS.values()}
-    facts[verdicts.FACT_CHECKS[check][0]] = fact
+    facts = {name: None for name, _ in preflight_verdicts.FACT_CHECKS.values()}
+    facts[preflight_verdicts.FACT_CHECKS[check][0]] = fact
     return next(one for one in findings_of([host], {host.name: facts}, given) if one.check == check)
 
 

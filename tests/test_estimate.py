@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lib.config import load as settings
+from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, read_calibration, read_published
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, read_calibration, read_published
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.plan.uncalibrated_hosts import relative_speeds, with_estimates
@@ -114,7 +114,7 @@ def test_ranks_of_two_hosts_plan_alike_where_one_was_never_calibrated(
     """Two real ranks that go by two names; the second one's products are said to be a third as fast."""
     from lib.distributed import world as sync
     from lib.plan import first_plan
-    from lib.plan.curves import curve_key, write_calibration
+    from lib.plan.calibration import curve_key, write_calibration
     from lib.system import model_folder as models
     from lib.system import mpi_and_blas
 

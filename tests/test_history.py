@@ -18,7 +18,7 @@ from lib.dashboard import charts, components, history, run_report
 from lib.dashboard import figures as figures_module
 from lib.dashboard.figures import figures
 from lib.dashboard.history import COLUMNS, INDEX, RunHistory, Series
-from lib.plan.curves import BatchCurve
+from lib.plan.calibration import BatchCurve
 from lib.telemetry.log_tail import Copy, Tail
 from lib.telemetry.run_records import PerformanceTracker, rewind
 

@@ -15,7 +15,9 @@ import pytest
 
 from lib.launch import command as command_module
 from lib.launch import supervisor
-from lib.launch.diagnose import (
+from lib.launch.hostfile import Host
+from lib.launch.job import Job, resume_command
+from lib.launch.rank_faults import (
     Fault,
     HostState,
     RankState,
@@ -25,8 +27,6 @@ from lib.launch.diagnose import (
     exit_status,
     stragglers,
 )
-from lib.launch.hostfile import Host
-from lib.launch.job import Job, resume_command
 from lib.launch.rank_processes import processes_of
 from lib.telemetry.run_records import read_records
 from tests import rounding, tiny

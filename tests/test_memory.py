@@ -15,9 +15,9 @@ from lib import errors
 from lib.config import load
 from lib.distributed.world import World
 from lib.model.partition import divide, model_shape_of
-from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, HostCalibration, read_published
+from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, HostCalibration, read_published
 from lib.plan.memory import MemoryModel, Rows, largest_micro_batch, metal_limit_bytes, rank_shape
-from lib.plan.step_arrays import Training
+from lib.plan.memory_trace import Training
 from lib.system import hardware
 from tests import tiny
 from tests.test_choice import SHAPE, host, planned

@@ -25,7 +25,7 @@ from lib.distributed.world import World
 from lib.model import load as models
 from lib.system import hardware, metal, mpi_and_blas
 from lib.system.metal import Pace
-from lib.training import reference
+from lib.training import reference_model
 from tests import macs, tiny
 from tests.tiny import ROOT
 
@@ -266,9 +266,9 @@ def test_the_reference_pass_is_evaluated_in_pieces_too(tmp_path: Path, monkeypat
         seen = sizes.setdefault(name, [])
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         monkeypatch.setattr(
-            reference, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
+            reference_model, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or collate(rows, *more)
         )
-        found[name] = reference.dataset_logps(model, data, World(), [1], config)
+        found[name] = reference_model.dataset_logps(model, data, World(), [1], config)
     assert max(sizes["whole"]) == 16 and max(sizes["pieces"]) == 2
     np.testing.assert_allclose(found["pieces"], found["whole"], rtol=1e-5)
 

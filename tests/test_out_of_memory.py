@@ -21,12 +21,12 @@ import pytest
 from lib.config.schema import PlanSettings
 from lib.data import micro_batches
 from lib.distributed.world import World
-from lib.launch import diagnose
+from lib.launch import rank_faults
 from lib.launch.memory_watch import MemoryWatch
 from lib.model import adapters as models
-from lib.plan import curves, memory_ceilings
+from lib.plan import calibration, memory_ceilings
+from lib.plan.calibration import BatchCurve, Ceiling, CurveKey, HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import BatchCurve, Ceiling, CurveKey, HostCalibration
 from lib.plan.divide_work import plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import hardware, network, out_of_memory
@@ -51,7 +51,7 @@ def weights(run: Path, folder: str = "") -> np.ndarray:
 def remembered(folder: Path) -> dict[bool, int]:
     """{gradient checkpointing: pairs}, of the one file in a calibration's folder."""
     (file,) = folder.glob("*.json")
-    return {one.key.gradient_checkpointing: one.max_pairs for one in curves.read_calibration(file).ceilings}
+    return {one.key.gradient_checkpointing: one.max_pairs for one in calibration.read_calibration(file).ceilings}
 
 
 # ---- What is told
@@ -212,10 +212,10 @@ def test_a_host_remembers_the_smallest_even_without_a_calibration_and_old_files_
     memory = memory_ceilings.HostCeilings(tmp_path / "new", ["h0", "h0"], 0, KEY)
     assert memory.remember(8, False, "why") is None and memory.remember(16, False, "why") is None
     assert memory.remember(2, True, "why") is None and remembered(tmp_path / "new") == {False: 8, True: 2}
-    curves.write_calibration(tmp_path / "old" / "h0.json", known(None))
+    calibration.write_calibration(tmp_path / "old" / "h0.json", known(None))
     assert "ceilings" not in (tmp_path / "old" / "h0.json").read_text()
     assert memory_ceilings.HostCeilings(tmp_path / "old", ["h0"], 0, KEY).remember(4, False, "why") is None
-    kept = curves.read_calibration(tmp_path / "old" / "h0.json")
+    kept = calibration.read_calibration(tmp_path / "old" / "h0.json")
     assert kept.curves and kept.ceilings[0].max_pairs == 4
     (tmp_path / "file").write_text("")
     assert "does not remember" in (
@@ -377,12 +377,12 @@ def test_ranks_agree_on_what_one_of_them_met(tmp_path: Path, strategy: str, size
 
 def test_a_fault_names_who_ran_out_of_memory_and_not_who_ended_with_it() -> None:
     seen = [
-        diagnose.RankState(-1, "a", status=137),
-        diagnose.RankState(0, "a", status=0),
-        diagnose.RankState(1, "b", memory="why"),
+        rank_faults.RankState(-1, "a", status=137),
+        rank_faults.RankState(0, "a", status=0),
+        rank_faults.RankState(1, "b", memory="why"),
     ]
-    fault = diagnose.diagnose(0.0, {}, seen, 10, 10)
-    assert fault == diagnose.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
+    fault = rank_faults.diagnose(0.0, {}, seen, 10, 10)
+    assert fault == rank_faults.Fault("died", "rank 1 on b ran out of memory: why", ("b",))
 
 
 def test_the_agent_leaves_a_note_and_the_resumed_run_takes_half(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lib.dashboard import pictures, run_report
-from lib.plan.curves import BatchCurve, BatchPoint
+from lib.plan.calibration import BatchCurve, BatchPoint
 from lib.telemetry.run_records import PerformanceTracker
 
 ODD = {

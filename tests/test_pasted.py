@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.launch import verdicts
+from lib.launch import preflight_verdicts
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.run_needs import Needs
@@ -122,7 +122,7 @@ def of_remedies() -> Iterator[tuple[str, str]]:
         systems = {"mac-a": "Linux", "mac-b": system}
         typed = ("--hosts", "mac-a:2,mac-b", "--", "train.py", "plan.shares=[12,4]")
         job = Job(hosts, "jaccl", typed[3:], directory=home, typed=typed)
-        context = verdicts.Context(here, needs, job, 2**40, systems)
+        context = preflight_verdicts.Context(here, needs, job, 2**40, systems)
         facts = {
             "ssh_to": {
                 f"h{n}": said for n, said in enumerate(["Permission denied", "host key", "refused", "resolve", "x"])
@@ -140,17 +140,17 @@ def of_remedies() -> Iterator[tuple[str, str]]:
             "load": {"average": 4.0, "cpus": 2, "training": [77, "train.py"]},
             "rdma": {"devices": []},
         }
-        assert facts.keys() == {fact for fact, _ in verdicts.FACT_CHECKS.values()}
+        assert facts.keys() == {fact for fact, _ in preflight_verdicts.FACT_CHECKS.values()}
         full = {**facts, "disk": {"folder": f"{home}/runs", "fault": None, "free_bytes": 1}}
         late = dict.fromkeys(facts, {"error": "PermissionError: Operation not permitted: '/Users/me/Desktop/x'"})
         for answer in (facts, full, late, dict.fromkeys(facts, {"error": "no answer within 10 s"})):
-            for found in verdicts.findings_of([hosts[1]], {"mac-b": answer}, context):  # type: ignore[dict-item]
+            for found in preflight_verdicts.findings_of([hosts[1]], {"mac-b": answer}, context):  # type: ignore[dict-item]
                 yield f"{found.check} on {system}", found.remedy
         links = {
             ("mac-a", "mac-b"): {"error": "refused"},
             ("a", "b"): {"bytes_per_second": 1.0, "round_trip_seconds": 9},
         }
-        for found in verdicts.link_findings(links, 1e6, 0.1, context):  # type: ignore[arg-type]
+        for found in preflight_verdicts.link_findings(links, 1e6, 0.1, context):  # type: ignore[arg-type]
             yield "links", found.remedy
 
 

@@ -18,11 +18,11 @@ from lib.config.load import load
 from lib.config.schema import Config
 from lib.errors import UserError
 from lib.model.partition import model_shape_of
-from lib.plan.balance import best_shares, distribute_work, equal_shares, fastest_micro_batches, within_memory
+from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import MEMORY_HEADROOM, BatchCurve, read_published
 from lib.plan.divide_work import make_plan, plan_cluster, plan_sharded
 from lib.plan.run_facts import RankHost
+from lib.plan.shares import best_shares, distribute_work, equal_shares, fastest_micro_batches, within_memory
 
 SIMULATE = Path(__file__).parent.parent / "benchmarks" / "simulate.py"
 M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))

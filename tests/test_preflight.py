@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from lib.launch import command as launcher
-from lib.launch import host_facts, run_needs, verdicts
+from lib.launch import host_facts, preflight_verdicts, run_needs
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
+from lib.launch.preflight_verdicts import Context, Finding, findings_of, link_findings
 from lib.launch.run_needs import Needs
 from lib.launch.ssh import ssh_remedy
-from lib.launch.verdicts import Context, Finding, findings_of, link_findings
 from lib.system import hardware
 from tests import tiny
 from tests.cluster import Host as Machine
@@ -249,7 +249,7 @@ def test_nothing_is_started_where_a_check_fails_and_the_table_says_why(
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {name: None for name, _ in verdicts.FACT_CHECKS.values()}
+    usual: dict[str, Any] = {name: None for name, _ in preflight_verdicts.FACT_CHECKS.values()}
     return {**usual, **changes}
 
 

@@ -15,15 +15,15 @@ import pytest
 from lib.config import load as settings
 from lib.config.schema import Config, CostSettings
 from lib.errors import UserError
-from lib.plan.balance import solo_pairs_per_second
+from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link
+from lib.plan.calibration_checks import sound_curve
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curve_validation import sound_curve
-from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, Link
 from lib.plan.divide_work import make_plan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.plan.share_correction import FIRST_LOOK
+from lib.plan.shares import solo_pairs_per_second
 from lib.system.hardware import Machine
 from lib.telemetry.cost import calculate_training_cost, hosts_cost
 from tests import rounding, tiny
@@ -602,7 +602,7 @@ def test_real_ranks_correct_a_calibration_that_is_wrong(tmp_path: Path) -> None:
     """Two equal ranks, one of which is said to be twice as fast at one size: their own times say otherwise."""
     import train as script
     from lib.distributed import world as sync
-    from lib.plan.curves import curve_key, write_calibration
+    from lib.plan.calibration import curve_key, write_calibration
     from lib.system import model_folder as models
     from lib.system import mpi_and_blas, network
     from lib.telemetry.run_records import read_records

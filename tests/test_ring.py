@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.distributed import ring_rendezvous
+from lib.distributed import ring_start
 from lib.errors import UserError
 from tests.tiny import ROOT
 
@@ -32,7 +32,7 @@ def meet(addresses: Sequence[tuple[str, int]], order: Sequence[int], pause: floa
     ended: dict[int, float] = {}
 
     def run(rank: int) -> None:
-        ring_rendezvous.wait_for_ring(rank, addresses)
+        ring_start.wait_for_ring(rank, addresses)
         ended[rank] = time.monotonic()
 
     threads = []
@@ -72,7 +72,7 @@ def test_strangers_are_passed_over() -> None:
                 stranger.recv(1)
             time.sleep(0.05)
 
-    kinds = (b"GET / HTTP/1.0\r\n\r\n", b"", ring_rendezvous.CALL, ring_rendezvous.REPLY, b"echo")
+    kinds = (b"GET / HTTP/1.0\r\n\r\n", b"", ring_start.CALL, ring_start.REPLY, b"echo")
     strangers = [
         threading.Thread(target=disturb, args=pair, daemon=True) for pair in itertools.product(addresses, kinds)
     ]
@@ -88,7 +88,7 @@ def test_strangers_are_passed_over() -> None:
 
 def test_an_address_that_is_not_this_hosts_is_one_line() -> None:
     with pytest.raises(UserError, match=r"cannot listen at 192.0.2.7:32323: .*--starting-port") as error:
-        ring_rendezvous.wait_for_ring(1, [("127.0.0.1", 1), ("192.0.2.7", 32323)])
+        ring_start.wait_for_ring(1, [("127.0.0.1", 1), ("192.0.2.7", 32323)])
     assert "\n" not in str(error.value)
 
 

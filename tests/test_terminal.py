@@ -19,7 +19,7 @@ from rich.text import Text
 
 from lib.system import terminal
 from lib.telemetry.run_records import read_records
-from lib.training.console import ProgressLine
+from lib.training.progress_display import ProgressLine
 from lib.training.step import StepResult
 from tests.tiny import settings, train
 

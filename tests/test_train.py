@@ -25,7 +25,7 @@ from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import PerformanceTracker, read_records
 from lib.training import checkpoint, resume
-from lib.training import reference as scoring
+from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, rows_of_epochs, weights
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.plan.curve_validation import impossible_link, off_the_curve, sound_calibration, sound_curve
-from lib.plan.curves import (
+from lib.plan.calibration import (
     BatchCurve,
     BatchPoint,
     HostCalibration,
@@ -17,6 +16,7 @@ from lib.plan.curves import (
     read_published,
     write_calibration,
 )
+from lib.plan.calibration_checks import impossible_link, off_the_curve, sound_calibration, sound_curve
 from lib.system.hardware import Machine
 
 SIZES = (1, 2, 4, 8, 16)

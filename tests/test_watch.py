@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.launch.diagnose import (
+from lib.launch.rank_faults import (
     Fault,
     HostState,
     RankState,

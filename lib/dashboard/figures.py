@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from lib.config.schema import CostSettings
 from lib.dashboard.history import COLUMNS, INDEX, LATE_SECONDS, SENSORS, SILENT_SECONDS, RunHistory, Series, Warned, Who
-from lib.plan.curves import BatchCurve
+from lib.plan.calibration import BatchCurve
 from lib.telemetry.cost import RunCost, hosts_cost
 from lib.telemetry.record_types import PlanRecord, Record, SettingsRecord
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from lib.dashboard import charts
 from lib.dashboard.history import RunHistory
-from lib.plan.curves import BatchCurve
+from lib.plan.calibration import BatchCurve
 from lib.telemetry.record_types import Record
 from lib.telemetry.run_records import read_records
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.distributed import heartbeat, ring_rendezvous
+from lib.distributed import heartbeat, ring_start
 from lib.distributed.collectives import Collectives, buckets
 from lib.errors import AgreedError, UserError
 from lib.model.partition import Part
@@ -212,7 +212,7 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
     world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
         if launch.backend == "ring":
-            ring_rendezvous.wait_for_ring(launch.rank, _ring_addresses())
+            ring_start.wait_for_ring(launch.rank, _ring_addresses())
         group = mx.distributed.init(backend=launch.backend, strict=True)
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(

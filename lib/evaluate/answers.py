@@ -10,14 +10,14 @@ import numpy as np
 from mlx_lm import batch_generate
 
 from lib.config.schema import Config
-from lib.data.questions import Question
+from lib.data.answer_questions import Question
 from lib.data.tokenize import Tokenizer
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.evaluate.batch_inference import extract
 from lib.system import out_of_memory
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.console import RunConsole
+from lib.training.progress_display import RunConsole
 
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file
 MARKS = {True: "✓", False: "✗"}

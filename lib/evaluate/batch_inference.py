@@ -42,8 +42,8 @@ from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
 from lib.training import losses
-from lib.training import reference as scoring
-from lib.training.console import RunConsole
+from lib.training import reference_model as scoring
+from lib.training.progress_display import RunConsole
 from lib.training.step import objective
 
 KINDS = ("logps", "rewards", "greedy", "samples")

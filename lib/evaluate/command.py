@@ -24,15 +24,15 @@ from lib.config import (
 )
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
+from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
-from lib.data.questions import load_questions
 from lib.distributed import sharded_model
 from lib.distributed.sharded_world import sharded
 from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference
 from lib.evaluate.answers import exact_match, greedy
-from lib.evaluate.metrics import digest_of, metrics_of, policy_logps, write_per_pair
+from lib.evaluate.held_out_metrics import digest_of, metrics_of, policy_logps, write_per_pair
 from lib.model import (
     adapter_files,
     adapters,
@@ -44,8 +44,8 @@ from lib.system import (
     terminal,
 )
 from lib.training import losses
-from lib.training import reference as scoring
-from lib.training.console import RunConsole, describe
+from lib.training import reference_model as scoring
+from lib.training.progress_display import RunConsole, describe
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lib.launch import diagnose, reachable_hosts, topology
+from lib.launch import rank_faults, reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
 from lib.launch.agent_messages import RankProcess, Start
-from lib.launch.diagnose import Fault
 from lib.launch.hostfile import Host
 from lib.launch.job import Job, full_command, resume_command
 from lib.launch.rank_console import Console
+from lib.launch.rank_faults import Fault
 from lib.launch.rank_processes import processes_of
 from lib.launch.world_state import WorldState
 from lib.system import network
@@ -188,7 +188,7 @@ class Attempt:
 
     def _name_stragglers(self) -> None:
         after_seconds = max(LEAST_SILENCE_SECONDS, self.job.silent_seconds)
-        for rank in diagnose.stragglers(time.monotonic(), list(self.world.ranks.values()), after_seconds):
+        for rank in rank_faults.stragglers(time.monotonic(), list(self.world.ranks.values()), after_seconds):
             if rank.rank not in self.named_stragglers:
                 self.named_stragglers.add(rank.rank)
                 self.console.note(f"rank {rank.rank} on {rank.host} lets the others wait")
@@ -196,7 +196,7 @@ class Attempt:
     def _look_for_a_cut(self) -> Fault | None:
         """Where all ranks wait, asks whether their hosts still reach each other: sooner than --wedged-seconds."""
         world, limit = self.world, self.job.silent_seconds
-        waited = diagnose.common_wait_seconds(time.monotonic(), list(world.ranks.values()))
+        waited = rank_faults.common_wait_seconds(time.monotonic(), list(world.ranks.values()))
         if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or world.run is None or waited <= limit / 2:
             self.probing = None
         elif self.probing is None:
@@ -206,7 +206,7 @@ class Attempt:
         elif self.probing.done() and (reached := self.probing.result()) is not None and len(reached) < len(world.hosts):
             self.reached = reached
             cut_off = [name for name in world.hosts if name not in {host.name for host in reached}]
-            return diagnose.cut_between(list(world.hosts), cut_off, waited)
+            return rank_faults.cut_between(list(world.hosts), cut_off, waited)
         return None
 
     async def _prepare(self, link: Link, host: Host, run: str) -> None:

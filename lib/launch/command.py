@@ -25,15 +25,15 @@ from dataclasses import replace
 
 from lib.config import load, train_arguments
 from lib.errors import UserError
-from lib.launch import discovery, hostfile, job_files, preflight, rendezvous
+from lib.launch import discovery, hostfile, preflight, rendezvous, scheduler_jobs
 from lib.launch import options as launch_options
+from lib.launch.copy_to_hosts import copy_to_hosts
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job, full_command
 from lib.launch.options import ROLES
 from lib.launch.rank_console import Console
 from lib.launch.ssh import is_this_machine
 from lib.launch.supervisor import supervise
-from lib.launch.sync import copy_to_hosts
 from lib.system import terminal
 
 
@@ -136,7 +136,7 @@ def _emitted(job: Job, kind: str) -> str:
     """
     if kind == "hostfile":
         return hostfile.to_text(job.hosts)
-    write = {"slurm": job_files.slurm, "mpijob": job_files.mpijob}[kind]
+    write = {"slurm": scheduler_jobs.slurm, "mpijob": scheduler_jobs.mpijob}[kind]
     environment = {"PYTHONUNBUFFERED": "1", **job.environment}
     return write(job.hosts, full_command(job), environment, job.directory, job.python)
 

@@ -24,8 +24,8 @@ from lib.config import schema
 from lib.errors import UserError
 from lib.launch import host_facts
 from lib.launch.job import ROOT
+from lib.launch.preflight_verdicts import FULL_DISK_ACCESS, NOT_PERMITTED, PRIVATE_FOLDER, gigabytes
 from lib.launch.ssh import ssh_remedy
-from lib.launch.verdicts import FULL_DISK_ACCESS, NOT_PERMITTED, PRIVATE_FOLDER, gigabytes
 from lib.system import hardware, metal, mpi_and_blas, os_commands
 
 SETUP = "make -B setup"

@@ -3,8 +3,9 @@
     ./launch --hostfile hostfile --preflight-only [--json] -- train.py --config configs/X.yaml
 
 Every host is asked for facts (lib/launch/host_facts.py) by a process that is reached over ssh as a run's agent is, all
-at once; pure functions turn them into findings (lib/launch/verdicts.py). Then the hosts measure the links between them
-(lib/launch/link_probe.py), and last all ranks add up a number over the backend (lib/launch/sum_check.py).
+at once; pure functions turn them into findings (lib/launch/preflight_verdicts.py). Then the hosts measure the links
+between them (lib/launch/link_probe.py), and last all ranks add up a number over the backend
+(lib/launch/sum_check.py).
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from lib.launch.host_facts import LIMIT_SECONDS, digest_or_why, packages, projec
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job
 from lib.launch.link_probe import LinkReport
-from lib.launch.run_needs import Needs, model_bytes, needs_of, ports_of
-from lib.launch.verdicts import (
+from lib.launch.preflight_verdicts import (
     FACT_CHECKS,
     Context,
     Finding,
@@ -38,6 +38,7 @@ from lib.launch.verdicts import (
     links_to_measure,
     refused,
 )
+from lib.launch.run_needs import Needs, model_bytes, needs_of, ports_of
 from lib.system import os_commands
 from lib.system.terminal import Voice
 

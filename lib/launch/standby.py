@@ -38,18 +38,11 @@ def main() -> None:
     with contextlib.suppress(Exception, SystemExit):  # the command is not train.py
         relaxed = metal.relaxes(train_arguments.parse(expected["command"][1:], None))
     mpi_and_blas.prepare(relaxed)
-    from lib.data import micro_batches  # noqa: F401
+    # All that train.py imports on its way.
     from lib.distributed import sharded_model  # noqa: F401
-    from lib.evaluate import metrics  # noqa: F401
-    from lib.plan import replan  # noqa: F401
-    from lib.training import (
-        checkpoint,  # noqa: F401
-        local_sgd,  # noqa: F401
-        preload,  # noqa: F401
-        reference,  # noqa: F401
-        report,  # noqa: F401
-        step,  # noqa: F401
-    )
+    from lib.evaluate import evaluator  # noqa: F401
+    from lib.plan import first_plan  # noqa: F401
+    from lib.training import loop, preload, reference_model, report, resume, step_retries  # noqa: F401
 
     words = expected["command"]
     if words and Path(words[0]).resolve() == ROOT / "train.py":

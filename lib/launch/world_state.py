@@ -9,12 +9,12 @@ import time
 import zlib
 from typing import cast
 
-from lib.launch import diagnose
+from lib.launch import rank_faults
 from lib.launch.agent_link import Link
 from lib.launch.agent_messages import Beat, Message
-from lib.launch.diagnose import HostState, RankState
 from lib.launch.job import Job, local_run_folder
 from lib.launch.rank_console import Console
+from lib.launch.rank_faults import HostState, RankState
 from lib.telemetry.log_tail import Copy
 
 MPIRUN = -1  # in place of a rank's number: mpirun, which starts the ranks
@@ -52,10 +52,10 @@ class WorldState:
             number = MPIRUN if rank is None else rank
             self.ranks[number] = RankState(number, link.name)
 
-    def fault(self) -> diagnose.Fault | None:
+    def fault(self) -> rank_faults.Fault | None:
         """The first thing that is wrong now; None if nothing is."""
         limits = self.job.silent_seconds, self.job.wedged_seconds
-        return diagnose.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *limits)
+        return rank_faults.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *limits)
 
     def processes(self) -> list[RankState]:
         """The processes whose end ends the start: the ranks, or mpirun."""
@@ -67,7 +67,7 @@ class WorldState:
 
     def worst_status(self) -> int:
         """The exit status of all: that of the worst rank."""
-        return max((diagnose.exit_status(process.status or 0) for process in self.processes()), default=1)
+        return max((rank_faults.exit_status(process.status or 0) for process in self.processes()), default=1)
 
     def receive(self, host: str, kind: str, fields: Message) -> None:
         """Takes in a message of a host's agent."""
@@ -106,7 +106,7 @@ class WorldState:
 
     def _print(self, host: str, rank: int | None, stream: str, text: str) -> None:
         self.console.output(rank, host, stream, text)
-        if rank is not None and (cause := diagnose.cause_of(text)) is not None:
+        if rank is not None and (cause := rank_faults.cause_of(text)) is not None:
             self._rank(rank, host).cause = cause
 
     def _note_exit(self, rank: int | None, status: int) -> None:

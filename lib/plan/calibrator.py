@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lib.errors import UserError
-from lib.plan.curves import ROOT
+from lib.plan.calibration import ROOT
 
 
 def time_now() -> str:

@@ -1,7 +1,7 @@
 """The plan of a step: every rank's share and micro-batches, or its part of a model. Pure functions.
 
 Efficiency is eta = (B / T) / sum of R_i, for a global batch of B pairs in T seconds: the achieved speed over the sum of
-what the machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/balance.py).
+what the machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/shares.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from lib.config.schema import Config
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
-from lib.plan.curves import BatchCurve, CurveKey
+from lib.plan.calibration import BatchCurve, CurveKey
 
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 

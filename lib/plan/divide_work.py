@@ -11,7 +11,11 @@ import numpy as np
 from lib.config.schema import Config
 from lib.errors import UserError
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
-from lib.plan.balance import (
+from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve
+from lib.plan.cluster_plan import ClusterPlan, PartOfModel, RankPlan, training_bytes_per_byte
+from lib.plan.memory import MemoryModel, largest_micro_batch, rank_shape
+from lib.plan.run_facts import RankHost
+from lib.plan.shares import (
     DEFAULT_MICRO_BATCH_SIZE,
     best_shares,
     check_memory,
@@ -26,10 +30,6 @@ from lib.plan.balance import (
     split_evenly_sized,
     within_memory,
 )
-from lib.plan.cluster_plan import ClusterPlan, PartOfModel, RankPlan, training_bytes_per_byte
-from lib.plan.curves import MEMORY_HEADROOM, BatchCurve
-from lib.plan.memory import MemoryModel, largest_micro_batch, rank_shape
-from lib.plan.run_facts import RankHost
 from lib.system.hardware import Device
 
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it

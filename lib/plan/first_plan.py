@@ -18,15 +18,15 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.partition import FAMILIES, model_shape_of
 from lib.model.token_stream import length_multiple
-from lib.plan import curves, memory_ceilings
-from lib.plan.advice import advised
+from lib.plan import calibration, memory_ceilings
+from lib.plan.calibration import HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import HostCalibration
 from lib.plan.divide_work import plan_sharded
 from lib.plan.memory import MemoryModel, Rows
+from lib.plan.memory_trace import MOMENTS, Training
+from lib.plan.plan_warnings import advised
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
-from lib.plan.step_arrays import MOMENTS, Training
 from lib.plan.uncalibrated_hosts import needs_rates
 from lib.system import hardware, matmul_rate, model_folder, network
 from lib.system.out_of_memory import Limit
@@ -40,7 +40,7 @@ def first_plan(
     rows: Rows | None = None,
     resumed: Path | None = None,
 ) -> ClusterPlan:
-    """The plan that a run starts with, and what is likely to be a mistake in it (lib/plan/advice.py).
+    """The plan that a run starts with, and what is likely to be a mistake in it (lib/plan/plan_warnings.py).
 
     Each rank reads its own host's calibration, and all exchange them.
 
@@ -68,21 +68,21 @@ def _first_plan(
         alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
         config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
     with world.agreeing("reading the calibration"):
-        own = curves.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
+        own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = model_folder.resolve(config.model.path, config.model.revision)
         shape = None
         if config.strategy in ("auto", "sharded") and world.size > 1:
             with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):  # whoever asks is told why
                 shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
         padded = padded_lengths(lengths, length_multiple(config.data))
-        key = curves.curve_key(config, folder, round(float(padded.mean())))
+        key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
     agreed = json.loads(
         world.broadcast_text(
             json.dumps({"key": key.model_dump(), "longest": int(padded.max()), "rows": rows and asdict(rows)})
         )
     )
-    key = curves.CurveKey(**agreed["key"])
+    key = calibration.CurveKey(**agreed["key"])
     warning, limit = "", memory_limit(config, hosts, world)
     with world.agreeing("reading the calibration"):
         if (
@@ -91,12 +91,12 @@ def _first_plan(
         ):
             memory = memory_ceilings.HostCeilings(Path(config.plan.calibration_dir), hosts, world.rank, key)
             warning = memory.take_over(killed, resumed)
-            own = curves.own_calibration(memory.folder, hosts, world.rank)
+            own = calibration.own_calibration(memory.folder, hosts, world.rank)
     own = memory_ceilings.bounded(own, key, limit.size_bytes if limit.is_configured else None)
     warnings = world.gather_text(warning, "what ended for want of memory")
     ranks = _gather_hosts(world, hosts, own, limit)
     with world.agreeing("planning"):
-        versions, published = hardware.versions(), list(curves.read_published().values())
+        versions, published = hardware.versions(), list(calibration.read_published().values())
         calibrations = [rank.calibration for rank in ranks]
         if needs_rates(hosts, calibrations, key):
             ranks = _with_matmul_rates(world, ranks)
@@ -179,7 +179,7 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
         AgreedError: the model cannot be divided, or not among these hosts.
     """
     with world.agreeing("reading the calibration"):
-        own = curves.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
+        own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
         memory = memory_limit(config, hosts, world).size_bytes
     texts = world.gather_text(json.dumps([memory, own.gflops if own else None]), "every host's memory and speed")

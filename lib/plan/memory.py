@@ -27,7 +27,7 @@ import numpy as np
 
 from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
-from lib.plan.step_arrays import Step, Training
+from lib.plan.memory_trace import Step, Training
 from lib.system.hardware import Device
 
 MARGIN = 1.05  # for what is small and not written down: views, sums, indices, the rounding of allocations

@@ -21,9 +21,9 @@ import numpy as np
 from lib.config.schema import Config
 from lib.data.micro_batches import pieces
 from lib.errors import UserError
-from lib.plan import calibrator, curves
+from lib.plan import calibration, calibrator
+from lib.plan.calibration import Ceiling, CurveKey, HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import Ceiling, CurveKey, HostCalibration
 from lib.system import hardware, network, out_of_memory
 
 # ---- Pure: plans below their ceilings
@@ -81,7 +81,7 @@ def bounded(
     if known is None or (not (ceiling and ceiling.max_pairs) and memory_limit_bytes is None):
         return known
 
-    def bounded_curve(curve: curves.BatchCurve) -> curves.BatchCurve:
+    def bounded_curve(curve: calibration.BatchCurve) -> calibration.BatchCurve:
         changes: dict[str, int] = {}
         limits = [size for size in (curve.memory_limit_bytes, memory_limit_bytes) if size]
         if limits:
@@ -145,17 +145,17 @@ class HostCeilings:
     def remember(self, max_pairs: int, gradient_checkpointing: bool, note: str) -> str | None:
         """Writes a ceiling into the host's calibration, which is made if there is none; returns the fault, if any."""
         key = self.key.model_copy(update={"gradient_checkpointing": gradient_checkpointing})
-        path = curves.own_file(self.folder, list(self.hosts), self.rank)
+        path = calibration.own_file(self.folder, list(self.hosts), self.rank)
         try:
             with _alone(self.folder):  # ranks of one host may run out of memory at once
-                known = curves.read_calibration(path) if path.exists() else None
+                known = calibration.read_calibration(path) if path.exists() else None
                 known = known or HostCalibration(machine=hardware.identify(self.hosts[self.rank]), curves=())
                 others = tuple(one for one in known.ceilings if one.key != key)
                 same = known.model_copy(update={"ceilings": tuple(one for one in known.ceilings if one.key == key)})
                 former = ceiling_of(same, key)
                 most = min(max_pairs, former.max_pairs) if former else max_pairs
                 newest = Ceiling(key=key, max_pairs=most, measured_at=calibrator.time_now(), note=note)
-                curves.write_calibration(path, known.model_copy(update={"ceilings": (*others, newest)}))
+                calibration.write_calibration(path, known.model_copy(update={"ceilings": (*others, newest)}))
         except (OSError, UserError) as error:
             return f"{path} does not remember it: {error}"
         return None

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE, TooLarge
-from lib.plan.curves import (
+from lib.plan.calibration import (
     MEMORY_HEADROOM,
     BatchCurve,
     BatchPoint,
@@ -20,6 +19,7 @@ from lib.plan.curves import (
 )
 from lib.plan.memory import MemoryModel, largest_micro_batch
 from lib.plan.run_facts import RankHost
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
 from lib.system.hardware import Device
 
 CORRECTION = (0.8, 1.5)  # measured over planned: beyond it something else was measured

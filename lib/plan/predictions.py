@@ -10,12 +10,12 @@ import numpy as np
 
 from lib.config.schema import SyncSettings
 from lib.model.partition import ModelShape
-from lib.plan.balance import equal_shares, solo_pairs_per_second
+from lib.plan.calibration import BatchCurve, CurveChoice, CurveKey, HostCalibration, Link, choose_curves
 from lib.plan.cluster_plan import SHOWN_ALONE, ClusterPlan, Prediction, RankPlan
-from lib.plan.curves import BatchCurve, CurveChoice, CurveKey, HostCalibration, Link, choose_curves
 from lib.plan.divide_work import plan_cluster
 from lib.plan.memory_fitting import MemoryEstimates
 from lib.plan.run_facts import RankHost, RunFacts
+from lib.plan.shares import equal_shares, solo_pairs_per_second
 from lib.plan.strategy import Merging
 
 MEETING_BYTES = 4096  # of each of the two sums in which ranks tell each other how far they are, before they merge

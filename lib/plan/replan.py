@@ -16,10 +16,10 @@ import numpy as np
 
 from lib.config.schema import PlanSettings
 from lib.plan import memory_ceilings, share_correction
-from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE
+from lib.plan.calibration import BatchCurve
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.curves import BatchCurve
 from lib.plan.divide_work import plan_cluster, with_micro_batches
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE
 
 REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lib.model.partition import ModelShape
-from lib.plan.curves import CurveKey, HostCalibration
+from lib.plan.calibration import CurveKey, HostCalibration
 from lib.plan.memory import MemoryModel
 from lib.system.hardware import Device
 

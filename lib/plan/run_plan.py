@@ -10,10 +10,9 @@ from lib.config.load import with_strategy
 from lib.config.schema import Config
 from lib.errors import UserError
 from lib.model.partition import ModelShape
-from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE, TooLarge, listed
+from lib.plan.calibration import MEMORY_HEADROOM, CurveChoice, CurveKey, HostCalibration
+from lib.plan.calibration_checks import all_sound
 from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
-from lib.plan.curve_validation import all_sound
-from lib.plan.curves import MEMORY_HEADROOM, CurveChoice, CurveKey, HostCalibration
 from lib.plan.divide_work import GOOD_EFFICIENCY, make_plan, plan_sharded, sufficient_global_batch, with_memory
 from lib.plan.memory_fitting import MemoryEstimates
 from lib.plan.predictions import (
@@ -29,6 +28,7 @@ from lib.plan.predictions import (
     predict_sharded,
 )
 from lib.plan.run_facts import RankHost, RunFacts
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge, listed
 from lib.plan.strategy import choose_strategy, plan_merging
 from lib.plan.uncalibrated_hosts import relative_speeds, with_estimates
 

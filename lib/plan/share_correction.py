@@ -13,8 +13,8 @@ from statistics import median_low
 
 import numpy as np
 
-from lib.plan.balance import fastest_micro_batches
-from lib.plan.curves import BatchCurve
+from lib.plan.calibration import BatchCurve
+from lib.plan.shares import fastest_micro_batches
 
 FIRST_LOOK = 3  # steps of a plan, before its shares are corrected for the first time
 LEAST_GAIN = 0.02  # of a step's time, that a correction has to save
@@ -132,7 +132,7 @@ def _times(curve: BatchCurve, seen: Factors, elsewhere: float) -> BatchCurve:
 
 
 def _uncertain(curve: BatchCurve) -> set[int]:
-    """Sizes whose times differed much, or that were put in place of something else (lib/plan/curve_validation.py)."""
+    """Sizes whose times differed much, or that were put in place of something else (lib/plan/calibration_checks.py)."""
     return {point.batch_size for point in curve.points if point.seconds_spread > UNCERTAIN * point.seconds_median}
 
 

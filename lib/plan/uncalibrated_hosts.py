@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lib.plan.curve_validation import all_sound
-from lib.plan.curves import BatchCurve, CurveKey, HostCalibration, nearest_curve, nearest_key
+from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, nearest_curve, nearest_key
+from lib.plan.calibration_checks import all_sound
 from lib.plan.run_facts import RankHost
 from lib.system.hardware import Machine
 

@@ -29,7 +29,7 @@ from lib.launch.hostfile import Host
 from lib.launch.job import ROOT
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_process import SECRET_HEADER
-from lib.serve.log import Log
+from lib.serve.event_log import Log
 
 HEALTH_EVERY_SECONDS = 2.0
 HEALTH_SECONDS = 10.0

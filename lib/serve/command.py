@@ -38,8 +38,8 @@ from lib.launch import hostfile, ssh
 from lib.serve import api_keys
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_supervisor import Keeper, Recipe
+from lib.serve.event_log import LibraryRecords, log
 from lib.serve.gateway import Gateway
-from lib.serve.log import LibraryRecords, log
 from lib.serve.openai_requests import Limits
 from lib.serve.tls_listener import Listener, protocol
 from lib.system import model_folder, terminal

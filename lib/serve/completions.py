@@ -19,11 +19,11 @@ from lib.config.schema import ServeSettings
 from lib.serve import openai_answers, openai_requests
 from lib.serve.backend_pool import Backend, Pool, QueueFull
 from lib.serve.backend_process import SECRET_HEADER
-from lib.serve.exchange import JSON_HEADERS, Exchange, read_body, send_answer, start_of_answer, while_listening
-from lib.serve.log import Log
-from lib.serve.metrics import Metrics
+from lib.serve.event_log import Log
+from lib.serve.http_exchange import JSON_HEADERS, Exchange, read_body, send_answer, start_of_answer, while_listening
 from lib.serve.openai_answers import Usage
 from lib.serve.openai_requests import BackendRequest, Kind, Limits, RequestError
+from lib.serve.prometheus_metrics import Metrics
 
 ATTEMPTS = 2  # a request of which nothing was answered yet may try another backend once
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}

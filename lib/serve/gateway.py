@@ -17,12 +17,12 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from lib.config.schema import ServeSettings
-from lib.serve import metrics
+from lib.serve import prometheus_metrics
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
 from lib.serve.completions import Completions
-from lib.serve.exchange import JSON_HEADERS, ClientGone, Exchange, send_answer
-from lib.serve.log import Log
+from lib.serve.event_log import Log
+from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, send_answer
 from lib.serve.openai_requests import Limits, RequestError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -42,7 +42,7 @@ class Gateway:
         log: Log,
     ):
         self.settings, self.limits, self.pool, self.keys, self.log = settings, limits, pool, keys, log
-        self.metrics = metrics.Metrics(pool)
+        self.metrics = prometheus_metrics.Metrics(pool)
         completions = Completions(settings, limits, count_tokens, pool, client, self.metrics, log)
         self.created = int(time.time())
         self.is_draining = False  # load balancers are told to go elsewhere
@@ -195,7 +195,7 @@ class Gateway:
         await send_answer(exchange, 200 if state == "ready" else 503, JSON_HEADERS, body)
 
     async def _metrics(self, exchange: Exchange) -> None:
-        await send_answer(exchange, 200, {"content-type": metrics.CONTENT_TYPE}, self.metrics.text())
+        await send_answer(exchange, 200, {"content-type": prometheus_metrics.CONTENT_TYPE}, self.metrics.text())
 
     async def _models(self, exchange: Exchange) -> None:
         await send_answer(exchange, 200, JSON_HEADERS, json.dumps({"object": "list", "data": [self._card()]}).encode())

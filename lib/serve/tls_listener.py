@@ -11,8 +11,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lib.config.schema import ServeSettings
+from lib.serve.event_log import Log
 from lib.serve.gateway import Gateway
-from lib.serve.log import Log
 
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
 

@@ -20,9 +20,9 @@ from lib.distributed.world import World
 from lib.model import adapter_files
 from lib.system import metal
 from lib.training import checkpoint, report, summary
-from lib.training.learner import Learner
 from lib.training.local_sgd import LocalSGD
 from lib.training.step import Metrics, MicroBatch, StepResult, is_compiled
+from lib.training.step_retries import Learner
 from lib.training.training_run import PREFETCHED, TrainingRun
 
 Show = Callable[[int, StepResult], None]  # (step, result), on the progress line

@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten
 
 from lib.config import train_arguments
 from lib.config.schema import Config
+from lib.data import answer_questions as evaluate
 from lib.data import hub_datasets, sources
-from lib.data import questions as evaluate
 from lib.data import tokenizer as tokenizer_module
+from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
-from lib.data.questions import Question
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
 from lib.data.tokenize import Tokenizer
 from lib.model import adapters, load

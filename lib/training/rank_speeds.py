@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lib.plan.balance import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
 
 
 @dataclass

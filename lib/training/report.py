@@ -13,15 +13,15 @@ from lib.config.schema import Config
 from lib.data.dataset import Dataset
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
-from lib.plan import advice
+from lib.plan import plan_warnings
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system import metal, out_of_memory
 from lib.system.provenance import device_name, provenance
 from lib.telemetry.cost import hosts_cost
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.console import RunConsole, size_text, three_digits
 from lib.training.preload import Inputs
+from lib.training.progress_display import RunConsole, size_text, three_digits
 from lib.training.round_merge import MergeResult
 from lib.training.training_run import TrainingRun
 
@@ -191,5 +191,5 @@ def show_model(say: RunConsole, config: Config, model: nn.Module) -> None:
 
 def warn_of_the_end(say: RunConsole, step: int, kl: float | None) -> None:
     """What is likely to be wrong with where training ended, while it can still be recorded."""
-    if strayed := advice.strayed(kl):
+    if strayed := plan_warnings.strayed(kl):
         say.warning(strayed, step)

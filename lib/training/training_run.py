@@ -17,10 +17,10 @@ from lib.plan.replan import Schedule
 from lib.telemetry.run_records import PerformanceTracker
 from lib.telemetry.trackers import Feed
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all, share
-from lib.training.console import RunConsole
 from lib.training.local_sgd import LocalSGD
 from lib.training.preload import Inputs
-from lib.training.reference import Layout
+from lib.training.progress_display import RunConsole
+from lib.training.reference_model import Layout
 
 PREFETCHED = 2  # batches made ahead of the step
 

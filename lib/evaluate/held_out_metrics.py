@@ -12,11 +12,11 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config.schema import Config
+from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
-from lib.data.questions import Question
 from lib.distributed.world import World
 from lib.training import losses
-from lib.training import reference as scoring
+from lib.training import reference_model as scoring
 from lib.training.step import SUMS, Metrics, means_of, objective
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from lib.config.schema import Config, TrainSettings
-from lib.plan.balance import solo_pairs_per_second
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.divide_work import plan_cluster
+from lib.plan.shares import solo_pairs_per_second
 
 NOTEWORTHY = 0.05  # of a step's time, or of a speed: less is not worth a word
 HIGHEST_RATE = 1e-2  # of Adam, whose steps are about as long as its rate

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lib.plan.curves import BatchCurve, BatchPoint, HostCalibration, Link
+from lib.plan.calibration import BatchCurve, BatchPoint, HostCalibration, Link
 
 UNSTEADY = 0.2  # of a point's time, its spread: beyond it the time is not used
 DIP = 1.3  # pairs/s of smaller and of larger sizes over a point's own

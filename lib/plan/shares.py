@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from lib.errors import UserError
-from lib.plan.curves import MEMORY_HEADROOM, BatchCurve
+from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size

@@ -16,7 +16,7 @@ from lib.plan.memory_ceilings import HostCeilings
 from lib.system import network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import step as train_step
-from lib.training.reference import AddReference
+from lib.training.reference_model import AddReference
 from lib.training.step import MicroBatch, StepResult
 from lib.training.training_run import TrainingRun
 
