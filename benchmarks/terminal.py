@@ -82,6 +82,7 @@ def main() -> None:
     console = Console(width=options.columns, record=True, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(Text("$ make train", "bold"))
     console.print(Text.from_ansi(left_standing(raw).strip("\n")), soft_wrap=True)
+    console.print()  # rich's height is that of all lines but the last
     console.save_svg(str(options.output), code_format=FRAME, theme=SVG_EXPORT_THEME, unique_id="tandem")
     print(f"picture: {options.output}")
 
