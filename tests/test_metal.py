@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import platform
 import subprocess
@@ -150,8 +151,8 @@ def test_wired_or_not_holds_for_generation_too(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 128 * 2**30)
     monkeypatch.setattr(mx, "set_wired_limit", lambda limit: limits.append(limit) or 0)
     monkeypatch.setattr(mx, "device_info", lambda: facts)
-    generate, utils = (importlib.import_module(f"mlx_lm.{name}") for name in ("generate", "utils"))
-    for module in (generate, utils):  # given back after the test
+    generate, utils, server = (importlib.import_module(f"mlx_lm.{name}") for name in ("generate", "utils", "server"))
+    for module in (generate, utils, server):  # given back after the test
         monkeypatch.setattr(module, "maybe_set_recommended_wired_limit", utils.maybe_set_recommended_wired_limit)
     config = Config.model_validate(
         {"model": {"path": str(tiny.model_folder(tmp_path)), "random_init": True}, "data": {"train": "none"}}
@@ -164,7 +165,32 @@ def test_wired_or_not_holds_for_generation_too(monkeypatch: pytest.MonkeyPatch, 
     assert not metal.keep_wired("auto", 16 * 2**30) and limits == [0]
     with generate.wired_limit(model):
         pass
+    assert server.maybe_set_recommended_wired_limit() is None  # as its main() does
     assert limits == [0], "mlx-lm would wire all that there is"
+
+
+def test_a_backend_follows_the_runs_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from mlx_lm import server
+
+    from lib.serve import backend_process
+    from lib.serve import command as serve_command
+
+    folder, asked = tiny.model_folder(tmp_path), []
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    config = Config.model_validate(
+        {"model": {"path": str(folder)}, "data": {"train": "none"}, "metal": {"wired": "never"}}
+    )
+    (recipe,) = serve_command.recipes(config, None).values()
+    assert recipe is not None
+    monkeypatch.setattr(metal, "keep_wired", lambda setting, size: asked.append((setting, size)))
+    monkeypatch.setattr(backend_process, "_end_with_input", lambda: None)
+    monkeypatch.setattr(backend_process.os, "_exit", lambda status: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("secret\n"))
+    monkeypatch.setattr("sys.argv", [])  # as it was, after the test
+    for place, name in ((server, "main"), (server.APIHandler, "parse_request")):
+        monkeypatch.setattr(place, name, lambda *_: None)
+    backend_process.main(["--port", "1", *recipe.words])
+    assert asked == [("never", 100)]
 
 
 def test_a_probe_measures_under_the_setting_that_training_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

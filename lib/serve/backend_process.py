@@ -1,6 +1,7 @@
 """One backend: mlx_lm.server on a loopback port, for the gateway that started it alone.
 
     python -m lib.serve.backend_process --port 40123 --model PATH [--adapter PATH] [--fuse] [--concurrency N]
+        [--wired auto|always|never]
 
 The first line of its standard input is a secret that every request has to bring, so that neither another user of the
 host nor a web page in somebody's browser reaches a server that would load any model it is asked for. When standard
@@ -23,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from lib.system import model_folder, mpi_and_blas
+from lib.system import metal, model_folder, mpi_and_blas
 
 SECRET_HEADER = "X-Backend-Secret"
 
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from mlx_lm import server
 
+    metal.keep_wired(options.wired, sum(path.stat().st_size for path in Path(where[1]).glob("*.safetensors")))
     _require(secret, server.APIHandler)
     server.APIHandler.disable_nagle_algorithm = True  # a token goes out when it is there, not 40 ms later
     # Its listener has a backlog of five connections; of a burst of more, the rest would try again a second later.
@@ -108,6 +110,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fuse", action="store_true")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--wired", default="auto", help="metal.wired of the run")
     return parser.parse_args(arguments)
 
 

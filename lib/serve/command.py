@@ -126,6 +126,7 @@ def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
     words += ["--revision", model.revision] if model.revision else []
     words += ["--adapter", str(run.resolve())] if run is not None else []
     words += ["--fuse"] * options.fuse + ["--trust-remote-code"] * model.trust_remote_code
+    words += ["--wired", settings.metal.wired]
     if options.hostfile is None:
         return {"local": Recipe(tuple(words))}
     hosts = hostfile.read(Path(options.hostfile)).hosts

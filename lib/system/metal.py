@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -176,7 +177,8 @@ def keep_wired(setting: str, model_bytes: int) -> bool:
     if wires(setting, model_bytes, hardware.host_memory_bytes()):
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         return True
-    for name in ("mlx_lm.utils", "mlx_lm.generate"):  # which wire all there is while they generate
+    # These wire all that there is while they generate; the server is imported by nobody but a backend.
+    for name in ("mlx_lm.utils", "mlx_lm.generate", *({"mlx_lm.server"} & sys.modules.keys())):
         importlib.import_module(name).maybe_set_recommended_wired_limit = lambda: None  # type: ignore[attr-defined]
     mx.set_wired_limit(0)
     return False
