@@ -223,7 +223,7 @@ def work(options: argparse.Namespace) -> None:
     mpi_and_blas.prepare()
     import train  # noqa: F401
     from lib.distributed import world as sync  # noqa: F401  what a run needs is loaded at full speed
-    from lib.evaluate import metrics  # noqa: F401  what a run needs is loaded at full speed
+    from lib.evaluate import held_out_metrics  # noqa: F401  what a run needs is loaded at full speed
 
     world = sync.start(launch)
     bench = Bench(world, options)

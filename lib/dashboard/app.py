@@ -15,8 +15,6 @@ from lib.dashboard.watcher import Watcher
 from lib.errors import UserError
 
 STYLE = Path(__file__).with_suffix(".css")
-
-
 # The browser itself refuses whatever would come from, or go to, another place.
 POLICY = "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
 POLICY += "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; frame-ancestors 'none'"

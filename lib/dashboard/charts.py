@@ -39,8 +39,6 @@ LEARNING = (
     ("grad_norm", "Gradient norm", "{:.3g}"),
 )
 AXES = {"reward_margin": "nats", "kl": "nats"}
-
-
 # What ranks and hosts measure once in a while: title, factor, unit.
 MEASURED = {
     "bytes_per_second": ("Bandwidth during syncs", 1e-6, "MB/s"),

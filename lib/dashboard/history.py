@@ -1,9 +1,9 @@
-"""A run's records in bounded memory, as its logs grow: curves, events, and the figures that follow from them.
+"""A run's records in bounded memory, as its logs grow: curves and events.
 
     run = RunHistory(Path("runs/NAME"))
     while run.read():                            # False: all that was written has been read
         ...
-    run.curve(0, "loss"), run.events, figures(run, time.time())
+    run.curve((0, "host"), "loss"), run.events
 
 A log may have millions of records. It is read by byte offset, and records become buckets: while there are few a bucket
 is a record, later the mean, least and greatest value of 2, 4, 8, ... records (as much as a screen can show). Of a long
@@ -33,8 +33,6 @@ COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "re
 COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 COLUMNS += ("peak_memory_bytes", "bytes_sent", "skipped")
 INDEX = {name: index for index, name in enumerate(COLUMNS)}
-
-
 # Of the records of the network and of sensors, which come every few seconds as long as a run goes on.
 MEASURES: tuple[str, ...] = ("step", "time", "bytes_per_second", "round_trip_seconds", "retransmits")
 MEASURES += ("temperature_celsius", "power_watts", "speed_limit")

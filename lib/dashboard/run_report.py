@@ -1,6 +1,6 @@
-"""What a finished run leaves for people: report.html, one file that needs no other, and the model card of its adapter.
+"""What a finished run leaves for people: curves.png, report.html, which needs no other file, and its model card.
 
-Both are made from the run's records and `summary.json`, so they can be made again, or of a run that is not over:
+All are made from the run's records and `summary.json`, so they can be made again, or of a run that is not over:
 `python -m lib.dashboard --export RUN`.
 """
 
@@ -21,22 +21,6 @@ from lib.errors import UserError
 from lib.system.model_folder import ADAPTER_WEIGHTS
 from lib.telemetry.cost import RunCost
 from lib.telemetry.record_types import Record, SettingsRecord
-
-
-def leave_pages(log: Path, folder: Path) -> None:
-    """Writes what people read of a finished run into its folder: curves.png, report.html and the model card."""
-    pictures.plot_curves(log, folder / "curves.png")
-    write(folder)
-
-
-class Summary(TypedDict, total=False):
-    """What the pages take from summary.json."""
-
-    model: str
-    pairs_per_second: float
-    efficiency: float | None
-    cost: RunCost | None
-
 
 CARD = "README.md"
 REPORT = "report.html"
@@ -71,6 +55,21 @@ TEMPLATE = """---
 {% endfor %}{% endif %}
 `report.html` has all curves, ranks and settings; `logs/` has every step.
 """
+
+
+def leave_pages(log: Path, folder: Path) -> None:
+    """Writes what people read of a finished run into its folder: curves.png, report.html and the model card."""
+    pictures.plot_curves(log, folder / "curves.png")
+    write(folder)
+
+
+class Summary(TypedDict, total=False):
+    """What the pages take from summary.json."""
+
+    model: str
+    pairs_per_second: float
+    efficiency: float | None
+    cost: RunCost | None
 
 
 def write(folder: Path) -> list[Path]:

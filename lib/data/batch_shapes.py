@@ -10,16 +10,10 @@ import numpy as np
 # A ragged stream is gathered into rectangles for attention and back again, which costs about as much as this
 # fraction of tokens more; below it, padding is cheaper.
 RAGGED_COST = 0.03
-
-
 # What a position of attention's rectangles, or a scored one, costs beside a token that goes through the blocks.
 POSITION_COST = 1 / 32
-
-
 # Micro-batches that are looked at together when shapes are chosen.
 RUNS = 96
-
-
 NEED = np.dtype(
     [
         (name, np.int64)

@@ -29,12 +29,8 @@ from lib.errors import UserError
 
 # Larger sources are read as they are needed, smaller ones whole.
 STREAMED_BYTES = 64 * 2**20
-
-
 # Unusable records that are named in memory; all are in the index's folder.
 NAMED = 20
-
-
 # A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and
 # of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion.
 ENTRY = np.dtype(

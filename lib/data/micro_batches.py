@@ -18,8 +18,6 @@ from lib.system.metal import Pace
 # Epochs of the order, and the most steps of each, whose micro-batches decide the shapes.
 EPOCHS = 4
 STEPS = 512
-
-
 # Of estimated lengths: how much longer than the longest estimate rows of a micro-batch may be together. What is longer
 # still is traced for itself.
 MARGIN = 1.25

@@ -28,8 +28,6 @@ from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
 SAMPLE_ROWS = 256
-
-
 # What is unpacked takes about so many times the room.
 UNPACKED = {".gz": 4, ".parquet": 4}
 

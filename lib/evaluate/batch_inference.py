@@ -41,8 +41,7 @@ from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
-from lib.training import losses
-from lib.training import reference_model as scoring
+from lib.training import losses, reference_model
 from lib.training.progress_display import RunConsole
 from lib.training.step import objective
 
@@ -153,7 +152,7 @@ class Scorer:
         self.vocab_size = words["vocab_size"]
         data = settings.data
         self.encoder = None if tokenizer is None else Encoder(tokenizer, data.chat_template, words["eos_token_id"])
-        self.multiple, self.shares_prompts, _ = scoring.layout(model, data, world)
+        self.multiple, self.shares_prompts, _ = reference_model.layout(model, data, world)
 
     def __call__(self, rows: range) -> Lines:
         """A line for each of some rows; of one that is unusable, why (data.skip_invalid).

@@ -44,7 +44,6 @@ from lib.system import (
     terminal,
 )
 from lib.training import losses
-from lib.training import reference_model as scoring
 from lib.training.progress_display import RunConsole, describe
 
 
@@ -95,7 +94,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     if wants_reference:
         reference_model = sharded_model.load_reference(settings, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
-            reference = scoring.dataset_logps(reference_model, dataset, world, shares, settings, progress)
+            reference = reference_model.dataset_logps(reference_model, dataset, world, shares, settings, progress)
         del reference_model  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
         model = load_module.load(settings.model, settings.train.seed, lazy=division is not None)

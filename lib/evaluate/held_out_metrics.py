@@ -15,8 +15,7 @@ from lib.config.schema import Config
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.distributed.world import World
-from lib.training import losses
-from lib.training import reference_model as scoring
+from lib.training import losses, reference_model
 from lib.training.step import SUMS, Metrics, means_of, objective
 
 
@@ -24,7 +23,7 @@ def policy_logps(
     model: nn.Module, dataset: Dataset, settings: Config, world: World, shares: Sequence[int]
 ) -> np.ndarray:
     """log pi of every completion, float32 [N, K], as `dataset_logps` gives them at the evaluation batch size."""
-    return scoring.dataset_logps(model, dataset, world, shares, settings)
+    return reference_model.dataset_logps(model, dataset, world, shares, settings)
 
 
 def digest_of(valid: Dataset | None, questions: list[Question]) -> str:

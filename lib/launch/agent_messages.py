@@ -68,6 +68,7 @@ class Beat(TypedDict, total=False):
     checkpoint: int  # its newest step
     machine: str
     micro_batch_size: int
+    gradient_checkpointing: bool
 
 
 def encoded(kind: str, **fields: Any) -> bytes:

@@ -30,8 +30,6 @@ REMEDIES = {  # by ssh's error message
     "Host key verification failed": "ssh {name} once, to accept its key",
     "Could not resolve": "give its address in ~/.ssh/config or /etc/hosts",
 }
-
-
 # For any POSIX shell: a fact a line.
 QUESTION = r"""
 echo "host=$(hostname)"

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lib.environment import ROOT
 from lib.launch.hostfile import Host
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

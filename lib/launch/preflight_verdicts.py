@@ -21,8 +21,6 @@ from lib.launch.link_probe import LinkReport
 from lib.launch.run_needs import Needs
 
 HEADROOM_BYTES = 2**26  # on a run's disk, besides its checkpoints
-
-
 # What macOS's privacy protection keeps from programs that ssh started, wherever it is in a path.
 PRIVATE_FOLDER = re.compile(r"(/Users/[^/]+)/((?:Desktop|Documents|Downloads|Library/Mobile Documents)(?:/.*)?)$")
 NOT_PERMITTED = re.compile(r"operation not permitted", re.IGNORECASE)  # EPERM, in the words of zsh, Python, rsync

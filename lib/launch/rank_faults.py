@@ -39,7 +39,7 @@ class RankState:
     host: str
     status: int | None = None  # once it ended; negative: by that signal
     stopped_since: float | None = None
-    waiting: str | None = None  # what it waits for, in the words of lib/distributed/world.py
+    waiting: str | None = None  # what it waits for, in the words of who waits (lib/distributed/collectives.py)
     waiting_since: float = 0.0
     beats: bool = False  # it is one of ours, and reports what it waits for
     passing: str | None = None  # the pass through the model that it is in, in the words of its caller

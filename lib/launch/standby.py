@@ -1,6 +1,6 @@
 """A standby: a process that has imported and read everything, to replace a rank soon after a fault.
 
-    python -m lib.launch.standby        the agent (lib/agent.py) has one for each rank that it may have to start
+    python -m lib.launch.standby    the agent (lib/launch/host_agent.py) has one for each rank that it may have to start
 
 The first line of its input is the command that it should expect, so that it can preload (lib/training/preload.py). The
 second is the command that it becomes, with its environment; both are JSON objects. What follows is the command's input.
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-ROOT = Path(__file__).resolve().parents[2]
+from lib.environment import ROOT
 
 
 class Request(TypedDict):

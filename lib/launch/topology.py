@@ -10,8 +10,6 @@ from lib.launch.hostfile import Devices, Host
 RDMA_BACKENDS = ("jaccl", "jaccl-ring")  # over Thunderbolt 5; the second without a cable between every two
 END_SECONDS = 2.0  # between asking a rank to end and killing it
 FAULT_END_SECONDS = 0.5  # the same where the world is broken: nothing that a rank could still do will last
-
-
 # A Mac whose RDMA process was killed may refuse RDMA until its next boot (exo#1889, mlx#3910), and taking down a large
 # model was seen to last 4 s, once more than 5 (omlx#2184): these are given time to end by themselves.
 RDMA_END_SECONDS = 30.0

@@ -38,7 +38,7 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
     return mx.where(inputs["mask"], mx.take(logps, inputs["logp_indices"]), 0.0).sum(axis=-1)
 
 
-# ---- The head and the loss
+# ---- The head
 
 
 def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.array:

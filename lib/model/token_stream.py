@@ -1,4 +1,4 @@
-"""A batch through the model, each token once: shared prompts, the head where it is needed, no large logits.
+"""A batch through the model's blocks as one stream of tokens, each token once: prompts are shared.
 
 The blocks see the stream of lib/data/collate.py as N sequences of one token: every layer but attention computes each
 token by itself, and the rotary embedding takes an offset for each. Attention recognises a stream by the type of its

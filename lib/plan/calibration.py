@@ -19,11 +19,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lib.config.schema import Config
+from lib.environment import ROOT
 from lib.errors import UserError
 from lib.system import files
 from lib.system.hardware import Machine
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
 

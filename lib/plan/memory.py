@@ -1,16 +1,7 @@
-"""The memory that a training step needs, by arithmetic: the arrays that it makes, in order, and when each is freed.
+"""How much memory a training step needs, and which micro-batches fit: by arithmetic from the model's shapes.
 
-No MLX here. `step_bytes` writes down a step of lib/training/step.py as operations: what each reads, how many bytes it
-makes. It goes through them in that order and returns the largest sum that is held. Kept for the backward pass are, in
-numbers a token (D hidden size; Q, K, F widths of queries, keys and MLP; r ranks of the adapters), in every block:
-
-    norms                 2 D, their inputs; in another type than float32 a CPU keeps a float32 copy besides
-    linear layers         2 D + Q + F, an input once for layers that share it; LoRA r a layer, DoRA the output as well
-    attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the
-                          rotation's sines
-    its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel)
-    SwiGLU                2 F; on a CPU 3 F
-    or, checkpointed      D, and all of the above of one block at a time
+For hosts where nothing was measured. lib/plan/memory_trace.py records a step's arrays; here their sum is divided into
+what is kept and what passes, for any rows, model and backend. No MLX here.
 
 An array is not free as soon as nobody refers to it. MLX submits work ahead of the device and holds what that work reads
 until it is done: up to eleven tasks, each of ten dispatches on a CPU, or one command buffer of a GPU with so many

@@ -202,7 +202,7 @@ def killed_before(
 
     Args:
         host: its name among the run's ranks.
-        machine_name: this machine's own name, which is in the name of the agent's note.
+        machine_name: this host's name as its launcher fixed it; it is in the name of the agent's note.
         kills: counts the kernel's kills so far.
     """
     killed = []

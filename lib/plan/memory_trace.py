@@ -1,7 +1,17 @@
 """The arrays that a training step makes and reads, in order, and the most bytes that they hold at a time.
 
-Every layer records what its backward pass does, as automatic differentiation would. lib/plan/memory.py's docstring says
-what is kept for that, and when MLX frees the rest.
+A step of lib/training/step.py is recorded as operations: what each reads, how many bytes it makes. Every layer records
+what its backward pass does, as automatic differentiation would. The largest sum that is held at a time is the need.
+Kept for the backward pass are, in numbers a token (D hidden size; Q, K, F widths of queries, keys and MLP; r ranks of
+the adapters), in every block:
+
+    norms                 2 D, their inputs; in another type than float32 a CPU keeps a float32 copy besides
+    linear layers         2 D + Q + F, an input once for layers that share it; LoRA r a layer, DoRA the output as well
+    attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the
+                          rotation's sines
+    its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel)
+    SwiGLU                2 F; on a CPU 3 F
+    or, checkpointed      D, and all of the above of one block at a time
 """
 
 from __future__ import annotations
@@ -16,16 +26,12 @@ from lib.data.batch_shapes import BatchShape
 from lib.model.partition import ModelShape
 from lib.system.hardware import Device
 
-LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/token_stream.py has it
+LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
 TASKS = 11  # that MLX has under way: ten, and the one that is being filled
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
-
-
 # Of one task: operations, and elements read.
 TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}
-
-
 # Numbers that an optimizer keeps for each that is trained.
 MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "rmsprop": 1, "adagrad": 1, "adafactor": 1}
 

@@ -5,7 +5,7 @@ the Mac restarts). With the display asleep it does not. AGX_RELAX_CDM_CTXSTORE_T
 was enough on some Macs and not on others; shorter evaluations make it less likely.
 
 Everything that asks macOS is a function of its own here, and gives nothing elsewhere. Only the standard library is
-imported before something is asked: an agent needs this module, too.
+imported before something is asked: train.py --help needs this module, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lib.errors import UserError
 from lib.system import os_commands
 
 if TYPE_CHECKING:
@@ -138,6 +139,11 @@ class Pace:
         self.traces = traces
 
 
+def training_passes(method: str, is_checkpointed: bool) -> float:
+    """What training takes, in forward passes."""
+    return (FULL if method == "full" else ADAPTERS) + AGAIN * is_checkpointed
+
+
 # ---- On the machine itself -------------------------------------------------------------------------------------------
 
 
@@ -146,7 +152,6 @@ def relaxes(options: argparse.Namespace) -> bool:
     if not os_commands.is_mac():
         return True
     from lib.config import train_arguments
-    from lib.errors import UserError
 
     with contextlib.suppress(UserError, OSError):  # reported once the ranks are connected
         return train_arguments.read_config(options).metal.relax_watchdog
@@ -182,11 +187,6 @@ def keep_wired(setting: str, model_bytes: int) -> bool:
         importlib.import_module(name).maybe_set_recommended_wired_limit = lambda: None  # type: ignore[attr-defined]
     mx.set_wired_limit(0)
     return False
-
-
-def training_passes(method: str, is_checkpointed: bool) -> float:
-    """What training takes, in forward passes."""
-    return (FULL if method == "full" else ADAPTERS) + AGAIN * is_checkpointed
 
 
 def pace(config: Config, model: Any, tokens: float, passes: float, world: Any) -> Pace:

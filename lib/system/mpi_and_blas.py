@@ -22,6 +22,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
+from lib.errors import UserError
 from lib.system import metal, os_commands
 
 MPI_LIBRARY = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
@@ -228,8 +229,6 @@ def _hosts(name: str) -> list[list[object]]:
 
 
 def _user_error(message: str) -> NoReturn:
-    from lib.errors import UserError  # imported here: pydantic takes longer than all the rest of this file
-
     raise UserError(message)
 
 

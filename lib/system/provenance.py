@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import TypedDict
 
 import mlx.core as mx
 
-from lib.system import hardware
+from lib.environment import ROOT
+from lib.system import hardware, os_commands
 
 
 def device_name() -> str:
@@ -40,11 +39,10 @@ def provenance() -> Provenance:
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    root = Path(__file__).resolve().parents[2]
-    git = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    commit = os_commands.output(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
     return {
         "versions": {"python": platform.python_version(), **versions},
-        "commit": git.stdout.strip() or None,
+        "commit": commit.strip() or None,
         "platform": platform.platform(),
         "device": device_name(),
         "memory_limit_bytes": hardware.memory_limit_bytes(),

@@ -5,10 +5,10 @@ Every record has `kind`, `time`, `rank` and `host`. Its kind says which of the o
 
 from __future__ import annotations
 
-from typing import Required  # pydantic needs them from there before Python 3.12
+from typing import Required
 
 from pydantic import FiniteFloat, PositiveInt
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic needs it from there before Python 3.12
 
 
 class RankRecord(TypedDict, total=False):
@@ -31,7 +31,7 @@ class PlanRecord(TypedDict, total=False):
     solo_sum_pairs_per_second: FiniteFloat | None
     calibrated: object
     warnings: list[str] | None
-    curves: list[object] | None  # of plan/curves.py, one a rank
+    curves: list[object] | None  # of lib/plan/calibration.py, one a rank
 
 
 class SettingsRecord(TypedDict, total=False):

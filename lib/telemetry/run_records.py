@@ -41,8 +41,8 @@ class Ranks(Protocol):
 class PerformanceTracker:
     """Writes one rank's records and sums up what it did.
 
-    Every record has `kind`, `time` (Unix seconds), `rank` and `host`; the kinds are `start`, `step`, `evaluation`,
-    `checkpoint`, `network`, `sensors`, `plan`, `merge`, `warning` and `end`.
+    Every record has `kind`, `time` (Unix seconds), `rank` and `host`.
+    lib/telemetry/record_types.py says what records of a kind hold.
     """
 
     def __init__(self, log_path: Path, rank: int = 0, host: str = "localhost", feed: Feed | None = None):

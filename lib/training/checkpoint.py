@@ -32,7 +32,7 @@ from lib.distributed import heartbeat
 from lib.distributed.gradients import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
-from lib.model import adapter_files as models
+from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training.step import Metrics, StepResult
@@ -251,15 +251,19 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
         if not writer.keeps_disk:
             return
         final = folder / f"step-{progress.step:08d}"
-        arrays: dict[str, tuple[Described, models.Arrays]] = {models.ADAPTER_WEIGHTS: weights, OPTIMIZER: moments}
+        arrays: dict[str, tuple[Described, adapter_files.Arrays]] = {
+            adapter_files.ADAPTER_WEIGHTS: weights,
+            OPTIMIZER: moments,
+        }
         texts = {
-            models.ADAPTER_CONFIG: json.dumps(models.adapter_config(model, config.model), indent=2) + "\n",
+            adapter_files.ADAPTER_CONFIG: json.dumps(adapter_files.adapter_config(model, config.model), indent=2)
+            + "\n",
             "plan.json": json.dumps(state.plan, indent=2) + "\n",
             STATE: json.dumps(asdict(progress), indent=2) + "\n",
         }
         if not wait:  # out of MLX, whose arrays are this thread's
             for file, (described, each) in list(arrays.items()):
-                arrays[file] = described, models.raw(dict(each))
+                arrays[file] = described, adapter_files.raw(dict(each))
         step, keep, best_step = progress.step, config.checkpoint.keep, progress.best_step
 
         def work() -> None:
@@ -272,17 +276,19 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
 
 def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
     """Whether training waits for a checkpoint: ranks hold parts of arrays, or a copy of them would be large."""
-    whole = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
+    whole = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
     return any(world.part(name) is not None for name in whole) or sum(a.nbytes for a in whole.values()) > COPIED_BYTES
 
 
-def _write_whole(final: Path, arrays: Mapping[str, tuple[Described, models.Arrays]], texts: Mapping[str, str]) -> None:
+def _write_whole(
+    final: Path, arrays: Mapping[str, tuple[Described, adapter_files.Arrays]], texts: Mapping[str, str]
+) -> None:
     folder, unfinished = final.parent, final.parent / f".unfinished-{step_of(final):08d}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for name, (described, each) in arrays.items():
-            models.write_arrays(unfinished / name, described, each)
+            adapter_files.write_arrays(unfinished / name, described, each)
         for name, text in texts.items():
             (unfinished / name).write_text(text)
         hashes = {file.name: file_sha256(file) for file in sorted(unfinished.iterdir())}
@@ -414,6 +420,9 @@ def part_of(folder: Path, step: int, rank: int) -> Path:
     return folder / "ranks" / f"step-{step:08d}-rank-{rank:03d}.safetensors"
 
 
+# ---- Checkpoints on the disk ----------------------------------------------------------------------------------------
+
+
 def inside_a_round(path: Path) -> bool:
     """Whether the ranks had different weights then; of a damaged checkpoint nothing is known."""
     try:
@@ -426,8 +435,8 @@ def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
     """Gives every rank rank 0's trained weights and optimizer state, of what is replicated, where any bit differs."""
     if world.size == 1:
         return
-    held = {**models.trainable(model), **dict(tree_flatten(optimizer.state))}
-    if len(set(world.gather_text(models.digest(world.replicated(held)), "every rank's weights"))) == 1:
+    held = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
+    if len(set(world.gather_text(adapter_files.digest(world.replicated(held)), "every rank's weights"))) == 1:
         return
     model.update(world.align(model.trainable_parameters()))
     optimizer.state = world.align(optimizer.state)

@@ -18,8 +18,7 @@ from mlx.utils import tree_flatten
 
 from lib.config import train_arguments
 from lib.config.schema import Config
-from lib.data import answer_questions as evaluate
-from lib.data import hub_datasets, sources
+from lib.data import answer_questions, hub_datasets, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
@@ -145,7 +144,7 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     words = tokenizer_module.vocabulary(config.model)
     data = open_training(config.data, config.record_kind, tokenizer, tell=say, **words)
     valid = open_held_out(config.data, config.record_kind, tokenizer, tell=say, **words)
-    return Inputs(tokenizer, data, valid, evaluate.load_questions(config, tokenizer), tuple(messages))
+    return Inputs(tokenizer, data, valid, answer_questions.load_questions(config, tokenizer), tuple(messages))
 
 
 def _files(config: Config) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the plan, progress, samples, the final table and the curves."""
+"""What a person reads of a run beside its progress: the plan, new plans, merges, warnings, the closing tables."""
 
 from __future__ import annotations
 

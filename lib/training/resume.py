@@ -17,8 +17,7 @@ from mlx.utils import tree_unflatten
 from lib.distributed.gradients import Arrays
 from lib.distributed.world import Described, World
 from lib.errors import AgreedError, UserError
-from lib.model import adapter_files as models
-from lib.model import adapters
+from lib.model import adapter_files, adapters
 from lib.telemetry.run_records import first_missed, rewind
 from lib.training.checkpoint import (
     MANIFEST,
@@ -140,7 +139,7 @@ def restore(path: Path, wanted: Described, data_digest: str) -> tuple[Progress, 
             f"{path}: data.train is no longer what this run was trained on; put the file back, "
             f"or start a new run with model.adapter={path}"
         )
-    return progress, models.read_trained(wanted, path, "checkpoint"), dict(mx.load(str(path / OPTIMIZER)))
+    return progress, adapter_files.read_trained(wanted, path, "checkpoint"), dict(mx.load(str(path / OPTIMIZER)))
 
 
 def restore_all(
@@ -157,7 +156,7 @@ def restore_all(
     state: Arrays = {}
     with world.agreeing("resuming"):
         if path is not None and world.rank == 0:
-            progress, weights, state = restore(path, world.described(models.trainable(model)), start.data_digest)
+            progress, weights, state = restore(path, world.described(adapter_files.trainable(model)), start.data_digest)
     progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
     if progress.step:
         model.update(tree_unflatten(list(world.scattered(weights))))
@@ -192,5 +191,7 @@ def _fault(path: Path) -> str | None:
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
     return (
-        None if {STATE, OPTIMIZER, models.ADAPTER_WEIGHTS} <= hashes.keys() else "files are missing from its manifest"
+        None
+        if {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys()
+        else "files are missing from its manifest"
     )
