@@ -30,10 +30,8 @@ LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/log
 TASKS = 11  # that MLX has under way: ten, and the one that is being filled
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
-# Of one task: operations, and elements read.
-TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}
-# Numbers that an optimizer keeps for each that is trained.
-MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "rmsprop": 1, "adagrad": 1, "adafactor": 1}
+TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}  # operations, elements read
+MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "rmsprop": 1, "adagrad": 1, "adafactor": 1}  # a trained number
 
 
 @dataclass(frozen=True)
