@@ -12,6 +12,7 @@ loopback only; from elsewhere, `ssh -L 8050:127.0.0.1:8050 HOST`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -26,28 +27,24 @@ from lib.dashboard.app import make_app
 from lib.dashboard.history import runs_in
 from lib.dashboard.watcher import Watcher
 from lib.errors import UserError
-from lib.system import terminal
+from lib.system import command_errors
 from lib.system.network import own_addresses
 
 
+@command_errors.reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
-    try:
-        options = _parse(arguments)
-        if options.export:
-            for path in run_report.write(Path(options.export)):
-                print(path)
-            return 0
-        watcher = Watcher(Path(options.runs), [Path(run) for run in options.run])
-        app = make_app(watcher)
-        is_empty = not options.run and not runs_in(Path(options.runs))
-        note = f"dashboard: no run in {options.runs}/ yet; one that starts is shown" if is_empty else None
-        _serve(app, options.host, options.port, note)
-    except UserError as error:
-        terminal.error(str(error))
-        return 2
-    except KeyboardInterrupt:
+    options = _parse(arguments)
+    if options.export:
+        for path in run_report.write(Path(options.export)):
+            print(path)
         return 0
+    watcher = Watcher(Path(options.runs), [Path(run) for run in options.run])
+    app = make_app(watcher)
+    is_empty = not options.run and not runs_in(Path(options.runs))
+    note = f"dashboard: no run in {options.runs}/ yet; one that starts is shown" if is_empty else None
+    with contextlib.suppress(KeyboardInterrupt):
+        _serve(app, options.host, options.port, note)
     return 0
 
 

@@ -27,7 +27,7 @@ from lib.data.record_formats import RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder, Tokenizer
 from lib.errors import UserError
-from lib.system import mpi_and_blas, terminal
+from lib.system import command_errors, mpi_and_blas
 from lib.system.terminal import Voice
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -35,6 +35,7 @@ NAMED = 5
 SHOWN = 3
 
 
+@command_errors.reported
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
     parser = command_line.Parser(
@@ -47,18 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", metavar="PATH", help="model whose tokenizer and template are used")
     parser.add_argument("--picture", metavar="PNG", help="where the histogram of the lengths goes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
-    try:
-        options = parser.parse_intermixed_args(arguments)
-        files = [word for word in options.inspect if not _is_setting(word)]
-        words = [*(word for word in options.inspect if _is_setting(word)), *options.overrides]
-        base = {"model": {"path": options.model or "-"}, "data": {"train": files[0] if files else "-"}}
-        inspect(files, load.load(None, words, base=base), options.model is not None, options.picture)
-    except UserError as error:
-        terminal.error(str(error))
-        return 2
-    except OSError as error:
-        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
-        return 2
+    options = parser.parse_intermixed_args(arguments)
+    files = [word for word in options.inspect if not _is_setting(word)]
+    words = [*(word for word in options.inspect if _is_setting(word)), *options.overrides]
+    base = {"model": {"path": options.model or "-"}, "data": {"train": files[0] if files else "-"}}
+    inspect(files, load.load(None, words, base=base), options.model is not None, options.picture)
     return 0
 
 

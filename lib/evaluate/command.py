@@ -39,30 +39,20 @@ from lib.model import (
 )
 from lib.model import load as load_module
 from lib.plan.first_plan import sharded_plan
-from lib.system import (
-    mpi_and_blas,
-    terminal,
-)
+from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
 from lib.training.progress_display import RunConsole, describe
 
 
+@command_errors.reported
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
-    try:
-        options = _parse(arguments)
-        world = start(mpi_and_blas.launch_environment())
-        with world.agreeing("the configuration"):
-            settings = _read_config(options)
-        world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
-        (evaluate if options.score is None and options.make_pairs is None else in_bulk)(settings, options, world)
-    except UserError as error:
-        if mpi_and_blas.launch_environment().rank == 0 or type(error) is UserError:
-            terminal.error(str(error))
-        return 2
-    except OSError as error:
-        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}")
-        return 2
+    options = _parse(arguments)
+    world = start(mpi_and_blas.launch_environment())
+    with world.agreeing("the configuration"):
+        settings = _read_config(options)
+    world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
+    (evaluate if options.score is None and options.make_pairs is None else in_bulk)(settings, options, world)
     return 0
 
 

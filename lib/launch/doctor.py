@@ -24,9 +24,8 @@ from pathlib import Path
 from rich.text import Text
 
 from lib.config import command_line
-from lib.errors import UserError
 from lib.launch.machine_checks import Check, Result, all_checks, late, probe_mlx
-from lib.system import hardware, network, terminal
+from lib.system import command_errors, hardware, network, terminal
 
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
 
@@ -93,6 +92,7 @@ def show(say: terminal.Voice, one: Checked) -> None:
         say.line(f"({one.note})", lead="    ")
 
 
+@command_errors.reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the page; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -103,11 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="the page as one JSON object")
-    try:
-        options = parser.parse_args(words)
-    except UserError as error:
-        terminal.error(str(error))
-        return 2
+    options = parser.parse_args(words)
     say = terminal.Voice(silent=options.json)
     header = {"host": network.own_name(), "os": hardware.operating_system(), "processor": hardware.processor_name()}
     say.line(f"{header['host']}: {header['processor']}, {header['os']}", "bold")

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp
 
 from lib.config import command_line, help, load
 from lib.config.schema import Config, ServeSettings
-from lib.errors import Stopped, UserError
+from lib.errors import UserError
 from lib.launch import hostfile, ssh
 from lib.serve import api_keys
 from lib.serve.backend_pool import Backend, Pool
@@ -42,24 +42,17 @@ from lib.serve.event_log import LibraryRecords, log
 from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import Limits
 from lib.serve.tls_listener import Listener, protocol
-from lib.system import model_folder, terminal
+from lib.system import command_errors, model_folder
 
 
+@command_errors.reported
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
-    try:
-        options = _parse(arguments)
-        if options.make_key is not None:
-            print(api_keys.make(options.make_key, Path(options.keys)))
-            return 0
-        settings = _read_config(options)
-        serve(settings, None if options.run is None else Path(options.run))
-    except UserError as error:
-        terminal.error(str(error))
-        return 2
-    except Stopped as error:
-        terminal.error(str(error))
-        return 1
+    options = _parse(arguments)
+    if options.make_key is not None:
+        print(api_keys.make(options.make_key, Path(options.keys)))
+        return 0
+    serve(_read_config(options), None if options.run is None else Path(options.run))
     return 0
 
 
