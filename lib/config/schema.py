@@ -74,6 +74,11 @@ class ModelSettings(_Section):
     trust_remote_code: bool = False
     """Allow Python code that comes with the model or tokenizer."""
 
+    @property
+    def may_turn_on_checkpointing(self) -> bool:
+        """Whether a plan may turn gradient checkpointing on: dropout is the one thing that MLX's gets wrong."""
+        return self.gradient_checkpointing is None and not self.dropout
+
 
 class DataSettings(_Section):
     """The records, their columns, and how they become tokens."""

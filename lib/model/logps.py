@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from lib.model.tensor_parallel import Ranks
+from lib.model.tensor_parallel import VocabularyPart
 from lib.model.token_stream import (
     Replaced,
     StreamInputs,
@@ -175,17 +174,6 @@ def _checkpointed(
         return [*totals, *by_hidden]
 
     return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)
-
-
-class VocabularyPart(Protocol):
-    """Of a model whose embedding and head are divided: this rank's tokens begin at `first`, of `size` in all."""
-
-    ranks: Ranks
-    first: int
-    size: int
-
-    def own_logits(self) -> AbstractContextManager[None]:
-        """Within it the head gives this rank's logits only."""
 
 
 def _logps_of_parts(

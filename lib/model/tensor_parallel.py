@@ -170,7 +170,7 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
         for leaf, _ in tree_flatten(table.parameters()):
             parts[f"{name}.{leaf}"] = Part(-2, rows)
             _keep(table, leaf, parts[f"{name}.{leaf}"], ranks.rank)
-    part = _VocabularyPart(ranks, rows)
+    part = VocabularyPart(ranks, rows)
     model.vocabulary_part = part
     _derive(embedding, lambda plain: lambda self, tokens: part.embed(lambda own: plain(self, own), tokens))
     if head is not None:
@@ -181,8 +181,8 @@ def _divide_vocabulary(model: nn.Module, names: dict[int, str], division: Divisi
     return parts
 
 
-class _VocabularyPart:
-    """This rank's tokens, [first, last) of `size`."""
+class VocabularyPart:
+    """Of a model whose embedding and head are divided: this rank's tokens, [first, last) of `size`."""
 
     def __init__(self, ranks: Ranks, rows: tuple[int, ...]):
         self.ranks, self.first, self.last, self.size = ranks, rows[ranks.rank], rows[ranks.rank + 1], rows[-1]

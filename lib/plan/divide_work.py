@@ -343,7 +343,7 @@ class _Activations:
         settings, configured = self.config.model, self.config.plan.micro_batch_sizes
         checkpointing = self.model.training.checkpointing
         sizes = self.largest(checkpointing)
-        turned_on = min(sizes) == 0 and settings.gradient_checkpointing is None and not settings.dropout
+        turned_on = min(sizes) == 0 and settings.may_turn_on_checkpointing
         if turned_on:
             checkpointing, sizes = True, self.largest(True)
         if min(sizes) == 0 and not configured and self.config.plan.shares is None:

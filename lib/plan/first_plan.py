@@ -112,7 +112,7 @@ def _first_plan(
         )
         plan = plan_run(config, ranks, facts)
         plan = replace(plan, key=key, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings))
-        return memory_ceilings.applied(plan, calibrations, may_checkpoint(config))
+        return memory_ceilings.applied(plan, calibrations, config.model.may_turn_on_checkpointing)
 
 
 def _gather_hosts(
@@ -140,11 +140,6 @@ def _with_matmul_rates(world: World, ranks: Sequence[RankHost]) -> list[RankHost
     """The hosts with the speed of their matrix products, which every rank measures now."""
     rates = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
     return [replace(rank, gflops=float(rate)) for rank, rate in zip(ranks, rates, strict=True)]
-
-
-def may_checkpoint(config: Config) -> bool:
-    """Whether gradient checkpointing may be turned on: dropout is the one thing that MLX's gets wrong."""
-    return config.model.gradient_checkpointing is None and not config.model.dropout
 
 
 def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | None:

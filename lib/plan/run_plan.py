@@ -247,8 +247,7 @@ def _with_checkpointing_if_needed(config: Config, cluster: Cluster) -> tuple[_Re
         replicas = _Replicas.of(config, cluster, key)
         return replicas, replicas.plan(replicas.sync_seconds()), ()
     except TooLarge as too_large:
-        # Dropout is the one thing that MLX's gradient checkpointing gets wrong.
-        if config.model.gradient_checkpointing is not None or config.model.dropout:
+        if not config.model.may_turn_on_checkpointing:
             raise
         replicas = _Replicas.of(config, cluster, key.model_copy(update={"gradient_checkpointing": True}))
         if not replicas.is_calibrated and cluster.memory_estimates is None:

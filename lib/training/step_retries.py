@@ -11,7 +11,7 @@ from lib.data.micro_batches import MicroBatches
 from lib.distributed import heartbeat
 from lib.errors import AgreedError, Stopped
 from lib.model import adapters
-from lib.plan.first_plan import may_checkpoint, memory_limit
+from lib.plan.first_plan import memory_limit
 from lib.plan.memory_ceilings import HostCeilings
 from lib.system import network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
@@ -103,7 +103,8 @@ class Learner:
         hit = (self.worker,) if self.run.local_sgd is not None else failure.ranks
         _, before = self.run.schedule.plans[-1]
         at_one = [rank for rank in hit if max(before.workers[rank].micro_batch_sizes, default=1) == 1]
-        if at_one and (self.recomputes or not may_checkpoint(self.run.config) or not hasattr(self.run.model, "layers")):
+        may_recompute = self.run.config.model.may_turn_on_checkpointing and hasattr(self.run.model, "layers")
+        if at_one and (self.recomputes or not may_recompute):
             if self.worker in hit:
                 self._remember(step, 0, str(failure))
             raise AgreedError(self._end(at_one, failure))
