@@ -42,6 +42,7 @@ from lib.plan.first_plan import sharded_plan
 from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
 from lib.training.progress_display import RunConsole, describe
+from lib.training.reference_model import dataset_logps
 
 
 @command_errors.reported
@@ -84,7 +85,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     if wants_reference:
         reference_model = sharded_model.load_reference(settings, world)
         with say.counting("reference log-probabilities", len(dataset)) as progress:
-            reference = reference_model.dataset_logps(reference_model, dataset, world, shares, settings, progress)
+            reference = dataset_logps(reference_model, dataset, world, shares, settings, progress)
         del reference_model  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
         model = load_module.load(settings.model, settings.train.seed, lazy=division is not None)
