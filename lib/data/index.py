@@ -64,7 +64,7 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
         # A prompt is the same one whether it came as a string or as the user's only message.
         plain = len(messages) == 1 and only.get("role") == "user" and isinstance(only["content"], str)
         prompt = only["content"] if plain else json.dumps(messages, sort_keys=True, default=str)
-        rest = "\0".join(answer["content"] for answer in record.completions)
+        rest = "\0".join(message["content"] for answer in record.completions for message in answer)
     if not prompt:  # plain text: all of it is what it is about
         key = _hash(rest.encode())
         return key, key
@@ -84,7 +84,7 @@ def sizes_of(record: Tokens | Plain | Chat) -> tuple[int, int, int]:
         pieces = [len(record.prompt or ""), *map(len, record.completions)]
     else:
         pieces = [sum(len(str(message["content"])) for message in record.prompt)]
-        pieces += [len(answer["content"]) for answer in record.completions]
+        pieces += [sum(len(str(message["content"])) for message in answer) for answer in record.completions]
     prompt, first, second = [*pieces, 0, 0][:3]
     return prompt, first, second
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, cast
 
 from lib.config.schema import DataSettings
@@ -70,11 +70,21 @@ class Plain:
 
 @dataclass(frozen=True)
 class Chat:
-    """The messages of the prompt, and one assistant message for each completion."""
+    """A conversation: the messages of the prompt, and for each completion the messages that follow it.
+
+    Args:
+        completions: each ends with an assistant's message; mostly that is all of it.
+        learnt: of each completion's messages, which are trained on; None for the assistant's last one alone.
+        tools: definitions of the functions that the model may call, as the chat template takes them.
+        template_arguments: further arguments of the chat template, the record's own.
+    """
 
     prompt: list[Message]
-    completions: tuple[Message, ...]
+    completions: tuple[list[Message], ...]
     columns: str
+    learnt: tuple[tuple[bool, ...], ...] | None = None
+    tools: list[JSON] | None = None
+    template_arguments: JSON = field(default_factory=dict)
 
 
 # Column of what a program can check an answer by.
@@ -210,7 +220,7 @@ def _join(prompt: object, completions: tuple[object, ...], names: tuple[str, ...
     if messages[-1]["role"] == "assistant":
         raise Unusable("the prompt ends with an assistant message; it has to end before the answer")
     answers = (_answer(messages, *answer) for answer in zip(completions, names, strict=True))
-    return Chat(messages, tuple(answers), columns)
+    return Chat(messages, tuple([answer] for answer in answers), columns)
 
 
 def _answer(prompt: list[Message], completion: object, name: str) -> Message:

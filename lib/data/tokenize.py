@@ -90,7 +90,7 @@ def encode_prompt(
     record = (
         Plain(prompt, ("a",), "")
         if isinstance(prompt, str)
-        else Chat(prompt, (Message(role="assistant", content="a"),), "")
+        else Chat(prompt, ([Message(role="assistant", content="a")],), "")
     )
     (encoded,) = encoder.encode([record])
     if isinstance(encoded, Unusable):
@@ -156,7 +156,7 @@ class Encoder:
         if isinstance(example, Plain):
             if example.prompt is None or not self.use_chat_template:
                 return example
-            answers = tuple(Message(role="assistant", content=text) for text in example.completions)
+            answers = tuple([Message(role="assistant", content=text)] for text in example.completions)
             return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
         if self.use_chat_template:
             return example
@@ -166,7 +166,7 @@ class Encoder:
                 f"a conversation of {len(example.prompt) + 1} messages needs a chat template, and the "
                 "tokenizer has none or data.chat_template is false"
             )
-        return Plain(content, tuple(answer["content"] for answer in example.completions), example.columns)
+        return Plain(content, tuple(answer["content"] for (answer,) in example.completions), example.columns)
 
     def _render(self, chats: Sequence[Chat]) -> Iterator[Plain | Unusable]:
         """The prompt as the model is given it, and what the template makes of each answer.
@@ -175,7 +175,7 @@ class Encoder:
         token.
         """
         prompts = self._apply_template([chat.prompt for chat in chats], add_generation_prompt=True)
-        conversations = [[*chat.prompt, answer] for chat in chats for answer in chat.completions]
+        conversations = [[*chat.prompt, *answer] for chat in chats for answer in chat.completions]
         wholes = iter(self._apply_template(conversations, add_generation_prompt=False))
         for chat, prompt in zip(chats, prompts, strict=True):
             rendered = [prompt, *islice(wholes, len(chat.completions))]
