@@ -30,6 +30,9 @@ class RunSettings(_Section):
     """The run's folder inside run.dir; by default the configuration's name and the time."""
     log_every: Positive = 10
     """Steps between two plain progress lines, where the output is not a terminal."""
+    pages: bool = True
+    """Leave curves.png, report.html and a model card in the run's folder when it ends; `python -m lib.dashboard
+    --export RUN` makes them later."""
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
