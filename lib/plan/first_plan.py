@@ -63,14 +63,18 @@ def _first_plan(
     rows: Rows | None,
     resumed: Path | None,
 ) -> ClusterPlan:
-    if config.strategy == "sharded" and world.size == 1:
+    if config.strategy in ("sharded", "pipelined") and world.size == 1:
         sizes = config.plan.micro_batch_sizes
         alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
         config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = model_folder.resolve(config.model.path, config.model.revision)
-        shape = None
+        shape = block_shape = None
+        if config.strategy in ("auto", "pipelined") and world.size > 1:
+            with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):
+                stored = tokenizer.stored_config(config.model)
+                block_shape = model_shape_of(stored, model_dtype(config), to_divide=False)
         if config.strategy in ("auto", "sharded") and world.size > 1:
             with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):  # whoever asks is told why
                 shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
@@ -108,6 +112,7 @@ def _first_plan(
             published=published,
             dataset_size=len(lengths),
             shape=shape,
+            block_shape=block_shape,
             memory_model=_memory_model(config, agreed["rows"]),
         )
         plan = plan_run(config, ranks, facts)

@@ -15,6 +15,7 @@ from lib.plan.calibration_checks import all_sound
 from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
 from lib.plan.divide_work import GOOD_EFFICIENCY, make_plan, plan_sharded, sufficient_global_batch, with_memory
 from lib.plan.memory_fitting import MemoryEstimates
+from lib.plan.pipeline_plan import plan_pipelined
 from lib.plan.predictions import (
     MEETING_BYTES,
     Cluster,
@@ -40,6 +41,9 @@ def plan_run(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> Cluste
         UserError: as make_plan, plan_sharded and choose_curves.
     """
     cluster, warnings = _cluster(config, hosts, run)
+    if config.strategy == "pipelined" and len(hosts) > 1:
+        assert run.block_shape is not None
+        return plan_pipelined(config, cluster.hosts, run.block_shape)
     can_divide = run.shape is not None and len(hosts) > 1
     must_divide = can_divide and config.strategy == "sharded"
     may_divide = can_divide and (must_divide or (config.strategy == "auto" and config.plan.shares is None))
