@@ -63,6 +63,7 @@ class Cut:
     forward_seconds: tuple[float, ...]  # of one micro-batch
     backward_seconds: tuple[float, ...]
     activation_bytes: tuple[float, ...]  # of all micro-batches in flight
+    fits: bool  # every host's memory
     step_seconds: float
     bound_seconds: float  # what the schedule takes at most, nearly
 
@@ -104,6 +105,7 @@ def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
         tuple(forward),
         tuple(backward),
         tuple(stages.activation_bytes[0].tolist()),
+        bool(stages.fits.all()),
         step_seconds(*schedule),
         bound_seconds(*schedule),
     )
