@@ -72,7 +72,8 @@ class StagePlan:
     first_block: int  # counted from 0
     blocks: int
     in_flight: int  # micro-batches of which it keeps the input or the activations at a time, at most
-    recomputes: bool  # it keeps inputs and runs forward again in the backward pass; else it keeps activations
+    recomputes: bool  # it keeps its input, and makes all activations again in the backward pass
+    gradient_checkpointing: bool  # it keeps each block's input; with neither it keeps activations
     weight_bytes: int
     training_bytes: int  # adapters, gradients and optimizer
     activation_bytes: int | None  # of all micro-batches in flight; None: not known
@@ -90,12 +91,13 @@ class StagePlan:
     def row(self, rank: int, host: str) -> dict[str, str]:
         """For the plan's table."""
         seconds = (self.forward_seconds or 0.0) + (self.backward_seconds or 0.0)
-        keeps = "inputs" if self.recomputes else "activations"
+        kept = "input" if self.recomputes else "block inputs" if self.gradient_checkpointing else "activations"
         return {
             "rank": str(rank),
             "host": host,
             "blocks": f"{self.first_block + 1}-{self.first_block + self.blocks} ({self.blocks})",
-            "in flight": f"{self.in_flight} x {keeps}",
+            "in flight": str(self.in_flight),
+            "keeps": kept,
             "micro-batch s": "unknown" if self.forward_seconds is None else f"{seconds:.3g}",
             "idle": "unknown" if self.idle_fraction is None else f"{self.idle_fraction:.0%}",
             "sent MB a step": "unknown" if self.sent_bytes is None else f"{self.sent_bytes / 1e6:.3g}",

@@ -46,6 +46,8 @@ class PipelineCosts:
     speed: Speed  # where the rates come from
     run: RunFacts
     link_of: Callable[[int], Link | None]  # between a rank and the next; None: not measured
+    may_checkpoint: bool = True  # whether a stage may keep its blocks' inputs alone
+    must_checkpoint: bool = False
     activation_factor: float = 1.0  # of sync.compression: bytes sent over those of the model's type
 
     def tokens(self, pairs: float) -> float:
@@ -90,10 +92,9 @@ class PipelineCosts:
             {size: size * rate(size) / self.whole_operations(size, checkpointing) for size in sizes}
         )
 
-    def at(self, pairs: int, batch_size: int, checkpointing: bool, more_in_flight: int = 0) -> CutCosts:
+    def at(self, pairs: int, batch_size: int, more_in_flight: int = 0) -> CutCosts:
         """For a global batch in micro-batches of so many pairs at most.
 
-        checkpointing: a block keeps its input alone, and runs forward again in the backward pass.
         more_in_flight: micro-batches of every stage but the last, beyond the usual 1F1B's.
         """
         hosts, micro_batches = len(self.hosts), -(-batch_size // pairs)
@@ -103,19 +104,23 @@ class PipelineCosts:
         head[-1] = self.head_operations(mean)
         backward = BACKWARD[self.method]
         forward_seconds = _running_sum(blocks / rates[:, None])
-        memory = [self._memory(host.device, pairs, checkpointing) for host in self.hosts]
+        memory = [self._memory(host.device, pairs) for host in self.hosts]
         embedding, norm_and_head = self._end_weights()
         end_bytes = np.array([of_host.transient_bytes for of_host in memory])
         end_bytes[0] += embedding + memory[0].table_bytes
         end_bytes[-1] += norm_and_head + memory[-1].table_bytes + memory[-1].logits_bytes
         return CutCosts(
             forward_seconds=forward_seconds,
-            backward_seconds=forward_seconds * (backward + checkpointing),
+            backward_seconds=forward_seconds * backward,
             held_bytes=_running_sum(np.array([self._held(of_host) for of_host in memory])),
             kept_bytes=_running_sum(np.array([self._by_block(of_host.kept_bytes) for of_host in memory])),
+            inputs_bytes=_running_sum(np.array([self._by_block(of_host.inputs_bytes) for of_host in memory])),
             end_forward_seconds=head / rates,
             end_backward_seconds=head * backward / rates,
             end_bytes=end_bytes,
+            block_bytes=np.array([of_host.block_bytes for of_host in memory]),
+            may_checkpoint=self.may_checkpoint,
+            must_checkpoint=self.must_checkpoint,
             input_bytes=self._largest_tokens(pairs) * self.shape.hidden_size * self.number_bytes,
             room_bytes=np.array(
                 [(1 - MEMORY_HEADROOM) * host.memory_bytes if host.memory_bytes else np.inf for host in self.hosts]
@@ -136,7 +141,7 @@ class PipelineCosts:
 
     def trained_bytes(self, rank: int, first_block: int, blocks: int, pairs: int) -> float:
         """Adapters, gradients and optimizer of a stage; of full training those of the embedding and the head, too."""
-        memory = self._memory(self.hosts[rank].device, pairs, False)
+        memory = self._memory(self.hosts[rank].device, pairs)
         ends = (rank == 0) + (rank == len(self.hosts) - 1)
         return float(self._trained(memory)[first_block : first_block + blocks].sum()) + ends * memory.table_bytes
 
@@ -175,15 +180,15 @@ class PipelineCosts:
         """One number a block, of (dense, sparse)."""
         return np.array([of_kinds[is_sparse] for is_sparse in sparse_blocks(self.shape)])
 
-    def _memory(self, device: Device | None, pairs: int, checkpointing: bool) -> _HostMemory:
+    def _memory(self, device: Device | None, pairs: int) -> _HostMemory:
         model = self.run.memory_model
         if model is None or device is None:  # weights count, and what full training adds to them
             trained = [
                 16.0 * block_weights(self.shape, is_sparse) * (self.method == "full") for is_sparse in (False, True)
             ]
             table = 16.0 * self.shape.vocabulary * self.shape.hidden_size * (self.method == "full")
-            return _HostMemory((trained[0], trained[1]), (0.0, 0.0), 0.0, table, 0.0)
-        training = replace(model.training, checkpointing=checkpointing, blocks=None)
+            return _HostMemory((trained[0], trained[1]), (0.0, 0.0), (0.0, 0.0), 0.0, 0.0, table, 0.0)
+        training = replace(model.training, checkpointing=False, blocks=None)
         batch = model.rows.batch(pairs, training.shared_prompts)
         memory = _host_memory(self.shape, training, batch, device)
         return memory if model.training.blocks is None else replace(memory, table_bytes=0.0)
@@ -195,7 +200,9 @@ class _HostMemory:
 
     trained_bytes: tuple[float, float]  # of one block: adapters, gradients, optimizer
     kept_bytes: tuple[float, float]  # of one block and micro-batch, for the backward pass
+    inputs_bytes: tuple[float, float]  # the same with gradient checkpointing
     transient_bytes: float  # of a micro-batch at work, whatever the number of blocks
+    block_bytes: float  # beyond that with gradient checkpointing: one block's activations
     table_bytes: float  # what full training adds to the embedding, and as much to the head
     logits_bytes: float
 
@@ -203,27 +210,29 @@ class _HostMemory:
 def _host_memory(shape: ModelShape, training: Training, batch: BatchShape, device: Device) -> _HostMemory:
     """From steps of a few blocks, without a vocabulary and with it."""
 
-    def step(blocks: int, is_sparse: bool, vocabulary: int = 0) -> tuple[float, float]:
+    def step(blocks: int, is_sparse: bool, checkpointing: bool = False, vocabulary: int = 0) -> tuple[float, float]:
         some = replace(shape, blocks=blocks, expert_blocks=blocks * is_sparse, vocabulary=vocabulary)
-        needed = step_bytes(some, training, batch, device, 0)
+        needed = step_bytes(some, replace(training, checkpointing=checkpointing), batch, device, 0)
         return needed.trained + needed.gradients, needed.activations
 
-    trained, kept, transient = [0.0, 0.0], [0.0, 0.0], 0.0
+    trained, kept, inputs, transient, block = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], 0.0, 0.0
     kinds = set(sparse_blocks(shape))
     for is_sparse in kinds:
         (few_trained, few), (more_trained, more) = step(FEW, is_sparse), step(MORE, is_sparse)
         trained[is_sparse] = (more_trained - few_trained) / (MORE - FEW)
         kept[is_sparse] = max(0.0, (more - few) / (MORE - FEW))
         transient = max(transient, few - FEW * kept[is_sparse])
+        few, more = (step(blocks, is_sparse, checkpointing=True)[1] for blocks in (FEW, MORE))
+        inputs[is_sparse] = max(0.0, (more - few) / (MORE - FEW))
+        block = max(block, few - FEW * inputs[is_sparse] - transient)
     is_sparse = max(kinds)
-    (without_trained, without), (with_trained, with_head) = (
-        step(FEW, is_sparse),
-        step(FEW, is_sparse, shape.vocabulary),
-    )
+    without_trained, without = step(FEW, is_sparse)
+    with_trained, with_head = step(FEW, is_sparse, vocabulary=shape.vocabulary)
     # The memory model trains one table where embedding and head are tied, else two; each end of a pipeline has one.
     table = (with_trained - without_trained) / (1 if shape.is_tied else 2)
     logits = max(0.0, with_head - without)
-    return _HostMemory((trained[0], trained[1]), (kept[0], kept[1]), transient, table, logits)
+    pairs = (trained[0], trained[1]), (kept[0], kept[1]), (inputs[0], inputs[1])
+    return _HostMemory(*pairs, transient, block, table, logits)
 
 
 def rates_of(

@@ -8,7 +8,8 @@ few additions: the best by the schedule's bound is found by moving blocks betwee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import pairwise
 
 import numpy as np
@@ -36,9 +37,13 @@ class CutCosts:
     backward_seconds: np.ndarray
     held_bytes: np.ndarray  # weights, adapters, gradients, optimizer
     kept_bytes: np.ndarray  # activations that the backward pass of one micro-batch reads
+    inputs_bytes: np.ndarray  # those of them that gradient checkpointing keeps: each block's input
     end_forward_seconds: np.ndarray
     end_backward_seconds: np.ndarray
     end_bytes: np.ndarray  # and what a micro-batch takes besides while it is at work
+    block_bytes: np.ndarray  # [p], that gradient checkpointing takes besides: all of one block
+    may_checkpoint: bool
+    must_checkpoint: bool
     input_bytes: float  # of one micro-batch, between two stages
     room_bytes: np.ndarray  # [p], that may be planned for; inf where it is not known
     hops: tuple[Hop, ...]  # p - 1
@@ -54,12 +59,20 @@ class CutCosts:
         return self.held_bytes.shape[1] - 1
 
 
+class Keeps(IntEnum):
+    """What a stage keeps of a micro-batch for its backward pass. All but the first cost another forward pass."""
+
+    ACTIVATIONS = 0
+    BLOCK_INPUTS = 1  # gradient checkpointing
+    INPUT = 2  # of the stage alone: it makes all activations again, of one micro-batch at a time
+
+
 @dataclass(frozen=True)
 class Cut:
     """Stages of one cut, one number a rank, and a step's time."""
 
     blocks: tuple[int, ...]
-    recomputes: tuple[bool, ...]  # whether a stage keeps inputs alone; it keeps activations where they fit
+    keeps: tuple[Keeps, ...]  # for the backward pass: activations, where they fit
     forward_seconds: tuple[float, ...]  # of one micro-batch
     backward_seconds: tuple[float, ...]
     activation_bytes: tuple[float, ...]  # of all micro-batches in flight
@@ -79,7 +92,7 @@ class _Stages:
 
     forward: np.ndarray
     backward: np.ndarray
-    recomputes: np.ndarray
+    keeps: np.ndarray
     activation_bytes: np.ndarray
     fits: np.ndarray  # bool
 
@@ -101,7 +114,7 @@ def cut_at(costs: CutCosts, blocks: Sequence[int]) -> Cut:
     schedule = (forward, backward, costs.hops, costs.in_flight, costs.micro_batches)
     return Cut(
         tuple(map(int, blocks)),
-        tuple(stages.recomputes[0].tolist()),
+        tuple(map(Keeps, stages.keeps[0].tolist())),
         tuple(forward),
         tuple(backward),
         tuple(stages.activation_bytes[0].tolist()),
@@ -115,6 +128,13 @@ def most_blocks(costs: CutCosts) -> list[int]:
     """How many blocks each host holds at most, the hosts before it filled up; all of them less than L: no cut fits."""
     reached = [0, *_filled(costs, np.inf)]
     return [int(end - start) for start, end in pairwise(reached)]
+
+
+def stage_bytes(costs: CutCosts, rank: int, first_block: int, blocks: int) -> float:
+    """The fewest bytes of micro-batches in flight with which a host can hold these blocks."""
+    without_room = replace(costs, room_bytes=np.full(costs.hosts, -np.inf))
+    spans = _spans(without_room, np.array([rank]), np.array([first_block]), np.array([first_block + blocks]))
+    return float(spans.activation_bytes[0])
 
 
 # ---- Many cuts at a time
@@ -133,16 +153,22 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
         spans: np.ndarray = sums[ranks, ends] - sums[ranks, starts]
         return spans
 
-    forward, backward, kept = of(costs.forward_seconds), of(costs.backward_seconds), of(costs.kept_bytes)
-    in_flight, is_last = np.array(costs.in_flight)[ranks], ranks == costs.hosts - 1
+    forward, backward = of(costs.forward_seconds), of(costs.backward_seconds)
     room = costs.room_bytes[ranks] - of(costs.held_bytes) - costs.end_bytes[ranks]
-    with_inputs = in_flight * costs.input_bytes + kept
-    recomputes = (in_flight * kept > room) & (with_inputs < in_flight * kept) & ~is_last
-    activations = np.where(recomputes, with_inputs, in_flight * kept)
+    kept, in_flight = of(costs.kept_bytes), np.array(costs.in_flight)[ranks]
+    needed = np.array(  # in the order of Keeps
+        np.broadcast_arrays(
+            np.where(costs.must_checkpoint, np.inf, in_flight * kept),
+            np.where(costs.may_checkpoint, in_flight * of(costs.inputs_bytes) + costs.block_bytes[ranks], np.inf),
+            np.where(costs.must_checkpoint | (ranks == costs.hosts - 1), np.inf, in_flight * costs.input_bytes + kept),
+        )
+    )
+    keeps = np.where(needed[Keeps.ACTIVATIONS] <= room, Keeps.ACTIVATIONS, needed.argmin(axis=0))
+    activations = np.take_along_axis(needed, keeps[None], axis=0)[0]
     return _Stages(
         forward + costs.end_forward_seconds[ranks],
-        backward + costs.end_backward_seconds[ranks] + recomputes * forward,
-        recomputes,
+        backward + costs.end_backward_seconds[ranks] + (keeps != Keeps.ACTIVATIONS) * forward,
+        keeps,
         activations,
         activations <= room,
     )

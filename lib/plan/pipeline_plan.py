@@ -11,12 +11,12 @@ from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, HostCalibration, nearest_curve
 from lib.plan.cluster_plan import SHOWN_ALONE, ClusterPlan, Prediction, RankPlan, StagePlan
 from lib.plan.pipeline_costs import ASSUMED_LINK, PipelineCosts, Speed, rates_of
-from lib.plan.pipeline_cuts import Cut, CutCosts, best_cut, cut_at, most_blocks
+from lib.plan.pipeline_cuts import Cut, CutCosts, Keeps, best_cut, cut_at, most_blocks, stage_bytes
 from lib.plan.predictions import Cluster
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, split_evenly_sized
 
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
-DEEPER = (0, 1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
+DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
 WORTH_IT = 0.02  # of a step's time, that more micro-batches in flight have to save
 SPEEDS: dict[Speed, str] = {
     "curves": "by the hosts' curves",
@@ -33,8 +33,8 @@ def plan_pipelined(config: Config, cluster: Cluster) -> ClusterPlan:
     """
     costs = pipeline_costs(config, cluster)
     blocks = _configured_blocks(config, costs)
-    size, more_in_flight, checkpointing, cut = _choose(config, costs, blocks)
-    at = costs.at(size, config.train.global_batch_size, checkpointing, more_in_flight)
+    size, more_in_flight, cut = _choose(config, costs, blocks)
+    at = costs.at(size, config.train.global_batch_size, more_in_flight)
     stages = _stages(costs, at, cut, size, config.train.global_batch_size)
     reason = "blocks as plan.shares has them" if blocks else f"blocks for the shortest step, {SPEEDS[costs.speed]}"
     batch, hosts = config.train.global_batch_size, cluster.names
@@ -44,9 +44,8 @@ def plan_pipelined(config: Config, cluster: Cluster) -> ClusterPlan:
         ranks=tuple(RankPlan(rank, name, batch, split_evenly_sized(batch, size)) for rank, name in enumerate(hosts)),
         sync_seconds=0.0,
         reason=reason,
-        warnings=tuple(_warnings(config, costs, stages, checkpointing, bool(blocks))),
+        warnings=tuple(_warnings(config, costs, stages)),
         curves=(None,) * len(hosts),
-        gradient_checkpointing=checkpointing and not config.model.gradient_checkpointing,
         stages=stages,
     )
     return replace(plan, predictions=(_prediction(costs, plan, cut),))
@@ -65,7 +64,8 @@ def pipeline_costs(config: Config, cluster: Cluster) -> PipelineCosts:
         speed="unknown",
         run=run,
         link_of=cluster.link_between,
-        activation_factor=1.0,
+        may_checkpoint=bool(config.model.gradient_checkpointing) or config.model.may_turn_on_checkpointing,
+        must_checkpoint=bool(config.model.gradient_checkpointing),
     )
     sent = {"none": costs.number_bytes, "bf16": 2, "int8": 1 + 4 / 256, "topk": costs.number_bytes}
     factor = min(1.0, sent[config.sync.compression] / costs.number_bytes)
@@ -125,28 +125,29 @@ def _configured_blocks(config: Config, costs: PipelineCosts) -> tuple[int, ...] 
 # ---- Micro-batches, and the cut for them
 
 
-def _choose(config: Config, costs: PipelineCosts, blocks: tuple[int, ...] | None) -> tuple[int, int, bool, Cut]:
-    """Pairs of a micro-batch, more of them in flight, gradient checkpointing, and the cut: those of the shortest step.
+def _choose(config: Config, costs: PipelineCosts, blocks: tuple[int, ...] | None) -> tuple[int, int, Cut]:
+    """Pairs of a micro-batch, how many more of them are in flight, and the cut: those of the shortest step.
 
     Raises:
         UserError: no cut fits the hosts' memory.
     """
     configured, batch = config.plan.micro_batch_sizes, config.train.global_batch_size
     sizes = configured[:1] if configured else _sizes(costs, batch)
-    asked = bool(config.model.gradient_checkpointing)
-    for checkpointing in (asked, True) if config.model.may_turn_on_checkpointing else (asked,):
-        found = []
-        for size in sizes:
-            at = costs.at(size, batch, checkpointing)
-            cut = cut_at(at, blocks) if blocks else best_cut(at)
-            if cut is not None and cut.fits:
-                found.append((cut.step_seconds, size, cut))
-        if found:
-            _, size, cut = min(found, key=lambda one: one[:2])
-            return _deeper(costs, size, batch, checkpointing, cut, bool(blocks))
-    if blocks:  # as configured, with a warning
-        return sizes[0], 0, asked, cut_at(costs.at(sizes[0], batch, asked), blocks)
-    raise UserError(_why_not(config, costs, min(sizes), checkpointing))
+    found = [(cut, size) for size in sizes if (cut := _cut(costs.at(size, batch), blocks)) is not None]
+    if not found:
+        raise UserError(_why_not(config, costs, min(sizes)))
+    best, size = min(found, key=lambda one: (not one[0].fits, one[0].step_seconds, one[1]))
+    more_in_flight = 0
+    for more in DEEPER if any(map(sum, costs.at(size, batch).hops)) else ():
+        cut = _cut(costs.at(size, batch, more), blocks)
+        if cut is not None and cut.fits and cut.step_seconds < (1 - WORTH_IT) * best.step_seconds:
+            best, more_in_flight = cut, more
+    return size, more_in_flight, best
+
+
+def _cut(at: CutCosts, blocks: tuple[int, ...] | None) -> Cut | None:
+    """The best one, or the configured one, whether it fits or not."""
+    return cut_at(at, blocks) if blocks else best_cut(at)
 
 
 def _sizes(costs: PipelineCosts, batch: int) -> list[int]:
@@ -155,24 +156,9 @@ def _sizes(costs: PipelineCosts, batch: int) -> list[int]:
     return [size for size in SIZES if size <= min(most, batch, DEFAULT_MICRO_BATCH_SIZE)] or [1]
 
 
-def _deeper(
-    costs: PipelineCosts, size: int, batch: int, checkpointing: bool, cut: Cut, is_configured: bool
-) -> tuple[int, int, bool, Cut]:
-    """The same micro-batches, with more of them in flight where a stage would wait for its link."""
-    best = size, 0, checkpointing, cut
-    for more in (
-        DEEPER[1:] if any(hop.seconds + hop.latency_seconds for hop in costs.at(size, batch, False).hops) else ()
-    ):
-        at = costs.at(size, batch, checkpointing, more)
-        other = cut_at(at, cut.blocks) if is_configured else best_cut(at)
-        if other is not None and other.fits and other.step_seconds < (1 - WORTH_IT) * best[3].step_seconds:
-            best = size, more, checkpointing, other
-    return best
-
-
-def _why_not(config: Config, costs: PipelineCosts, size: int, checkpointing: bool) -> str:
+def _why_not(config: Config, costs: PipelineCosts, size: int) -> str:
     """Which host holds how much, what is missing, and the smallest remedy."""
-    at = costs.at(size, config.train.global_batch_size, checkpointing)
+    at = costs.at(size, config.train.global_batch_size)
     most, blocks, names = most_blocks(at), costs.shape.blocks, [host.name for host in costs.hosts]
     pair = f"{size} pair{'s' * (size > 1)}"
     if 0 in most:
@@ -210,11 +196,9 @@ def _memory_of(costs: PipelineCosts, rank: int) -> float:
 
 
 def _needed_bytes(costs: PipelineCosts, at: CutCosts, rank: int, first: int, blocks: int) -> float:
-    """What a stage takes at least: with inputs alone in flight, if that is less."""
-    held = at.held_bytes[rank, first + blocks] - at.held_bytes[rank, first]
-    kept = at.kept_bytes[rank, first + blocks] - at.kept_bytes[rank, first]
-    in_flight = at.in_flight[rank]
-    return float(held + at.end_bytes[rank] + min(in_flight * kept, in_flight * at.input_bytes + kept))
+    """What a stage takes at least, whatever it keeps of a micro-batch."""
+    held = float(at.held_bytes[rank, first + blocks] - at.held_bytes[rank, first] + at.end_bytes[rank])
+    return held + stage_bytes(at, rank, first, blocks)
 
 
 # ---- What the plan says
@@ -234,7 +218,8 @@ def _stages(costs: PipelineCosts, at: CutCosts, cut: Cut, size: int, batch_size:
                 first_block=first,
                 blocks=blocks,
                 in_flight=at.in_flight[rank],
-                recomputes=cut.recomputes[rank],
+                recomputes=cut.keeps[rank] == Keeps.INPUT,
+                gradient_checkpointing=cut.keeps[rank] == Keeps.BLOCK_INPUTS,
                 weight_bytes=round(weights),
                 training_bytes=round(trained),
                 activation_bytes=round(held - weights - trained + cut.activation_bytes[rank])
@@ -265,9 +250,7 @@ def _prediction(costs: PipelineCosts, plan: ClusterPlan, cut: Cut) -> Prediction
     )
 
 
-def _warnings(
-    config: Config, costs: PipelineCosts, stages: Sequence[StagePlan], checkpointing: bool, is_configured: bool
-) -> list[str]:
+def _warnings(config: Config, costs: PipelineCosts, stages: Sequence[StagePlan]) -> list[str]:
     warnings = []
     names = [host.name for host in costs.hosts]
     unknown = [
@@ -281,12 +264,10 @@ def _warnings(
             f"{ASSUMED_LINK.bandwidth_bytes_per_second / 1e6:.0f} MB/s with {ASSUMED_LINK.latency_seconds * 1e3:g} ms "
             "of latency (1 Gbit/s); make calibrate measures it"
         )
-    if checkpointing and not config.model.gradient_checkpointing:
-        warnings.append("gradient checkpointing is turned on: no cut fits the hosts' memory without")
     for name, stage in zip(names, stages, strict=True):
         if stage.memory_bytes and stage.needed_bytes > (1 - MEMORY_HEADROOM) * stage.memory_bytes:
             warnings.append(
                 f"host {name}: its {stage.blocks} blocks need {stage.needed_bytes / 1e9:.2f} GB, "
-                f"of {stage.memory_bytes / 1e9:.2f} GB" + "; leave plan.shares out" * is_configured
+                f"of {stage.memory_bytes / 1e9:.2f} GB" + "; leave plan.shares out" * (config.plan.shares is not None)
             )
     return warnings
