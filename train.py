@@ -142,8 +142,9 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     hosts = host_names(world)
     rows = data.prompts, data.seen, data.scored_tokens, length_multiple(config.data)
-    resumed = folder if resume else None
-    plan = first_plan(config, world, hosts, data.lengths, Rows.of(*rows), resumed, Rows.typical(*rows))
+    plan = first_plan(
+        config, world, hosts, data.lengths, Rows.of(*rows), folder if resume else None, Rows.typical(*rows)
+    )
     report.show_run(say, config, plan, inputs, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)
 
@@ -151,7 +152,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     with world.agreeing("loading the model"), say.doing("loading the model"):
         model = preload.policy(config, lazy=dry_run or plan.division is not None)
-        if plan.gradient_checkpointing:
+        if plan.checkpoints(world.rank):
             adapters.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)

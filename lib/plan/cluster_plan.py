@@ -142,6 +142,7 @@ class ClusterPlan:
     merges: int | None = None  # in the whole run, if that stays so
     merging: str = ""  # how often ranks merge, and why so often
     synchronous_instead: str = ""  # what strategy=synchronous would give and cost
+    divided_instead: str = ""  # what the other way to divide the model would give and cost
     key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
 
     @property
@@ -153,6 +154,10 @@ class ClusterPlan:
     def divides_model(self) -> bool:
         """Whether every rank has a part of one model, so that all take part in every micro-batch."""
         return bool(self.division or self.stages)
+
+    def checkpoints(self, rank: int) -> bool:
+        """Whether the plan turns gradient checkpointing on for a rank."""
+        return self.gradient_checkpointing or (bool(self.stages) and self.stages[rank].gradient_checkpointing)
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -74,13 +74,15 @@ def _first_plan(
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = model_folder.resolve(config.model.path, config.model.revision)
         shape = block_shape = None
-        if config.strategy in ("auto", "pipelined") and world.size > 1:
-            with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):
-                stored = tokenizer.stored_config(config.model)
-                block_shape = model_shape_of(stored, model_dtype(config), to_divide=False)
-        if config.strategy in ("auto", "sharded") and world.size > 1:
-            with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):  # whoever asks is told why
-                shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
+        if config.strategy in ("auto", "sharded", "pipelined") and world.size > 1:
+            stored, dtype = tokenizer.stored_config(config.model), model_dtype(config)
+            with contextlib.suppress(
+                *([UserError] if config.strategy != "sharded" else [])
+            ):  # whoever asks is told why
+                shape = model_shape_of(stored, dtype)
+            if config.strategy != "sharded":
+                with contextlib.suppress(*([UserError] if config.strategy != "pipelined" else [])):
+                    block_shape = model_shape_of(stored, dtype, to_divide=False)
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.

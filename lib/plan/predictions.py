@@ -181,6 +181,11 @@ def predict_sharded(
     )
 
 
+def sharded_tokens(run: RunFacts) -> int:
+    """Tokens of a pair through the blocks, rows as long as a typical one."""
+    return run.key.sequence_length * (1 if run.key.records == "sft" else 2)
+
+
 def measured_for(key: CurveKey, choice: CurveChoice) -> bool:
     """Whether every host's curve was measured with this very model."""
     return choice.curves is not None and all(
