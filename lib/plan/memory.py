@@ -98,7 +98,7 @@ class Rows:
         )
 
     @classmethod
-    def typical(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
+    def mean(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
         """A row of mean sizes, for times and traffic: one that has them all, as no row may. Arguments as `of`."""
         return cls(
             round(float(prompts.mean())),
