@@ -163,7 +163,8 @@ def _spans(costs: CutCosts, ranks: np.ndarray, starts: np.ndarray, ends: np.ndar
             np.where(costs.must_checkpoint | (ranks == costs.hosts - 1), np.inf, in_flight * costs.input_bytes + kept),
         )
     )
-    keeps = np.where(needed[Keeps.ACTIVATIONS] <= room, Keeps.ACTIVATIONS, needed.argmin(axis=0))
+    holds = np.isfinite(needed[Keeps.ACTIVATIONS]) & (needed[Keeps.ACTIVATIONS] <= room)
+    keeps = np.where(holds, Keeps.ACTIVATIONS, needed.argmin(axis=0))
     activations = np.take_along_axis(needed, keeps[None], axis=0)[0]
     return _Stages(
         forward + costs.end_forward_seconds[ranks],
