@@ -34,7 +34,7 @@ class ShardedWorld(World):
         """All ranks as one."""
         return Lockstep(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
 
-    def _names(self, arrays: Mapping[str, mx.array]) -> Described:
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
         return self._described_by_rank_0(arrays)
 
     def part(self, name: str) -> Part | None:
