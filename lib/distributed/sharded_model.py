@@ -15,7 +15,6 @@ from lib.model import load, pipeline_stage, tensor_parallel
 from lib.model.partition import Division, apportion, divide, model_shape_of
 from lib.system import metal
 
-
 Blocks = tuple[int, ...]  # consecutive blocks of each rank
 
 

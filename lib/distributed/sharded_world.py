@@ -71,8 +71,11 @@ class Lockstep(World):
         once = {name: value for name, value in values.items() if name in self.ranks.parts or self.ranks.rank == 0}
         return self.ranks.all_sum(super().sum_of_all(once), "the gradient's norm")
 
+    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+        return self._synchronised(what, passes)
+
     @contextlib.contextmanager
-    def together(self, what: str, passes: int = 1) -> Iterator[None]:
+    def _synchronised(self, what: str, passes: int) -> Iterator[None]:
         """Ranks synchronise on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
 
         Raises:

@@ -169,6 +169,7 @@ class World(Collectives):
             if part is None:
                 yield name, own[name]
                 continue
+            assert isinstance(part, Part)
             array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
             # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
             words = mx.view(array, mx.int32)

@@ -88,7 +88,7 @@ class Stage:
         return self.rank > self.first_trained
 
     def run(self, work: Callable[[], mx.array], given: mx.array | None) -> mx.array:
-        """What this rank's blocks make of `given`, [N, D], by work that calls the model; of the last rank work's result.
+        """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank, its result.
 
         Nothing is sent or received.
         """
@@ -257,7 +257,7 @@ def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[st
     """
     size = len(ends) - 1
     names = {id(module): name for name, module in model.named_modules()}
-    ranks = {
+    ranks: dict[str, tuple[int, ...]] = {
         f"{names[id(block)]}.": (next(rank for rank, (_, end) in enumerate(pairwise(ends)) if i < end),)
         for i, block in enumerate(model.layers)
     }
