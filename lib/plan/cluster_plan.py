@@ -66,19 +66,22 @@ class PartOfModel:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What one rank of a pipeline keeps and does: consecutive blocks; the first the embedding too, the last the head."""
+class StagePlan:
+    """One stage of a pipeline: consecutive blocks; on the first rank the embedding too, on the last norm and head."""
 
     first_block: int  # counted from 0
     blocks: int
     in_flight: int  # micro-batches of which it keeps the input or the activations at a time, at most
-    recomputes: bool  # it keeps inputs and runs forward again in the backward pass; else it keeps activations
+    recomputes: bool  # it keeps its input, and makes all activations again in the backward pass
+    gradient_checkpointing: bool  # it keeps each block's input; with neither it keeps activations
     weight_bytes: int
     training_bytes: int  # adapters, gradients and optimizer
     activation_bytes: int | None  # of all micro-batches in flight; None: not known
     memory_bytes: int | None  # that the rank may use
     forward_seconds: float | None = None  # of one micro-batch; None: not known
     backward_seconds: float | None = None  # with the second forward pass, where it recomputes
+    idle_fraction: float | None = None  # of a step: the bubble, and waiting for slower stages
+    sent_bytes: float | None = None  # a step
 
     @property
     def needed_bytes(self) -> int:
@@ -88,12 +91,16 @@ class Stage:
     def row(self, rank: int, host: str) -> dict[str, str]:
         """For the plan's table."""
         seconds = (self.forward_seconds or 0.0) + (self.backward_seconds or 0.0)
+        kept = "input" if self.recomputes else "block inputs" if self.gradient_checkpointing else "activations"
         return {
             "rank": str(rank),
             "host": host,
             "blocks": f"{self.first_block + 1}-{self.first_block + self.blocks} ({self.blocks})",
-            "in flight": f"{self.in_flight} {'inputs' if self.recomputes else 'activations'}",
+            "in flight": str(self.in_flight),
+            "keeps": kept,
             "micro-batch s": "unknown" if self.forward_seconds is None else f"{seconds:.3g}",
+            "idle": "unknown" if self.idle_fraction is None else f"{self.idle_fraction:.0%}",
+            "sent MB a step": "unknown" if self.sent_bytes is None else f"{self.sent_bytes / 1e6:.3g}",
             "weights GB": f"{self.weight_bytes / 1e9:.3g}",
             "training GB": f"{self.training_bytes / 1e9:.3g}",
             "activations GB": "unknown" if self.activation_bytes is None else f"{self.activation_bytes / 1e9:.3g}",
@@ -130,7 +137,7 @@ class ClusterPlan:
     predictions: tuple[Prediction, ...] = ()
     division: Division | None = None  # of the model, where it is sharded
     parts: tuple[PartOfModel, ...] = ()  # then, what each rank keeps
-    stages: tuple[Stage, ...] = ()  # one a rank, where it is pipelined
+    stages: tuple[StagePlan, ...] = ()  # one a rank, where it is pipelined
     steps_per_round: int | None = None  # of independent ranks: global batches from one merge to the next, to begin with
     merges: int | None = None  # in the whole run, if that stays so
     merging: str = ""  # how often ranks merge, and why so often

@@ -39,6 +39,7 @@ def first_plan(
     lengths: np.ndarray,
     rows: Rows | None = None,
     resumed: Path | None = None,
+    typical: Rows | None = None,
 ) -> ClusterPlan:
     """The plan that a run starts with, and what is likely to be a mistake in it (lib/plan/plan_warnings.py).
 
@@ -48,11 +49,12 @@ def first_plan(
         lengths: int [n], of the training data's rows, as Dataset.lengths.
         rows: the largest of them, for the memory model.
         resumed: the folder of a run that goes on: where it ended for want of memory, its host remembers that first.
+        typical: rows of mean sizes, for the times and the traffic of a pipeline.
 
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
-    return advised(config, _first_plan(config, world, hosts, lengths, rows, resumed))
+    return advised(config, _first_plan(config, world, hosts, lengths, rows, resumed, typical))
 
 
 def _first_plan(
@@ -62,6 +64,7 @@ def _first_plan(
     lengths: np.ndarray,
     rows: Rows | None,
     resumed: Path | None,
+    typical: Rows | None,
 ) -> ClusterPlan:
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
         sizes = config.plan.micro_batch_sizes
@@ -81,11 +84,13 @@ def _first_plan(
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
-    agreed = json.loads(
-        world.broadcast_text(
-            json.dumps({"key": key.model_dump(), "longest": int(padded.max()), "rows": rows and asdict(rows)})
-        )
-    )
+    own_facts = {
+        "key": key.model_dump(),
+        "longest": int(padded.max()),
+        "rows": rows and asdict(rows),
+        "typical": typical and asdict(typical),
+    }
+    agreed = json.loads(world.broadcast_text(json.dumps(own_facts)))
     key = calibration.CurveKey(**agreed["key"])
     warning, limit = "", memory_limit(config, hosts, world)
     with world.agreeing("reading the calibration"):
@@ -114,6 +119,7 @@ def _first_plan(
             shape=shape,
             block_shape=block_shape,
             memory_model=_memory_model(config, agreed["rows"]),
+            typical_rows=Rows(**agreed["typical"]) if agreed["typical"] else None,
         )
         plan = plan_run(config, ranks, facts)
         plan = replace(plan, key=key, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lib.model.partition import ModelShape
 from lib.plan.calibration import CurveKey, HostCalibration
-from lib.plan.memory import MemoryModel
+from lib.plan.memory import MemoryModel, Rows
 from lib.system.hardware import Device
 
 
@@ -36,3 +36,4 @@ class RunFacts:
     shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
     block_shape: ModelShape | None = None  # of the model; None: it cannot be cut between its blocks
     memory_model: MemoryModel | None = None  # None: nothing is known of the model's dimensions
+    typical_rows: Rows | None = None  # rows of mean sizes; None: all are as long as the key says

@@ -42,8 +42,10 @@ def plan_run(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> Cluste
     """
     cluster, warnings = _cluster(config, hosts, run)
     if config.strategy == "pipelined" and len(hosts) > 1:
-        assert run.block_shape is not None
-        return plan_pipelined(config, cluster.hosts, run.block_shape)
+        plan = plan_pipelined(config, cluster)
+        return replace(
+            plan, reason=f"pipelined, as strategy has it; {plan.reason}", warnings=(*warnings, *plan.warnings)
+        )
     can_divide = run.shape is not None and len(hosts) > 1
     must_divide = can_divide and config.strategy == "sharded"
     may_divide = can_divide and (must_divide or (config.strategy == "auto" and config.plan.shares is None))
