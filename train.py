@@ -151,7 +151,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     with world.agreeing("loading the model"), say.doing("loading the model"):
         model = preload.policy(config, lazy=dry_run or plan.divides_model)
-        if plan.gradient_checkpointing:
+        if plan.checkpoints_blocks(world.rank):
             adapters.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)

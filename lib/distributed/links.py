@@ -10,24 +10,27 @@ import mlx.core as mx
 
 from lib.distributed.collectives import Collectives
 
-UNDER_WAY = 2  # arrays on their way to one rank; a rank that is ahead waits for the first of them
-
 
 @dataclass
 class Links:
     """What ranks send to each other, in order; each direction has a stream of its own, so that none waits for another.
 
     Shapes and types are known to the receiver. `finish` comes before any collective: it would use the same connection.
+
+    Args:
+        under_way: most arrays on their way to one rank; a rank that is ahead waits until the first of them is there.
+            In a step no fewer than the first rank has micro-batches in flight, or ranks would wait for each other.
     """
 
     ranks: Collectives
+    under_way: int = 2
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
 
     def send(self, array: mx.array, rank: int, what: str) -> None:
         """Begins to send an evaluated array, and goes on."""
         sent = self.sent.setdefault(rank, deque())
-        while len(sent) >= UNDER_WAY:
+        while len(sent) >= self.under_way:
             self.wait(sent.popleft(), what)
         sent.append(self.ranks.send(array, rank, self._stream("to", rank)))
         mx.async_eval(sent[-1])

@@ -154,6 +154,10 @@ class ClusterPlan:
         """Whether every rank has a part of one model, so that all take part in every micro-batch."""
         return bool(self.division or self.stages)
 
+    def checkpoints_blocks(self, rank: int) -> bool:
+        """Whether a rank's blocks recompute their inside in the backward pass."""
+        return self.gradient_checkpointing or bool(self.stages and self.stages[rank].gradient_checkpointing)
+
     @property
     def blocks(self) -> tuple[int, ...]:
         """Consecutive blocks of each rank, where the model is pipelined."""

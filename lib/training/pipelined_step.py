@@ -8,7 +8,7 @@ there; until then it holds the activations. A stage that recomputes keeps its in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -17,14 +17,15 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib.data.collate import Batch
 from lib.distributed import heartbeat
 from lib.distributed.links import Links
-from lib.distributed.pipeline_schedule import one_forward_one_backward
 from lib.distributed.pipelined_world import InStages
 from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
+from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
 from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
+INPUT = ""  # its name among parameters
 PASSES = 3  # forward, backward, and forward again where a stage recomputes
 
 
@@ -48,11 +49,13 @@ class PipelinedStep(TrainStep):
     """A step whose gradients are made stage by stage; all else is a TrainStep's.
 
     Args:
+        in_flight: micro-batches between their forward and their backward pass, of each rank at most.
         recomputes: whether this rank keeps a micro-batch's input only, until its backward pass.
         limit: what MLX may hold here.
     """
 
     stage: Stage = field(kw_only=True)
+    in_flight: Sequence[int] = field(kw_only=True)
     recomputes: bool = field(kw_only=True)
     limit: Limit = field(kw_only=True)
     waited_seconds: float = field(default=0.0, init=False)  # of this step, for other stages
@@ -73,10 +76,11 @@ class PipelinedStep(TrainStep):
         world = self.world
         assert isinstance(world, InStages)
         world.agree_to_go_on(what)
+        world.ranks.links.under_way = self.in_flight[0]
         passes = _Passes(self, world.ranks.links, made)
         with heartbeat.passing(what, PASSES * len(made)):
-            for kind, i in one_forward_one_backward(self.stage.rank, self.stage.size, len(made)):
-                (passes.forward if kind == "forward" else passes.backward)(i)
+            for operation in operations(self.in_flight[self.stage.rank], len(made)):
+                (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
             world.ranks.links.finish(what)
         self.waited_seconds = passes.waited_seconds
         self.limit.check(max((len(batch.rows) for batch in counted), default=0))
@@ -84,9 +88,10 @@ class PipelinedStep(TrainStep):
         return passes.gradients, passes.sums
 
 
-def pipelined(step: TrainStep, recomputes: bool, limit: Limit) -> PipelinedStep:
+def pipelined(step: TrainStep, in_flight: Sequence[int], recomputes: bool, limit: Limit) -> PipelinedStep:
     """The same step for a rank that holds a stage of the model."""
-    return PipelinedStep(**vars(step), stage=step.model.stage, recomputes=recomputes, limit=limit)
+    stage = step.model.stage
+    return PipelinedStep(**vars(step), stage=stage, in_flight=in_flight, recomputes=recomputes, limit=limit)
 
 
 class _Passes:
@@ -117,7 +122,7 @@ class _Passes:
         if stage.is_trained and not self.step.recomputes:
             output, micro.slopes = self._product(micro)
         else:
-            output = self._run(micro)
+            output = self._run(micro, given)
         mx.eval(output)
         self.links.send(output, stage.rank + 1, ACTIVATIONS)
 
@@ -144,51 +149,50 @@ class _Passes:
     def _last(self, micro: UnderWay, reference: mx.array | None) -> None:
         """Loss and gradients of the last rank, evaluated."""
 
-        def loss(given: mx.array, parameters: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-            self._set(parameters)
-            sums: list[mx.array] = []
+        def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
+            self._set({name: array for name, array in arrays.items() if name != INPUT})
+            of_micro_batch: list[mx.array] = []
 
             def work() -> mx.array:
-                value, of_micro_batch = self.step.forward(micro.inputs, reference)
-                sums.append(of_micro_batch)
+                value, sums = self.step.forward(micro.inputs, reference)
+                of_micro_batch.append(sums)
                 return value
 
-            return self.stage.run(work, given), sums[0]
+            return self.stage.run(work, arrays.get(INPUT, micro.given)), of_micro_batch[0]
 
-        by = ([0] if self.stage.passes_gradients else []) + ([1] if self.trained else [])
+        arrays = self._differentiated(micro)
         try:
-            if by:
-                (_, sums), slopes = mx.value_and_grad(loss, argnums=by)(micro.given, self.trained)
-            else:
-                (_, sums), slopes = loss(micro.given, self.trained), ()
+            (_, sums), slopes = mx.value_and_grad(loss)(arrays) if arrays else (loss({}), {})
         finally:
             self._set(self.trained)
         self.sums = self.sums + sums
-        by_input = [slopes[0]] if self.stage.passes_gradients else []
-        by_parameters = slopes[-1] if self.trained else {}
-        micro.slopes = [*by_input, *by_parameters.values()]
+        micro.slopes = [slopes[name] for name in arrays]
         mx.eval(self.sums, micro.slopes)
 
     def _product(self, micro: UnderWay) -> tuple[mx.array, list[mx.array]]:
-        """The stage's output, and the gradients of `wanted` by its input, where they are passed on, and parameters."""
-        takes_input = self.stage.passes_gradients
+        """The stage's output, and the products of `wanted` with its derivatives."""
+        arrays = self._differentiated(micro)
 
-        def outputs(*arrays: mx.array) -> list[mx.array]:
-            given = arrays[0] if takes_input else micro.given
-            self._set(dict(zip(self.trained, arrays[takes_input:], strict=True)))
+        def outputs(*values: mx.array) -> list[mx.array]:
+            by_name = dict(zip(arrays, values, strict=True))
+            given = by_name.pop(INPUT, micro.given)
+            self._set(by_name)
             return [self._run(micro, given)]
 
-        primals = [*([micro.given] if takes_input else []), *self.trained.values()]
         try:
-            (output,), slopes = mx.vjp(outputs, primals, [micro.wanted])
+            (output,), slopes = mx.vjp(outputs, list(arrays.values()), [micro.wanted])
         finally:
             self._set(self.trained)
         return output, list(slopes)
 
-    def _run(self, micro: UnderWay, given: mx.array | None = None) -> mx.array:
+    def _differentiated(self, micro: UnderWay) -> dict[str, mx.array]:
+        """What gradients are made for: the stage's input, where the rank before wants that, and what is trained."""
+        given = {} if micro.given is None or not self.stage.passes_gradients else {INPUT: micro.given}
+        return {**given, **self.trained}
+
+    def _run(self, micro: UnderWay, given: mx.array | None) -> mx.array:
         window = getattr(self.model, "attention_window", None)
-        work: Callable[[], mx.array] = lambda: hidden_states(self.model, micro.inputs, window)  # noqa: E731
-        return self.stage.run(work, micro.given if given is None else given)
+        return self.stage.run(lambda: hidden_states(self.model, micro.inputs, window), given)
 
     def _set(self, parameters: dict[str, mx.array]) -> None:
         self.model.update(tree_unflatten(list(parameters.items())))

@@ -38,7 +38,7 @@ class Learner:
         mx.eval(run.model.state)
         plan = run.schedule.at(run.progress.step + 1)
         self.worker = 0 if plan.divides_model else run.world.rank
-        self.recomputes = bool(run.config.model.gradient_checkpointing or plan.gradient_checkpointing)
+        self.recomputes = bool(run.config.model.gradient_checkpointing or plan.checkpoints_blocks(run.world.rank))
         # Pairs in a micro-batch of this rank, as memory leaves it.
         self.max_micro_batch_size = run.schedule.most_at(self.worker)
         self.take_step = self._make_step()
@@ -53,7 +53,9 @@ class Learner:
             run.model, run.optimizer, settings.train, world, has_dropout, settings.sync, run.feedback, rank
         )
         if isinstance(world, InStages):
-            return pipelined(step, run.plan.stages[run.world.rank].recomputes, self.limit)
+            stages = run.plan.stages
+            in_flight = [stage.in_flight for stage in stages]
+            return pipelined(step, in_flight, stages[run.world.rank].recomputes, self.limit)
         return step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepResult:
