@@ -155,9 +155,9 @@ class ClusterPlan:
         """Whether every rank has a part of one model, so that all take part in every micro-batch."""
         return bool(self.division or self.stages)
 
-    def checkpoints(self, rank: int) -> bool:
-        """Whether the plan turns gradient checkpointing on for a rank."""
-        return self.gradient_checkpointing or (bool(self.stages) and self.stages[rank].gradient_checkpointing)
+    def checkpoints_blocks(self, rank: int) -> bool:
+        """Whether a rank's blocks recompute their inside in the backward pass."""
+        return self.gradient_checkpointing or bool(self.stages and self.stages[rank].gradient_checkpointing)
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.partition import FAMILIES, model_shape_of
+from lib.model.partition import FAMILIES, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration, memory_ceilings
 from lib.plan.calibration import HostCalibration
@@ -197,6 +197,29 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
             for host, (memory_bytes, gflops) in zip(hosts, map(json.loads, texts), strict=True)
         ]
         return plan_sharded(config, ranks, shape)
+
+
+def stage_blocks(config: Config, world: World, hosts: list[str]) -> tuple[int, ...]:
+    """Consecutive blocks of each rank, where only forward passes are to be made: as plan.shares says, else by memory.
+
+    Raises:
+        AgreedError: there are more ranks than blocks, or plan.shares does not fit.
+    """
+    limit = memory_limit(config, hosts, world).size_bytes
+    memory = [float(text or 0) for text in world.gather_text(str(limit or ""), "every host's memory")]
+    with world.agreeing("planning"):
+        blocks = model_shape_of(tokenizer.stored_config(config.model), to_divide=False).blocks
+        shares = config.plan.shares
+        if world.size > blocks:
+            raise UserError(
+                f"strategy=pipelined: {world.size} ranks, but the model has only {blocks} blocks; use fewer ranks"
+            )
+        if shares is not None and (len(shares) != world.size or sum(shares) != blocks):
+            raise UserError(
+                f"plan.shares {list(shares)}: with strategy=pipelined give each of {world.size} ranks its blocks, "
+                f"{blocks} in all; or plan.shares=null"
+            )
+        return shares or apportion(blocks, memory if all(memory) else [1.0] * world.size)
 
 
 def model_dtype(config: Config) -> str | None:

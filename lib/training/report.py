@@ -142,7 +142,7 @@ def _show_predictions(say: RunConsole, config: Config, plan: ClusterPlan, steps:
         row.append("-" if seconds is None else duration(seconds))
         cost = hosts_cost(way.hosts, seconds, config.cost) if seconds is not None else None
         rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
-    width = min(map(len, rows)) if plan.calibrated or plan.division else 2
+    width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
     say.line("")
     say.table(
         "strategies, as predicted; η: of what the hosts do alone, added up",
