@@ -20,6 +20,7 @@ from lib.plan.memory import MemoryModel, Rows
 from lib.plan.memory_trace import Training
 from lib.plan.pipeline_costs import ASSUMED_LINK, block_weights
 from lib.plan.pipeline_cuts import Cut, CutCosts, Keeps, best_cut, cut_at, most_blocks
+from lib.plan.pipeline_replan import moved_cut
 from lib.plan.pipeline_schedule import Hop, bound_seconds, depths, operations, step_seconds
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
@@ -342,3 +343,28 @@ def test_compressed_activations_are_planned_as_sent() -> None:
     assert ratio == pytest.approx((1 + 4 / 256) / 2)
     with pytest.raises(UserError, match="topk"):
         load(None, ["model.path=-", "data.train=-", "strategy=pipelined", "sync.compression=topk"])
+
+
+# ---- Later
+
+
+def test_blocks_move_when_a_host_slows_for_good() -> None:
+    words = ("strategy=pipelined", "plan.micro_batch_sizes=[1]")
+    plan = planned([128, 128], [1e4, 1e4], *words)
+    settings = load(None, ["model.path=-", "data.train=-"]).plan
+    as_planned = [32 * ((s.forward_seconds or 0) + (s.backward_seconds or 0)) for s in plan.stages]
+    slow = [as_planned[0], 2 * as_planned[1]]
+    moved = moved_cut(plan, [slow] * 4, settings, 100)
+    assert moved is not None and moved.blocks == planned([128, 128], [1e4, 0.5e4], *words).blocks
+    assert moved.step_seconds < 0.8 * moved.step_seconds_now
+    assert f"plan.shares=[{moved.blocks[0]}, {moved.blocks[1]}]" in moved.reason(plan)
+    assert moved_cut(plan, [as_planned] * 4, settings, 100) is None
+    assert moved_cut(plan, [slow, slow, as_planned, slow], settings, 100) is None, "not for good"
+    assert moved_cut(plan, [slow] * 3, settings, 100) is None, "too few steps"
+    assert moved_cut(plan, [slow] * 4, settings, 0) is None, "nothing is left to save"
+    assert moved_cut(plan, [[as_planned[0], 1.04 * as_planned[1]]] * 4, settings, 100) is None, "below the threshold"
+    assert moved_cut(plan, [slow] * 4, settings.model_copy(update={"replan": False}), 100) is None
+    tight = planned([14, 128], [1e4, 1e4], *words)
+    slower = [seconds * (1 + rank) for rank, seconds in enumerate(as_planned)]
+    less_room = moved_cut(tight, [slower] * 4, settings, 100)
+    assert less_room is None or less_room.blocks[0] <= most_blocks(tight.cut_costs)[0] if tight.cut_costs else False

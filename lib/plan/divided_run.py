@@ -12,7 +12,7 @@ from lib.plan.calibration import BatchCurve
 from lib.plan.cluster_plan import ClusterPlan, Prediction
 from lib.plan.divide_work import plan_sharded
 from lib.plan.pipeline_costs import ASSUMED_LINK
-from lib.plan.pipeline_plan import SPEEDS, pipeline_costs, plan_pipelined
+from lib.plan.pipeline_plan import pipeline_costs, plan_pipelined
 from lib.plan.predictions import Cluster, predict_sharded, sharded_tokens
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
 
@@ -143,7 +143,7 @@ def _instead(best: _Way, other: _Way) -> str:
     here, there = best.pairs_per_second, other.pairs_per_second
     traffic = f"each rank would send {_size(other.bytes_per_step)} a step instead of {_size(best.bytes_per_step)}"
     if here is None or there is None:
-        return f"strategy={other.strategy}: at what speed is unknown ({SPEEDS['unknown']}); {traffic}"
+        return f"strategy={other.strategy}: at what speed is unknown, no host is calibrated (make calibrate); {traffic}"
     return f"strategy={other.strategy} would give {there:.3g} pairs/s, where {best.strategy} has {here:.3g}; {traffic}"
 
 

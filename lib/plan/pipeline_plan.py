@@ -21,7 +21,7 @@ WORTH_IT = 0.02  # of a step's time, that more micro-batches in flight have to s
 SPEEDS: dict[Speed, str] = {
     "curves": "by the hosts' curves",
     "products": "by the hosts' matrix-product rates",
-    "unknown": "as if all hosts were equally fast: nothing was measured on some",
+    "unknown": "as if all hosts were equally fast, since that is not measured (make calibrate)",
 }
 
 
@@ -47,6 +47,7 @@ def plan_pipelined(config: Config, cluster: Cluster) -> ClusterPlan:
         warnings=tuple(_warnings(config, costs, stages)),
         curves=(None,) * len(hosts),
         stages=stages,
+        cut_costs=at,
     )
     return replace(plan, predictions=(_prediction(costs, plan, cut),))
 
