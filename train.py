@@ -141,23 +141,23 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
     hosts = host_names(world)
-    largest = Rows.of(data.prompts, data.seen, data.scored_tokens, length_multiple(config.data))
-    plan = first_plan(config, world, hosts, data.lengths, largest, folder if resume else None)
+    rows = data.prompts, data.seen, data.scored_tokens, length_multiple(config.data)
+    plan = first_plan(config, world, hosts, data.lengths, Rows.of(*rows), folder if resume else None, Rows.mean(*rows))
     report.show_run(say, config, plan, inputs, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
     with world.agreeing("loading the model"), say.doing("loading the model"):
-        model = preload.policy(config, lazy=dry_run or plan.division is not None)
-        if plan.gradient_checkpointing:
+        model = preload.policy(config, lazy=dry_run or plan.divides_model)
+        if plan.checkpoints_blocks(world.rank):
             adapters.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None
-    world = sharded_model.divided(model, plan.division, world, config.metal.wired)
+    world = sharded_model.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
     layout = reference_model.layout(model, config.data, world)
     if layout.why_not:
         say.line(f"prompts run once for each completion: {layout.why_not}")

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib.distributed import heartbeat, ring_start
 from lib.distributed.collectives import Collectives, buckets
 from lib.errors import AgreedError, UserError
-from lib.model.partition import Part
+from lib.model.partition import Holders, Part
 from lib.system.mpi_and_blas import Launch
 from lib.system.network import distinct_names, host_name, machine_id
 
@@ -101,7 +101,7 @@ class World(Collectives):
 
     # ---- Whole arrays, for a file
 
-    def part(self, name: str) -> Part | None:
+    def part(self, name: str) -> Part | Holders | None:
         """How an array is divided: a parameter, or what an optimizer keeps for it (PARAMETER.SLOT). Here none is."""
         return None
 
@@ -123,7 +123,7 @@ class World(Collectives):
         because there was no need or the disk was full, is gone through at the end.
         """
         flat = [dict(tree_flatten(tree)) for tree in trees]
-        wholes = [(names, self._gathered(arrays, names)) for arrays in flat for names in [self._names(arrays)]]
+        wholes = [(names, self._gathered(arrays, names)) for arrays in flat for names in [self.whole(arrays)]]
         try:
             yield wholes
         finally:
@@ -153,8 +153,8 @@ class World(Collectives):
         whole = tree_unflatten(list(self.replicated(flat).items()))
         return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
 
-    def _names(self, arrays: Mapping[str, mx.array]) -> Described:
-        """Of the arrays that there are to gather: here this rank's own."""
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
+        """`described` of all that the ranks hold together: here this rank's own."""
         return self.described(arrays)
 
     def _described_by_rank_0(self, arrays: Mapping[str, mx.array]) -> Described:
@@ -169,6 +169,7 @@ class World(Collectives):
             if part is None:
                 yield name, own[name]
                 continue
+            assert isinstance(part, Part)
             array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
             # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
             words = mx.view(array, mx.int32)

@@ -245,7 +245,8 @@ def _accept_streams(model: nn.Module) -> None:
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows; else why not, in words.
 
-    It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there.
+    It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. A rank that holds
+    a stage of the model tries its own blocks.
     """
     _accept_streams(model)
     prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
@@ -259,13 +260,20 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
         "suffix_uses": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
         "mask": mask,
     }
-    was_training = model.training
+    was_training, stage = model.training, getattr(model, "stage", None)
+
+    def outputs(inputs: StreamInputs) -> mx.array:
+        if stage is None:
+            return hidden_states(model, inputs).astype(mx.float32)
+        table = mx.random.normal((16, stage.hidden_size), key=mx.random.key(0)).astype(stage.dtypes[0])
+        given = None if stage.is_first else table[inputs["tokens"]]
+        made: mx.array = stage.run(lambda: hidden_states(model, inputs), given)
+        return made.astype(mx.float32)
+
     model.eval()
     try:
-        wanted = hidden_states(model, rows)[mx.array([*range(8), 13])].astype(mx.float32)
-        error = (
-            mx.linalg.norm(hidden_states(model, stream).astype(mx.float32) - wanted) / mx.linalg.norm(wanted)
-        ).item()
+        wanted = outputs(rows)[mx.array([*range(8), 13])]
+        error = (mx.linalg.norm(outputs(stream) - wanted) / mx.linalg.norm(wanted)).item()
     except Exception as reason:  # a family's own code, handed what it does not expect, may raise anything
         return (
             f"its blocks do not take a stream of tokens ({type(reason).__name__}: {str(reason).splitlines()[0][:80]})"

@@ -97,6 +97,18 @@ class Rows:
             length_multiple,
         )
 
+    @classmethod
+    def mean(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
+        """A row of mean sizes, for times and traffic: one that has them all, as no row may. Arguments as `of`."""
+        return cls(
+            round(float(prompts.mean())),
+            round(float(seen.max(axis=1).mean())),
+            round(float(real_tokens(prompts, seen).mean())),
+            round(float(scored.sum(axis=1).mean())),
+            seen.shape[1],
+            length_multiple,
+        )
+
     def batch(self, pairs: int, shared_prompts: bool) -> BatchShape:
         """A micro-batch of such rows, as lib/data/batch_shapes.py pads it."""
         prompt = min(self.prompt, self.seen)

@@ -41,6 +41,7 @@ MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabi
 GradientsOf = Callable[
     [StreamInputs, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
 ]  # ((loss, SUMS), gradients)
+Forward = Callable[[StreamInputs, mx.array | None], tuple[mx.array, mx.array]]  # (loss, SUMS) of a micro-batch
 MeanOf = Callable[[Tree, mx.array], tuple[Tree, exchange.Arrays]]  # (mean gradients, squared norms by name)
 Update = Callable[[Tree, Tree, mx.array], Tree]  # (parameters, gradients, norm) -> parameters
 
@@ -238,6 +239,7 @@ class TrainStep:
     sync: SyncSettings
     feedback: exchange.Arrays
     rank: int
+    forward: Forward
     gradients_of: GradientsOf
     mean_of: MeanOf
     update: Update
@@ -408,6 +410,7 @@ def make_step(
         sync or SyncSettings(),
         {} if feedback is None else feedback,
         world.rank if rank is None else rank,
+        forward,
         gradients_of,
         mean_of,
         update,

@@ -112,13 +112,15 @@ def _efficiency(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> float | None:
     seconds = max(rank["seconds"] for rank in ranks)
     if not seconds or not plan.calibrated or not plan.solo_sum_pairs_per_second:
         return None
-    pairs = ranks[0]["pairs"] if plan.division else sum(rank["pairs"] for rank in ranks)  # divided: all do every pair
+    pairs = (
+        ranks[0]["pairs"] if plan.divides_model else sum(rank["pairs"] for rank in ranks)
+    )  # divided: all do every pair
     return float(pairs / seconds / plan.solo_sum_pairs_per_second)
 
 
 def _beside_plan(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> list[RankTotals]:
     """What every rank did, with the speed that was planned for it."""
-    seconds = plan.predicted_step_seconds if plan.calibrated and not plan.division else None
+    seconds = plan.predicted_step_seconds if plan.calibrated and not plan.divides_model else None
     planned = [share / seconds if seconds else None for share in plan.shares] if seconds else [None] * len(ranks)
     return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
 
