@@ -239,7 +239,8 @@ class SyncSettings(_Section):
     """A rank that waits longer than this for the others ends with a message."""
     compression: Literal["none", "bf16", "int8", "topk"] = "none"
     """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent
-    later (error feedback)."""
+    later (error feedback). With strategy=pipelined: how activations and their gradients travel; what is left out is
+    lost, and is the records' `sent_error`."""
     topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 

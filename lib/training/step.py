@@ -67,6 +67,7 @@ class StepResult:
     bytes_sent: int
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
     traces: int  # distinct batch shapes so far: each is compiled once
+    sent_error: float | None = None  # of compressed activations: what was left out, relative to their norm
 
     def measurements(self) -> dict[str, float]:
         """The fields of this rank's step record."""
@@ -83,6 +84,7 @@ class StepResult:
             "peak_memory_bytes": self.peak_memory_bytes,
             "bytes_sent": self.bytes_sent,
             "traces": self.traces,
+            **({} if self.sent_error is None else {"sent_error": self.sent_error}),
         }
 
 
