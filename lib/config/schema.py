@@ -123,6 +123,8 @@ class DataSettings(_Section):
     """Column of a conversation (SFT); the last assistant message is learnt."""
     text: str = "text"
     """Column of plain text (SFT)."""
+    label: str = "label"
+    """Column of unpaired feedback: true for a desirable completion, false for another."""
     length_multiple: Positive | None = None
     """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow,
     and 16 on a CPU."""

@@ -65,6 +65,8 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
         plain = len(messages) == 1 and only.get("role") == "user" and isinstance(only["content"], str)
         prompt = only["content"] if plain else json.dumps(messages, sort_keys=True, default=str)
         rest = "\0".join(message["content"] for answer in record.completions for message in answer)
+    if record.label is not None:  # the same answer, called good here and bad there, is two records
+        rest += f"\0{record.label}"
     if not prompt:  # plain text: all of it is what it is about
         key = _hash(rest.encode())
         return key, key

@@ -14,12 +14,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, cast
 
 from lib.config.schema import DataSettings
 
-RecordKind = Literal["preference", "sft", "prompt"]
+RecordKind = Literal["preference", "unpaired", "sft", "prompt"]
 JSON = dict[str, Any]
 """A record as its file has it: any columns."""
 
@@ -39,6 +39,7 @@ OTHER_NAMES = {
     "completion": ("answer", "response", "output", "solution", "target"),
     "messages": ("conversations", "conversation", "chat"),
     "text": ("content", "document"),
+    "label": ("rating", "feedback", "is_good", "desirable", "thumbs_up"),
 }
 
 
@@ -57,6 +58,8 @@ class Tokens:
     prompt: list[int]
     completions: tuple[list[int], ...]
     columns: str
+    label: bool | None = None
+    """Unpaired feedback: whether the completion is desirable; None for any other record."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Plain:
     prompt: str | None
     completions: tuple[str, ...]
     columns: str
+    label: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Chat:
     learnt: tuple[tuple[bool, ...], ...] | None = None
     tools: list[JSON] | None = None
     template_arguments: JSON = field(default_factory=dict)
+    label: bool | None = None
 
 
 # Column of what a program can check an answer by.
@@ -95,6 +100,8 @@ TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Plain | Chat:
     """The record's prompt and completions: two for preferences (chosen, rejected), one for SFT, none for a prompt.
 
+    Unpaired feedback is one completion with its label.
+
     Raises Unusable. Columns that no setting names are ignored. Of several forms in one record the first wins:
     token ids; prompt and completion; messages; text; and for SFT on preference records prompt and chosen.
     """
@@ -104,6 +111,8 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
         if "chosen_ids" in record or "rejected_ids" in record:
             return _parse_tokens(record, ("chosen_ids", "rejected_ids"))
         return _parse_pair(record, settings)
+    if kind == "unpaired":
+        return _parse_labelled(record, settings)
     if "completion_ids" in record:
         return _parse_tokens(record, ("completion_ids",))
     if "chosen_ids" in record:
@@ -165,6 +174,20 @@ def _parse_pair(record: JSON, settings: DataSettings) -> Plain | Chat:
     prompt = _get(record, settings, "prompt")
     columns = f"{settings.prompt} + {settings.chosen} + {settings.rejected}"
     return _join(prompt, (chosen, rejected), ("chosen", "rejected"), columns)
+
+
+def _parse_labelled(record: JSON, settings: DataSettings) -> Tokens | Plain | Chat:
+    """A completion that somebody called good or bad."""
+    if settings.label not in record:
+        raise Unusable(_missing(record, settings, "label"))
+    label = record[settings.label]
+    if label not in (True, False):  # 1 and 0, too
+        raise Unusable(f"column {settings.label!r} is {json.dumps(label, default=str)}, not true or false")
+    if "completion_ids" in record:
+        return replace(_parse_tokens(record, ("completion_ids",)), label=bool(label))
+    prompt, completion = _get(record, settings, "prompt"), _get(record, settings, "completion")
+    columns = f"{settings.prompt} + {settings.completion} + {settings.label}"
+    return replace(_join(prompt, (completion,), ("completion",), columns), label=bool(label))
 
 
 def _parse_chosen(record: JSON, settings: DataSettings) -> Plain | Chat:
