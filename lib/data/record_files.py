@@ -12,10 +12,11 @@ import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from lib.config.schema import DataSettings
-from lib.data.record_formats import ANSWER, JSON, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
+from lib.data.known_formats import columns_read
+from lib.data.record_formats import ANSWER, JSON, TOKEN_COLUMNS, Columns, Unusable, name_of_type
 from lib.errors import UserError
 
 # A longer line is an error in the file; it is never in memory as a whole.
@@ -149,13 +150,13 @@ def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSO
         # Not read in advance: a row group may be of any size.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
             names = table.schema_arrow.names
-            known = {getattr(settings, name) for name in OTHER_NAMES} | {*TOKEN_COLUMNS, ANSWER}
+            known = {*columns_read(Columns.of(settings)), *TOKEN_COLUMNS, ANSWER}
             wanted = [name for name in names if name in known]
             for batch in table.iter_batches(batch_size=1024, columns=wanted):
                 for row in range(batch.num_rows):
                     line += 1
                     try:
-                        values = {name: batch.column(i)[row].as_py() for i, name in enumerate(wanted)}
+                        values = {name: _without_nulls(batch.column(i)[row].as_py()) for i, name in enumerate(wanted)}
                     except UnicodeDecodeError as error:
                         yield line, Unusable(f"not valid UTF-8 at byte {error.start + 1} of a string")
                     else:
@@ -164,3 +165,13 @@ def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSO
         yield line + 1, Unusable(f"not a readable parquet file: {str(error).splitlines()[0]}")
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of parquet without the fields that are null: each object of a column has the fields of all of them.
+
+    Items of lists stay: a list has only what was written.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
