@@ -117,6 +117,14 @@ def _characters(message: Message) -> int:
 # ---- One file's index
 
 
+class Seen(TypedDict):
+    """The records of one format."""
+
+    count: int
+    first: int
+    """The first one's number in the index."""
+
+
 @dataclass(frozen=True)
 class Index:
     """One file, where its records are, and what its checks gave."""
@@ -131,7 +139,8 @@ class Index:
     """Size and modification time (ns) of the file that was indexed; None where it was unpacked."""
     digest: str
     """sha256 of the usable records' lines."""
-    columns: str
+    formats: dict[str, Seen]
+    """What its records were recognised as."""
     unusable: list[str]
     """`file:line: why`, the first few."""
     unusable_count: int
@@ -170,7 +179,7 @@ def index(
         np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY),
         None if meta["unpacked"] else (meta["size"], meta["modified_ns"]),
         meta["digest"],
-        meta["columns"],
+        meta["formats"],
         meta["unusable"],
         meta["unusable_count"],
         folder / UNUSABLE,
@@ -187,7 +196,7 @@ class Meta(TypedDict):
     bytes: int
     count: int
     digest: str
-    columns: str
+    formats: dict[str, Seen]
     unusable: list[str]
     unusable_count: int
 
@@ -211,7 +220,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     unpacks = file.suffix in (".gz", ".parquet")
-    digest, columns, named = hashlib.sha256(), dict[str, None](), list[str]()
+    digest, formats, named = hashlib.sha256(), dict[str, Seen](), list[str]()
     count = unusable_count = written = 0
     with contextlib.ExitStack() as stack:
         entries = stack.enter_context((folder / ENTRIES).open("wb"))
@@ -234,7 +243,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 written += lines.write(raw)
             entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(parsed), *sizes_of(parsed)))
             digest.update(raw)
-            columns[parsed.columns] = None
+            formats.setdefault(parsed.columns, {"count": 0, "first": count})["count"] += 1
             count += 1
     meta: Meta = {
         "file": str(file),
@@ -244,7 +253,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
         "bytes": written,
         "count": count,
         "digest": digest.hexdigest(),
-        "columns": "; ".join(columns),
+        "formats": formats,
         "unusable": named,
         "unusable_count": unusable_count,
     }

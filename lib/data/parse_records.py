@@ -192,7 +192,7 @@ def _find(there: frozenset[str], columns: Columns, kind: RecordKind) -> Found | 
         published = pair or answer or label
         if columns.prompt in there and (published is None or columns.prompt not in published.columns):
             return Found("answer", (columns.prompt,), lambda record: Draft(_text(record, columns.prompt, columns)))
-        return published or own
+        return published or own or _own_pair(there, columns, ())
     if columns.completion in there:
         return own
     return own or pair or answer or _own_text(there, columns) or _own_chosen(there, columns)
@@ -367,6 +367,8 @@ def _prompt_alone(draft: Draft, columns: Columns) -> list[Message]:
     """The prompt; of a whole conversation, what comes before its last answer."""
     if draft.prompt is not None:
         return _asked(draft.prompt, columns)
+    if len(draft.completions) > 1:
+        return _answers(draft, columns)[0]
     messages = check_messages(draft.completions[0], draft.names[0], columns.ignore)
     return messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
 

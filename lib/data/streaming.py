@@ -126,7 +126,7 @@ def _choose(
 
 
 def _columns(records: Records) -> str:
-    return "; ".join(dict.fromkeys(index.columns for index in records.indices if index.columns))
+    return "; ".join(dict.fromkeys(name for index in records.indices for name in index.formats))
 
 
 class StreamedDataset(Sized):
