@@ -10,7 +10,7 @@ import gzip
 import json
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -49,28 +49,27 @@ def read(path: str, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusab
     if file.is_dir():
         raise UserError(f"{path} is a folder; name a file: .jsonl, .jsonl.gz or .parquet")
     require(file)
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file, settings)
-    else:
-        for line, _, _, record in scan(file, settings):
-            yield line, record
+    for line, _, _, record in scan(file, settings, with_raw=False):
+        yield line, record
 
 
-def scan(file: Path, settings: DataSettings) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
+def scan(
+    file: Path, settings: DataSettings, with_raw: bool = True
+) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
     """Yield (line, offset in bytes, raw line, record) in a file's order; of parquet each row as a line of JSON."""
     try:
         if file.suffix == ".parquet":
-            for line, record in _read_parquet(file, settings):
+            for line, record in read_parquet(file, {*columns_read(Columns.of(settings)), *TOKEN_COLUMNS, ANSWER}):
                 values = {} if isinstance(record, Unusable) else {k: v for k, v in record.items() if v is not None}
-                yield line, 0, json.dumps(values, default=str).encode(), record
+                yield line, 0, json.dumps(values, default=str).encode() if with_raw else b"", record
         elif file.suffix == ".gz":
             with gzip.open(file, "rb") as stream:
-                yield from _scan_json_lines(cast(IO[bytes], stream))
+                yield from scan_json_lines(cast(IO[bytes], stream))
         else:
             with file.open("rb") as stream:
-                yield from _scan_json_lines(stream)
+                yield from scan_json_lines(stream)
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
 
 
 def refusal(first: str, count: int) -> str:
@@ -93,7 +92,8 @@ def _names_beside(file: Path) -> list[str]:
         return []
 
 
-def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
+def scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
+    """Yield (line, offset in bytes, raw line, record); a damaged gzip stream yields its reason, and ends."""
     line = offset = 0
     try:
         while raw := stream.readline(LINE_BYTES + 1):
@@ -139,7 +139,8 @@ def parse_json(raw: bytes) -> JSON | Unusable:
     return record
 
 
-def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusable]]:
+def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -> Iterator[tuple[int, JSON | Unusable]]:
+    """Yield (row, record); the columns that are not `known` are named, and not read."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -150,8 +151,7 @@ def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSO
         # Not read in advance: a row group may be of any size.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
             names = table.schema_arrow.names
-            known = {*columns_read(Columns.of(settings)), *TOKEN_COLUMNS, ANSWER}
-            wanted = [name for name in names if name in known]
+            wanted = [name for name in names if known is None or name in known]
             for batch in table.iter_batches(batch_size=1024, columns=wanted):
                 for row in range(batch.num_rows):
                     line += 1
@@ -163,8 +163,6 @@ def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSO
                         yield line, dict.fromkeys(names) | values
     except pyarrow.ArrowException as error:
         yield line + 1, Unusable(f"not a readable parquet file: {str(error).splitlines()[0]}")
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
 
 
 def _without_nulls(value: Any) -> Any:
