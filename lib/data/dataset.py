@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index, record_files, record_formats, sources
+from lib.data import index, parse_records, record_files, sources
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
 from lib.errors import UserError
@@ -236,7 +236,7 @@ def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tu
 def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The record's form, or why it has none."""
     try:
-        return record_formats.parse(record, settings, kind)
+        return parse_records.parse(record, settings, kind)
     except Unusable as why:
         return why
 
