@@ -29,7 +29,7 @@ from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.micro_batches import MicroBatches
 from lib.data.prefetch import prefetch
 from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
-from lib.data.tokenize import truncate
+from lib.data.truncate import truncate
 from lib.errors import UserError
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.record_files import read
-from lib.data.tokenize import Tokenizer, encode_prompt
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import encode_prompt
 from lib.errors import UserError
 
 

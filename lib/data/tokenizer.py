@@ -8,7 +8,8 @@ from mlx_lm.utils import load_tokenizer
 
 from lib.config import schema
 from lib.data.record_formats import JSON
-from lib.data.tokenize import Tokenizer, Vocabulary
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Vocabulary
 from lib.errors import UserError
 from lib.system.model_folder import resolve
 

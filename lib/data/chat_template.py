@@ -1,0 +1,297 @@
+"""Conversations ➜ text, through a model's chat template: the same in training, evaluation, sampling and serving."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib.config.schema import DataSettings
+from lib.data.record_formats import JSON, Chat, Message, Unusable
+from lib.data.text_tokens import Tokenizer
+from lib.errors import UserError
+
+# Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
+SENTINEL = "qZ7sentinelZ7q"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which messages carry their thinking; transformers gives templates all of them where a message has one."""
+# An opening and a closing mark of thinking, in the templates that there are, with nothing between them.
+EMPTY_THINKING = re.compile(
+    r"\s*(?:<(seed:)?think>\s*</(?:seed:)?think>|</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>"
+    r"|<\|think:start\|>\s*<\|think:end\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
+    r"|<\|inner_prefix\|>\s*<\|inner_suffix\|>|<\|think_start\|>\s*<\|think_end\|>|<mm:think>\s*</mm:think>)"
+)
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Conversation(NamedTuple):
+    """Messages, with what else the template is given."""
+
+    messages: list[Message]
+    tools: list[JSON] | None
+    arguments: JSON
+
+
+class Rendering(NamedTuple):
+    """A chat's texts: the prompt as inference sends it, and the whole conversation with each completion."""
+
+    prompt: str
+    wholes: list[str]
+    chat: Chat
+    """As it was rendered: with what the template does not take put where it does."""
+
+
+def template_of(settings: DataSettings) -> str | None:
+    """The text of data.chat_template=FILE; None where the model's own template is used.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if isinstance(settings.chat_template, bool):
+        return None
+    try:
+        return Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template={settings.chat_template}: cannot be read: {error}") from None
+
+
+def arguments_at_inference(settings: DataSettings) -> JSON:
+    """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it."""
+    date = datetime.date.fromisoformat(settings.template_date)
+    return {"enable_thinking": False, "date_string": date.strftime("%d %b %Y"), **settings.chat_template_kwargs}
+
+
+def has_reasoning(message: Message) -> bool:
+    """Whether a message brings thinking of its own, in a field or within its content."""
+    content = message.get("content")
+    inline = isinstance(content, str) and re.search(r"</(seed:)?think>|\[/THINK\]", content) is not None
+    return inline or any(message.get(name) for name in REASONING)
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, or that of data.chat_template=FILE.
+
+    Args:
+        settings: data.chat_template, data.chat_template_kwargs, data.template_date.
+
+    Raises:
+        UserError: the file of data.chat_template cannot be read, or is not a template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, settings: DataSettings) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        own = template_of(settings)
+        stored = getattr(tokenizer, "chat_template", None)
+        has_template = getattr(tokenizer, "has_chat_template", stored is not None)
+        self.is_used = own is not None or (bool(settings.chat_template) and has_template)
+        self.text = own if own is not None else str(stored)
+        self._options: JSON = {"tokenize": False} | ({} if own is None else {"chat_template": own})
+        self._default = arguments_at_inference(settings)
+        if self.is_used and "strftime_now" in self.text:
+            self._pin_date(datetime.date.fromisoformat(settings.template_date))
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether it says by `{% generation %}` what the model writes."""
+        return MARKS.search(self.text) is not None
+
+    def fingerprint(self) -> str:
+        """What decides the text of a conversation."""
+        return json.dumps([self.text, self._default, self.settings.template_date], sort_keys=True, default=str)
+
+    def arguments(self, chat: Chat) -> JSON:
+        """What the template is given for a chat: thinking only where its answer thinks, unless it is set."""
+        thinks = any(has_reasoning(message) for answer in chat.completions for message in answer)
+        default = self._default | ({"enable_thinking": True} if thinks else {})
+        return {**default, **self.settings.chat_template_kwargs, **chat.template_arguments}
+
+    def render(self, chats: Sequence[Chat]) -> list[Rendering | Unusable]:
+        """Texts of each chat, or why there are none."""
+        chats = [self._fold_system(chat) if self.refuses_system else chat for chat in chats]
+        arguments = [self.arguments(chat) for chat in chats]
+        both = list(zip(chats, arguments, strict=True))
+        prompts = self.texts([Conversation(chat.prompt, chat.tools, given) for chat, given in both], True)
+        wholes = iter(
+            self.texts(
+                [
+                    Conversation([*chat.prompt, *answer], chat.tools, given)
+                    for chat, given in both
+                    for answer in chat.completions
+                ],
+                False,
+            )
+        )
+        result: list[Rendering | Unusable] = []
+        for chat, prompt in zip(chats, prompts, strict=True):
+            texts = [next(wholes) for _ in chat.completions]
+            rendered = _rendering(chat, prompt, texts)
+            result.append(rendered if isinstance(rendered, Rendering) else self._render_adapted(chat, rendered))
+        return result
+
+    def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
+        """Text of each conversation, or Unusable; those that share tools and arguments go in one call."""
+        result: list[str | Unusable] = [""] * len(conversations)
+        groups: dict[str, list[int]] = {}
+        for index, (_, tools, arguments) in enumerate(conversations):
+            groups.setdefault(repr((tools, arguments)), []).append(index)
+        for indices in groups.values():
+            _, tools, arguments = conversations[indices[0]]
+            options = {**self._options, "add_generation_prompt": add_generation_prompt, **arguments}
+            if tools:
+                options["tools"] = tools
+            made = self._apply([conversations[index].messages for index in indices], options)
+            for index, text in zip(indices, made, strict=True):
+                result[index] = text
+        return result
+
+    def _apply(self, conversations: list[list[Message]], options: JSON) -> list[str | Unusable]:
+        try:
+            texts = self.tokenizer.apply_chat_template(conversations, **options)
+            if isinstance(texts, list) and len(texts) == len(conversations):
+                return texts
+        except Exception:  # One conversation that the template refuses: find it below.
+            pass
+        return [self._apply_once(conversation, options) for conversation in conversations]
+
+    def _apply_once(self, conversation: list[Message], options: JSON) -> str | Unusable:
+        try:
+            return str(self.tokenizer.apply_chat_template(conversation, **options))
+        except Exception as error:  # A template raises whatever its author chose.
+            return Unusable(f"the chat template refuses the conversation: {' '.join(str(error).split())}")
+
+    # ---- What a template does not take, put where it does
+
+    def _render_adapted(self, chat: Chat, why: Unusable) -> Rendering | Unusable:
+        """A chat that was refused, with the same content in another form; `why` where none is taken."""
+        for adapted in _adaptations(chat):
+            given = self.arguments(adapted)
+            (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
+            wholes = [Conversation([*adapted.prompt, *answer], adapted.tools, given) for answer in adapted.completions]
+            rendered = _rendering(adapted, prompt, self.texts(wholes, False))
+            if isinstance(rendered, Rendering):
+                return rendered
+        return why
+
+    @cached_property
+    def refuses_system(self) -> bool:
+        """Whether the template takes a question, and refuses or leaves out a system prompt before it."""
+        if not self.is_used:
+            return False
+        question: Message = {"role": "user", "content": "a"}
+        system: Message = {"role": "system", "content": SENTINEL}
+        alone, both = self.texts(
+            [Conversation(messages, None, self._default) for messages in ([question], [system, question])], True
+        )
+        return isinstance(alone, str) and (isinstance(both, Unusable) or SENTINEL not in both)
+
+    @staticmethod
+    def _fold_system(chat: Chat) -> Chat:
+        return dataclasses.replace(chat, prompt=_fold_system(chat.prompt))
+
+    # ---- Where things are in a rendering
+
+    def place_of(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int] | None:
+        """Where message `index`'s content begins and ends in the text of the conversation, by rendering it once more.
+
+        None where the content is not text, or the template writes another text around it.
+        """
+        messages = list(conversation.messages)
+        content = messages[index].get("content")
+        if not isinstance(content, str) or not content.strip():
+            return None
+        messages[index] = {**messages[index], "content": SENTINEL}  # type: ignore[typeddict-item]
+        (other,) = self.texts([conversation._replace(messages=messages)], False)
+        if isinstance(other, Unusable) or other.count(SENTINEL) != 1:
+            return None
+        before, after = other.split(SENTINEL)
+        if not whole.startswith(before) or not whole.endswith(after) or len(before) + len(after) > len(whole):
+            return None
+        return len(before), len(whole) - len(after)
+
+    def marked(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """Begin and end of each part of the text that the template marks as the model's."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        inner: Any = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
+        messages: list[Any] = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages]
+        options: Any = {"tools": conversation.tools or None, "chat_template": self.text}
+        made: Any = render_jinja_template(
+            [messages],
+            return_assistant_tokens_mask=True,
+            **options,
+            **inner.special_tokens_map,
+            **conversation.arguments,
+        )
+        return [(begin, end) for begin, end in made[1][0]]
+
+    def _pin_date(self, date: datetime.date) -> None:
+        """Makes the template's strftime_now say this date: else tomorrow's tokens would be others.
+
+        Raises:
+            UserError: the template cannot be parsed.
+        """
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            compiled: Any = _compile_jinja_template(self.text)  # kept by its text: what transformers renders with
+        except Exception as error:
+            raise UserError(f"data.chat_template: not a template: {error}") from None
+        compiled.globals["strftime_now"] = lambda format: date.strftime(format)
+
+
+def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable]) -> Rendering | Unusable:
+    texts = [text for text in wholes if isinstance(text, str)]
+    if isinstance(prompt, str) and len(texts) == len(wholes):
+        return Rendering(prompt, texts, chat)
+    return next(text for text in (prompt, *wholes) if isinstance(text, Unusable))
+
+
+def _adaptations(chat: Chat) -> Iterator[Chat]:
+    """The chat in other forms, one after the other, each with what the ones before changed."""
+    changes: list[Callable[[list[Message]], list[Message]]] = [_fold_system, _with_content, _arguments_as_text]
+    for change in changes:
+        prompt, completions = change(chat.prompt), [*map(change, chat.completions)]
+        if prompt != chat.prompt or completions != list(chat.completions):
+            chat = dataclasses.replace(chat, prompt=prompt, completions=tuple(completions))
+            yield chat
+
+
+def _fold_system(messages: list[Message]) -> list[Message]:
+    """A leading system prompt as the beginning of the first question: where Gemma and Mistral v0.3 were taught it."""
+    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+        return messages
+    system, question = messages[0]["content"], messages[1]["content"]
+    if not isinstance(system, str) or not isinstance(question, str):
+        return messages
+    return [{**messages[1], "content": f"{system}\n\n{question}"}, *messages[2:]]  # type: ignore[list-item]
+
+
+def _with_content(messages: list[Message]) -> list[Message]:
+    """Calls without content get an empty one, which some templates add to their text."""
+    empty = [message.get("content") is None for message in messages]
+    return [
+        {**message, "content": ""} if is_empty else message  # type: ignore[misc]
+        for message, is_empty in zip(messages, empty, strict=True)
+    ]
+
+
+def _arguments_as_text(messages: list[Message]) -> list[Message]:
+    """A call's arguments as JSON text, which some templates add to theirs."""
+
+    def as_text(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}  # type: ignore
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]

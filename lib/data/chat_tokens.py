@@ -1,0 +1,286 @@
+"""Chats ➜ token ids of the prompt and of each completion, and which of these are learnt.
+
+At inference a model is sent the prompt's tokens, and appends its own until one of them ends its turn. So the prompt is
+what inference sends, and a completion is what stands behind it in the tokens of the whole conversation, up to the
+first token that ends the turn. Some templates give the whole another beginning than the prompt: they open a block of
+thinking in the prompt, or drop a system prompt once there is an answer. Then the completion is the whole's last turn,
+from where the answer begins.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lib.data.chat_template import EMPTY_THINKING, REASONING, ChatTemplate, Conversation, Rendering, has_reasoning
+from lib.data.record_formats import Chat, Message, Unusable
+from lib.data.text_tokens import TextTokens
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of an example."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+    learnt: list[list[bool]] | None = None
+    """Of each completion's tokens, which are trained on; None for all."""
+
+
+class ChatTokens:
+    """Chats ➜ token ids, through the chat template.
+
+    Args:
+        end_ids: tokens at which generation stops.
+        eos_token_id: ends a turn that the template leaves open.
+    """
+
+    def __init__(self, template: ChatTemplate, tokens: TextTokens, end_ids: set[int], eos_token_id: int) -> None:
+        self.template, self.tokens, self.eos_token_id = template, tokens, eos_token_id
+        self.end_ids = end_ids | self._ends_of_turns(end_ids)
+
+    def encode(self, chats: Sequence[Chat]) -> list[Encoded | Unusable]:
+        """Ids of each chat; or why there are none."""
+        renderings = self.template.render(chats)
+        prompts = iter(self.tokens.ids([made.prompt for made in renderings if isinstance(made, Rendering)]))
+        result: list[Encoded | Unusable] = []
+        places: list[tuple[int, list[tuple[str, int]]]] = []
+        for index, made in enumerate(renderings):
+            if isinstance(made, Unusable):
+                result.append(made)
+                continue
+            result.append(Encoded(next(prompts), []))
+            try:
+                places.append((index, [(whole, self._start(made, k)) for k, whole in enumerate(made.wholes)]))
+            except Unusable as why:
+                result[index] = why
+        behind = iter(self.tokens.behind([place for _, of_chat in places for place in of_chat]))
+        for index, of_chat in places:
+            made, encoded = renderings[index], result[index]
+            assert isinstance(made, Rendering) and isinstance(encoded, Encoded)
+            ids = [next(behind) for _ in of_chat]
+            try:
+                starts = [start for _, start in of_chat]
+                finished = [self._finish(made, k, start, ids[k]) for k, start in enumerate(starts)]
+            except Unusable as why:
+                result[index] = why
+                continue
+            masks = [mask for _, mask in finished]
+            learnt = None if all(map(all, masks)) else masks
+            result[index] = Encoded(encoded.prompt, [completion for completion, _ in finished], learnt)
+        return result
+
+    # ---- Where a completion begins
+
+    def _start(self, made: Rendering, k: int) -> int:
+        """Where completion k begins in the text of its whole conversation. Raises Unusable."""
+        answer, whole = made.chat.completions[k], made.wholes[k]
+        for message in answer:
+            _require_reasoning(message, whole)
+        if whole.startswith(made.prompt):
+            return len(made.prompt)
+        place = self._place(made, k, len(made.chat.prompt))
+        if place is not None:
+            return self._behind_header(made, whole, place[0], answer[0])
+        # Not found: where the whole's text leaves the prompt's, which is before the answer or at its first character.
+        common = len(os.path.commonprefix([made.prompt, whole]))
+        text = next((text for text in _texts(answer[0]) if text in whole), None)
+        if text is None and not answer[0].get("tool_calls"):
+            raise Unusable(
+                "the chat template gives the conversation another beginning than the prompt, and the answer is not in "
+                "it as it is written; give a template that keeps it with data.chat_template=FILE"
+            )
+        return common if text is None else max(common, whole.rfind(text)) if whole.count(text) == 1 else common
+
+    def _behind_header(self, made: Rendering, whole: str, start: int, message: Message) -> int:
+        """The answer's begin, without the thinking that the template writes for an answer that has none.
+
+        What else stands between the two texts' common beginning and the answer is the model's to write: a channel's
+        name, say.
+        """
+        common = len(os.path.commonprefix([made.prompt, whole[:start]]))
+        header = whole[common:start]
+        if any(mark in header for mark in self.tokens.special.values()) and not EMPTY_THINKING.search(header):
+            ids, begins = self.tokens.starts(whole[:start])
+            special = [at for token, at in zip(ids, begins, strict=True) if token in self.tokens.special]
+            return next((at for at in special if at >= common), start)
+        return start
+
+    def _place(self, made: Rendering, k: int, index: int) -> tuple[int, int] | None:
+        """Where message `index` of the whole conversation stands in its text."""
+        chat = made.chat
+        conversation = Conversation([*chat.prompt, *chat.completions[k]], chat.tools, self.template.arguments(chat))
+        return self.template.place_of(conversation, index, made.wholes[k])
+
+    # ---- Where it ends, and what of it is learnt
+
+    def _finish(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool]]:
+        """A completion up to its end of turn, and which of its tokens are learnt. Raises Unusable."""
+        answer = made.chat.completions[k]
+        learnt = None if made.chat.learnt is None else made.chat.learnt[k]
+        if len(answer) > 1 or (learnt is not None and not all(learnt)):
+            return self._finish_turns(made, k, start, ids)
+        ids = self._ended(ids)
+        mask = [True] * len(ids)
+        written = self._written_by_template(made.wholes[k], start, answer[0])
+        if written > start:
+            count = len(ids) - len(self._ended(self.tokens.behind([(made.wholes[k], written)])[0]))
+            mask[:count] = [False] * count
+        return ids, mask
+
+    def _written_by_template(self, whole: str, start: int, message: Message) -> int:
+        """Where the block of no thinking ends that a template puts before an answer; `start` where there is none."""
+        content = message.get("content")
+        match = EMPTY_THINKING.match(whole, start)
+        if match is None or has_reasoning(message) or not isinstance(content, str):
+            return start
+        behind = whole[match.end() :]
+        for text in (content, content.lstrip()):
+            at = behind.find(text) if text else -1
+            if at >= 0 and not behind[:at].strip():
+                return match.end() + at
+        return match.end()
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Up to the first token of the trailing ones that ends the turn; with one, where the template wrote none."""
+        cut, index = None, len(ids)
+        while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
+            index -= 1
+            cut = index + 1 if ids[index] in self.end_ids else cut
+        return ids[:cut] if cut is not None else [*ids, self.eos_token_id]
+
+    def _finish_turns(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool]]:
+        """A completion of several messages: up to the last token that is learnt. Raises Unusable."""
+        whole = made.wholes[k]
+        every, begins = self.tokens.starts(whole)
+        first = len(every) - len(ids)
+        if every[first:] != ids:
+            raise Unusable("its turns cannot be told apart: the prompt's end and the answer's begin share a token")
+        spans = self._marked(made, k) or self._spans(made, k)
+        mask = [any(low <= at < high for low, high in spans) for at in begins]
+        if not self.template.has_marks:
+            mask = self._with_ends(every, begins, mask, [high for _, high in spans])
+        learnt = mask[first:]
+        if not any(learnt):
+            raise Unusable("none of its tokens is learnt")
+        length = len(learnt) - learnt[::-1].index(True)
+        ids, learnt = ids[:length], learnt[:length]
+        if length == len(every) - first and ids[-1] not in self.end_ids and not self.template.has_marks:
+            return [*ids, self.eos_token_id], [*learnt, True]
+        return ids, learnt
+
+    def _with_ends(self, ids: list[int], begins: list[int], mask: list[bool], ends: list[int]) -> list[bool]:
+        """Learns the token that ends a turn, too, where it follows the turn's text: those at which generation stops."""
+        mask = list(mask)
+        for end in ends:
+            index = next((i for i, at in enumerate(begins) if at >= end), len(ids))
+            while index < len(ids) and self.tokens.is_blank(ids[index]):
+                index += 1
+            if index < len(ids) and ids[index] in self.end_ids:
+                mask[index] = True
+        return mask
+
+    def _learnt(self, chat: Chat, k: int) -> Sequence[bool]:
+        """Of a completion's messages, which are learnt."""
+        if chat.learnt is not None:
+            return chat.learnt[k]
+        return [index == len(chat.completions[k]) - 1 for index in range(len(chat.completions[k]))]
+
+    def _marked(self, made: Rendering, k: int) -> list[tuple[int, int]] | None:
+        """Spans of the text that the template marks as the model's, of learnt messages; None where it marks none."""
+        if not self.template.has_marks:
+            return None
+        chat = made.chat
+        messages = [*chat.prompt, *chat.completions[k]]
+        spans = self.template.marked(Conversation(messages, chat.tools, self.template.arguments(chat)))
+        learnt = [*[False] * len(chat.prompt), *self._learnt(chat, k)]
+        is_model = [message["role"] == "assistant" for message in messages]
+        of_model = [is_learnt for is_learnt, wanted in zip(learnt, is_model, strict=True) if wanted]
+        if len(spans) == len(of_model):
+            return [span for span, is_learnt in zip(spans, of_model, strict=True) if is_learnt]
+        if all(is_learnt for is_learnt in of_model[-len(chat.completions[k]) :]):
+            return spans
+        raise Unusable(
+            f"the chat template marks {len(spans)} parts as the model's, in {len(of_model)} messages of it: some alone "
+            "cannot be learnt"
+        )
+
+    def _spans(self, made: Rendering, k: int) -> list[tuple[int, int]]:
+        """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
+        chat, whole = made.chat, made.wholes[k]
+        messages = [*chat.prompt, *chat.completions[k]]
+        given = self.template.arguments(chat)
+        spans = []
+        for index, is_learnt in enumerate(self._learnt(chat, k), len(chat.prompt)):
+            if not is_learnt:
+                continue
+            before = Conversation(messages[:index], chat.tools, given)
+            (header,) = self.template.texts([before], messages[index]["role"] == "assistant")
+            place = self._place(made, k, index)
+            if isinstance(header, str) and whole.startswith(header):
+                low = self._written_by_template(whole, len(header), messages[index])
+            elif place is not None:
+                low = place[0]
+            else:
+                raise Unusable(
+                    f"message {index + 1}: the chat template writes it differently once others follow, so that its "
+                    "tokens cannot be told; data.learn=last learns the last answer alone"
+                )
+            spans.append((low, self._end_of(messages, index, whole, low, place, before)))
+        return spans
+
+    def _end_of(
+        self,
+        messages: list[Message],
+        index: int,
+        whole: str,
+        low: int,
+        place: tuple[int, int] | None,
+        before: Conversation,
+    ) -> int:
+        """Where the text of message `index` ends, without the end of its turn. Raises Unusable."""
+        if place is not None and not messages[index].get("tool_calls"):
+            return place[1]
+        (until,) = self.template.texts([before._replace(messages=messages[: index + 1])], False)
+        if isinstance(until, Unusable):
+            raise until
+        common = len(os.path.commonprefix([until, whole]))
+        ids, begins = self.tokens.starts(whole[:common])
+        while ids and (ids[-1] in self.end_ids or self.tokens.is_blank(ids[-1]) or ids[-1] in self.tokens.special):
+            common = begins[-1]
+            ids, begins = ids[:-1], begins[:-1]
+        if common <= low:
+            raise Unusable(
+                f"message {index + 1}: the chat template writes it differently once others follow, so that its tokens "
+                "cannot be told; data.learn=last learns the last answer alone"
+            )
+        return common
+
+    def _ends_of_turns(self, end_ids: set[int]) -> set[int]:
+        """The special tokens that end an answer in the template, where none of them is known to end generation."""
+        chat = Chat([{"role": "user", "content": "a"}], ([{"role": "assistant", "content": "b"}],), "")
+        (made,) = self.template.render([chat])
+        if isinstance(made, Unusable):
+            return set()
+        place = self._place(made, 0, 1)
+        ids = [] if place is None else self.tokens.ids([made.wholes[0][place[1] :]])[0]
+        special = [token for token in ids if token in self.tokens.special]
+        return set() if set(ids) & end_ids else set(special[-1:])
+
+
+def _texts(message: Message) -> list[str]:
+    """What the message says, thinking first, as it may stand in a rendering."""
+    said = [*(message.get(name) for name in REASONING), message.get("content")]
+    return [text.strip() for text in said if isinstance(text, str) and text.strip()]
+
+
+def _require_reasoning(message: Message, whole: str) -> None:
+    """Raises Unusable where a message's thinking does not reach the text: it would be lost without a word."""
+    for name in REASONING:
+        text = message.get(name)
+        if isinstance(text, str) and text.strip() and text.strip() not in whole:
+            raise Unusable(
+                f"the chat template leaves out {name!r} of the answer; leave it out of the data, or give a template "
+                "that keeps it with data.chat_template=FILE"
+            )
