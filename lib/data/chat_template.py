@@ -26,6 +26,10 @@ EMPTY_THINKING = re.compile(
     r"|<\|think:start\|>\s*<\|think:end\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
     r"|<\|inner_prefix\|>\s*<\|inner_suffix\|>|<\|think_start\|>\s*<\|think_end\|>|<mm:think>\s*</mm:think>)"
 )
+INLINE_THINKING = re.compile(
+    r"\s*(?:<(?:seed:|mm:)?think>|\[THINK\])(.*?)(?:</(?:seed:|mm:)?think>|\[/THINK\])", re.DOTALL
+)
+OPENED_THINKING = re.compile(r"<((?:seed:|mm:)?think)>(\n?)$")
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -66,11 +70,16 @@ def arguments_at_inference(settings: DataSettings) -> JSON:
     return {"enable_thinking": False, "date_string": date.strftime("%d %b %Y"), **settings.chat_template_kwargs}
 
 
+def inline_reasoning(message: Message) -> str | None:
+    """The thinking that an answer's content begins with, without its marks; None where there is none."""
+    content = message.get("content")
+    match = INLINE_THINKING.match(content) if isinstance(content, str) else None
+    return match[1] if match else None
+
+
 def has_reasoning(message: Message) -> bool:
     """Whether a message brings thinking of its own, in a field or within its content."""
-    content = message.get("content")
-    inline = isinstance(content, str) and re.search(r"</(seed:)?think>|\[/THINK\]", content) is not None
-    return inline or any(message.get(name) for name in REASONING)
+    return any(message.get(name) for name in REASONING) or inline_reasoning(message) is not None
 
 
 class ChatTemplate:
@@ -130,7 +139,9 @@ class ChatTemplate:
         for chat, prompt in zip(chats, prompts, strict=True):
             texts = [next(wholes) for _ in chat.completions]
             rendered = _rendering(chat, prompt, texts)
-            result.append(rendered if isinstance(rendered, Rendering) else self._render_adapted(chat, rendered))
+            if isinstance(rendered, Unusable) or not _reach(rendered):
+                rendered = self._render_adapted(chat, rendered)
+            result.append(rendered)
         return result
 
     def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
@@ -166,16 +177,48 @@ class ChatTemplate:
 
     # ---- What a template does not take, put where it does
 
-    def _render_adapted(self, chat: Chat, why: Unusable) -> Rendering | Unusable:
-        """A chat that was refused, with the same content in another form; `why` where none is taken."""
+    def _render_adapted(self, chat: Chat, first: Rendering | Unusable) -> Rendering | Unusable:
+        """A chat that was refused or lost something, with the same content in another form; `first` where none does."""
+        if isinstance(first, Rendering):
+            first = self._with_thinking(first)
+            if _reach(first):
+                return first
         for adapted in _adaptations(chat):
             given = self.arguments(adapted)
             (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
             wholes = [Conversation([*adapted.prompt, *answer], adapted.tools, given) for answer in adapted.completions]
             rendered = _rendering(adapted, prompt, self.texts(wholes, False))
-            if isinstance(rendered, Rendering):
+            if isinstance(rendered, Rendering) and _reach(rendered):
                 return rendered
-        return why
+        return first
+
+    def _with_thinking(self, made: Rendering) -> Rendering:
+        """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
+
+        DeepSeek-R1's and QwQ's do: they are made for prompts alone. What the model writes goes on from the prompt:
+        its thinking, the closing mark, and its answer.
+        """
+        opened = OPENED_THINKING.search(made.prompt)
+        if opened is None:
+            return made
+        chat, wholes = made.chat, list(made.wholes)
+        conversations = [[*chat.prompt, *answer] for answer in chat.completions]
+        for k, messages in enumerate(conversations):
+            answer = messages[-1]
+            thinking = next((answer.get(name) for name in REASONING if answer.get(name)), inline_reasoning(answer))
+            if len(chat.completions[k]) > 1 or not isinstance(thinking, str) or thinking.strip() in wholes[k]:
+                continue
+            content = INLINE_THINKING.sub("", str(answer.get("content") or ""), count=1)
+            bare: Message = {"role": "assistant", "content": content.strip() or SENTINEL}
+            whole = self.texts([Conversation([*chat.prompt, bare], chat.tools, self.arguments(chat))], False)[0]
+            if isinstance(whole, Unusable) or whole.count(bare["content"]) < 1:
+                continue
+            suffix = whole[whole.rindex(bare["content"]) + len(bare["content"]) :]
+            line = opened[2]
+            inline = inline_reasoning(answer) is not None
+            gap = "" if inline else 2 * line
+            wholes[k] = f"{made.prompt}{thinking.strip()}{line}</{opened[1]}>{gap}{content}{suffix}"
+        return made._replace(wholes=wholes)
 
     @cached_property
     def refuses_system(self) -> bool:
@@ -244,6 +287,30 @@ class ChatTemplate:
         compiled.globals["strftime_now"] = lambda format: date.strftime(format)
 
 
+def _reach(made: Rendering) -> bool:
+    """Whether all that the answers think and call is in their texts."""
+    for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
+        for message in answer:
+            if lost(message, whole):
+                return False
+    return True
+
+
+def lost(message: Message, whole: str) -> str | None:
+    """What of a message's thinking and calls is not in the text of its conversation, in words; None for nothing."""
+    if message["role"] != "assistant":
+        return None
+    thinking = {repr(name): message.get(name) for name in REASONING}
+    for name, text in {**thinking, "the thinking in its content": inline_reasoning(message)}.items():
+        if isinstance(text, str) and text.strip() not in whole:
+            return name
+    for call in message.get("tool_calls") or ():
+        name = (call.get("function") or call).get("name") if isinstance(call, dict) else None
+        if isinstance(name, str) and name not in whole:
+            return f"the call of {name!r}"
+    return None
+
+
 def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable]) -> Rendering | Unusable:
     texts = [text for text in wholes if isinstance(text, str)]
     if isinstance(prompt, str) and len(texts) == len(wholes):
@@ -253,7 +320,12 @@ def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable])
 
 def _adaptations(chat: Chat) -> Iterator[Chat]:
     """The chat in other forms, one after the other, each with what the ones before changed."""
-    changes: list[Callable[[list[Message]], list[Message]]] = [_fold_system, _with_content, _arguments_as_text]
+    changes: list[Callable[[list[Message]], list[Message]]] = [
+        _fold_system,
+        _without_empty_content,
+        _with_content,
+        _arguments_as_text,
+    ]
     for change in changes:
         prompt, completions = change(chat.prompt), [*map(change, chat.completions)]
         if prompt != chat.prompt or completions != list(chat.completions):
@@ -277,6 +349,14 @@ def _with_content(messages: list[Message]) -> list[Message]:
     return [
         {**message, "content": ""} if is_empty else message  # type: ignore[misc]
         for message, is_empty in zip(messages, empty, strict=True)
+    ]
+
+
+def _without_empty_content(messages: list[Message]) -> list[Message]:
+    """Calls without an empty content, which some templates take for an answer without calls."""
+    return [
+        {**message, "content": None} if message.get("tool_calls") and message.get("content") == "" else message  # type: ignore[misc]
+        for message in messages
     ]
 
 

@@ -12,10 +12,22 @@ from __future__ import annotations
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from lib.data.chat_template import EMPTY_THINKING, REASONING, ChatTemplate, Conversation, Rendering, has_reasoning
+from lib.data.chat_template import (
+    EMPTY_THINKING,
+    SENTINEL,
+    ChatTemplate,
+    Conversation,
+    Rendering,
+    has_reasoning,
+    lost,
+)
 from lib.data.record_formats import Chat, Message, Unusable
 from lib.data.text_tokens import TextTokens
+
+# Characters of a prompt's end that tell it from other text.
+HEADER = 12
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,14 @@ class ChatTokens:
 
     def __init__(self, template: ChatTemplate, tokens: TextTokens, end_ids: set[int], eos_token_id: int) -> None:
         self.template, self.tokens, self.eos_token_id = template, tokens, eos_token_id
-        self.end_ids = end_ids | self._ends_of_turns(end_ids)
+        self._known_ends = end_ids
+
+    @cached_property
+    def end_ids(self) -> set[int]:
+        """Tokens at which generation has to stop: those that are known, or else the template's own end of a turn."""
+        special = [token for token in self._suffix(thinks=False) if token in self.tokens.special]
+        is_known = bool(self._known_ends & set(special))
+        return self._known_ends if is_known else self._known_ends | set(special[-1:])
 
     def encode(self, chats: Sequence[Chat]) -> list[Encoded | Unusable]:
         """Ids of each chat; or why there are none."""
@@ -77,35 +96,48 @@ class ChatTokens:
         """Where completion k begins in the text of its whole conversation. Raises Unusable."""
         answer, whole = made.chat.completions[k], made.wholes[k]
         for message in answer:
-            _require_reasoning(message, whole)
+            if (name := lost(message, whole)) is not None:
+                raise Unusable(
+                    f"the chat template leaves out {name}; take it out of the data, or give a template that keeps it "
+                    "with data.chat_template=FILE"
+                )
         if whole.startswith(made.prompt):
             return len(made.prompt)
         place = self._place(made, k, len(made.chat.prompt))
         if place is not None:
-            return self._behind_header(made, whole, place[0], answer[0])
-        # Not found: where the whole's text leaves the prompt's, which is before the answer or at its first character.
-        common = len(os.path.commonprefix([made.prompt, whole]))
-        text = next((text for text in _texts(answer[0]) if text in whole), None)
-        if text is None and not answer[0].get("tool_calls"):
-            raise Unusable(
-                "the chat template gives the conversation another beginning than the prompt, and the answer is not in "
-                "it as it is written; give a template that keeps it with data.chat_template=FILE"
-            )
-        return common if text is None else max(common, whole.rfind(text)) if whole.count(text) == 1 else common
+            return self._behind_header(made.prompt, whole, place[0])
+        # A call without a text, or one that the template takes apart: what a plain answer has before it.
+        plain: Message = {"role": "assistant", "content": SENTINEL}
+        given = self.template.arguments(made.chat)
+        (other,) = self.template.texts([Conversation([*made.chat.prompt, plain], made.chat.tools, given)], False)
+        before = "" if isinstance(other, Unusable) else other.partition(SENTINEL)[0]
+        if before and whole.startswith(before):
+            return self._behind_header(made.prompt, whole, len(before))
+        return self._common(made.prompt, whole)
 
-    def _behind_header(self, made: Rendering, whole: str, start: int, message: Message) -> int:
-        """The answer's begin, without the thinking that the template writes for an answer that has none.
+    def _common(self, prompt: str, whole: str) -> int:
+        """Where the first token of the whole begins that is not the prompt's."""
+        of_prompt, (of_whole, begins) = self.tokens.ids([prompt])[0], self.tokens.starts(whole)
+        count = next(
+            (i for i, (a, b) in enumerate(zip(of_prompt, of_whole, strict=False)) if a != b),
+            min(len(of_prompt), len(of_whole)),
+        )
+        return begins[count] if count < len(begins) else len(whole)
 
-        What else stands between the two texts' common beginning and the answer is the model's to write: a channel's
-        name, say.
+    def _behind_header(self, prompt: str, whole: str, start: int) -> int:
+        """Where the model's own begins, of a whole that leaves the prompt's text before the answer's `start`.
+
+        That is behind the prompt's end, where the whole has it, too, further on; else with a header that the prompt
+        does not have (the mark of a response, say), unless that says no more than that there is no thinking.
         """
-        common = len(os.path.commonprefix([made.prompt, whole[:start]]))
+        common = self._common(prompt, whole[:start])
+        ends = (at for at in range(start, common, -1) if whole.endswith(prompt[-HEADER:], 0, at))
+        again = next(ends, None)
+        if again is not None:
+            return again
         header = whole[common:start]
-        if any(mark in header for mark in self.tokens.special.values()) and not EMPTY_THINKING.search(header):
-            ids, begins = self.tokens.starts(whole[:start])
-            special = [at for token, at in zip(ids, begins, strict=True) if token in self.tokens.special]
-            return next((at for at in special if at >= common), start)
-        return start
+        is_header = any(mark in header for mark in self.tokens.special.values())
+        return common if is_header and not EMPTY_THINKING.search(header) else start
 
     def _place(self, made: Rendering, k: int, index: int) -> tuple[int, int] | None:
         """Where message `index` of the whole conversation stands in its text."""
@@ -144,6 +176,9 @@ class ChatTokens:
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Up to the first token of the trailing ones that ends the turn; with one, where the template wrote none."""
+        for written in self._written_behind:
+            if ids[-len(written) :] == written:
+                ids = ids[: -len(written)]
         cut, index = None, len(ids)
         while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
             index -= 1
@@ -257,30 +292,22 @@ class ChatTokens:
             )
         return common
 
-    def _ends_of_turns(self, end_ids: set[int]) -> set[int]:
-        """The special tokens that end an answer in the template, where none of them is known to end generation."""
-        chat = Chat([{"role": "user", "content": "a"}], ([{"role": "assistant", "content": "b"}],), "")
-        (made,) = self.template.render([chat])
-        if isinstance(made, Unusable):
-            return set()
-        place = self._place(made, 0, 1)
-        ids = [] if place is None else self.tokens.ids([made.wholes[0][place[1] :]])[0]
-        special = [token for token in ids if token in self.tokens.special]
-        return set() if set(ids) & end_ids else set(special[-1:])
+    @cached_property
+    def _written_behind(self) -> list[list[int]]:
+        """What the template writes behind an answer's end of turn, as Command-R7B's opens another turn; mostly none."""
+        found = []
+        for suffix in (self._suffix(thinks=True), self._suffix(thinks=False)):
+            end = next((i for i, token in enumerate(suffix) if token in self.end_ids), len(suffix))
+            behind = suffix[end + 1 :]
+            if not all(token in self.end_ids or self.tokens.is_blank(token) for token in behind):
+                found.append(behind)
+        return found
 
-
-def _texts(message: Message) -> list[str]:
-    """What the message says, thinking first, as it may stand in a rendering."""
-    said = [*(message.get(name) for name in REASONING), message.get("content")]
-    return [text.strip() for text in said if isinstance(text, str) and text.strip()]
-
-
-def _require_reasoning(message: Message, whole: str) -> None:
-    """Raises Unusable where a message's thinking does not reach the text: it would be lost without a word."""
-    for name in REASONING:
-        text = message.get(name)
-        if isinstance(text, str) and text.strip() and text.strip() not in whole:
-            raise Unusable(
-                f"the chat template leaves out {name!r} of the answer; leave it out of the data, or give a template "
-                "that keeps it with data.chat_template=FILE"
-            )
+    def _suffix(self, thinks: bool) -> list[int]:
+        """What stands behind a plain answer."""
+        messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
+        arguments = self.template.arguments(Chat([], (), ""))
+        if "enable_thinking" not in self.template.settings.chat_template_kwargs:
+            arguments["enable_thinking"] = thinks
+        (text,) = self.template.texts([Conversation(messages, None, arguments)], False)
+        return [] if isinstance(text, Unusable) else self.tokens.ids([text.partition(SENTINEL)[2]])[0]

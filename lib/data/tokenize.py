@@ -45,20 +45,6 @@ def encode_records(
     return result
 
 
-def encode_prompt(
-    prompt: str | list[Message], settings: DataSettings, tokenizer: Tokenizer, eos_token_id: int | None
-) -> list[int]:
-    """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
-
-    Raises UserError where the chat template refuses it.
-    """
-    encoder = Encoder(tokenizer, settings, eos_token_id)
-    (encoded,) = encoder.encode([Plain(prompt, (), "") if isinstance(prompt, str) else Chat(prompt, (), "")])
-    if isinstance(encoded, Unusable):
-        raise UserError(f"prompt {str(prompt)[:60]!r}: {encoded}")
-    return encoded.prompt
-
-
 class Encoder:
     """Prompts and completions ➜ token ids, through the tokenizer's chat template where there is one.
 
@@ -83,8 +69,12 @@ class Encoder:
         known = {end_id, *(end_ids if isinstance(end_ids, set) else ())}
         known |= {own for own in [getattr(tokenizer, "eos_token_id", None)] if own is not None}
         self.chats = ChatTokens(self.template, self.tokens, known, end_id) if self.template.is_used else None
-        self.end_ids = self.chats.end_ids if self.chats else known
-        """Tokens at which generation has to stop: those of the model, and the template's end of turn."""
+        self._known_ends = known
+
+    @property
+    def end_ids(self) -> set[int]:
+        """Tokens at which generation has to stop: those of the model, or the template's end of turn."""
+        return self.chats.end_ids if self.chats else self._known_ends
 
     def fingerprint(self) -> str:
         """A digest, equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
@@ -93,6 +83,17 @@ class Encoder:
         template = self.template.fingerprint() if self.template.is_used else ""
         made = [self.tokens.ids([SPECIMEN])[0], self.tokens.opening, self._eos_token_id, sorted(self.end_ids)]
         return hashlib.sha256(f"{stored} {template} {made}".encode()).hexdigest()
+
+    def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
+        """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
+
+        Raises:
+            UserError: the chat template refuses it.
+        """
+        (encoded,) = self.encode([Plain(prompt, (), "") if isinstance(prompt, str) else Chat(prompt, (), "")])
+        if isinstance(encoded, Unusable):
+            raise UserError(f"prompt {str(prompt)[:60]!r}: {encoded}")
+        return encoded.prompt
 
     def encode(self, examples: Sequence[Plain | Chat]) -> list[Encoded | Unusable]:
         """Ids of each example's prompt and of its completions, end token included; or why there are none."""

@@ -34,7 +34,7 @@ from lib.data.record_formats import ANSWER, RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder, encode_prompt
+from lib.data.tokenize import Encoder
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
@@ -240,7 +240,7 @@ class CompletionWriter:
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, records: Records, settings: Config, draws: int | None):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
-        self.eos_token_id = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
+        self.encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
         self.model.eval()
 
     def __call__(self, rows: range) -> Lines:
@@ -277,7 +277,7 @@ class CompletionWriter:
         prompt: Any = record.prompt
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
-        return encode_prompt(prompt or "", self.settings.data, self.tokenizer, self.eos_token_id)
+        return self.encoder.prompt_ids(prompt or "")
 
 
 class PairMaker:
