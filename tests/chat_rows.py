@@ -93,12 +93,12 @@ def chat_of(row: dict[str, Any]) -> Chat:
     return Chat(row["prompt"], tuple(row["completions"]), "prompt + chosen + rejected", tools=row["tools"])
 
 
-def encoder_of(tokenizer: Any, about: dict[str, Any]) -> Encoder:
+def encoder_of(tokenizer: Any, about: dict[str, Any], **settings: Any) -> Encoder:
     """Our encoder, with the ends that a model's folder gives."""
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     wrapped = TokenizerWrapper(tokenizer, eos_token_ids=chat_models.end_ids(tokenizer, about))
-    return Encoder(wrapped, DataSettings(train="-"), None)
+    return Encoder(wrapped, DataSettings(train="-", **settings), None)
 
 
 def differences(name: str, tokenizer: Any, about: dict[str, Any], golden: dict[str, Any]) -> dict[str, str]:
@@ -127,7 +127,8 @@ def _difference(row: dict[str, Any], ours: Any, theirs: dict[str, Any], tokenize
     for answer, own, whole in zip(row["completions"], ours.completions, theirs["wholes"], strict=True):
         if any(lost(message, tokenizer.decode(whole)) for message in answer):
             continue  # the other side loses what is learnt here
-        wanted = up_to_end(whole, encoder, len(theirs["prompt"]))
+        common = next((i for i, (a, b) in enumerate(zip(ours.prompt, whole, strict=False)) if a != b), len(ours.prompt))
+        wanted = up_to_end(whole, encoder, common)
         spelt = tokenizer.decode(wanted)
         if spelt.startswith(tokenizer.decode(ours.prompt)) and whole[: len(ours.prompt)] != ours.prompt:
             # A token of the whole reaches over the prompt's end, as no token does that is made one by one.
@@ -137,7 +138,8 @@ def _difference(row: dict[str, Any], ours: Any, theirs: dict[str, Any], tokenize
             is_right = own == wanted
         else:
             text = (answer[0].get("content") or "").strip() or "get_weather"
-            is_right = spelt.endswith(tokenizer.decode(own)) and text in tokenizer.decode(own)
+            # Command-R+ writes on behind the turn's end, which is no part of the answer.
+            is_right = tokenizer.decode(own) in spelt and text in tokenizer.decode(own)
         if not is_right:
             return f"{tokenizer.decode(own)[:70]!r}, not {tokenizer.decode(wanted)[-70:]!r}"
         if sum(token in encoder.end_ids for token in own) != 1:
@@ -150,7 +152,7 @@ def up_to_end(ids: list[int], encoder: Encoder, prompt: int) -> list[int]:
 
     The row's own texts have no such token in them.
     """
-    ends = [i for i in range(prompt - 3, len(ids)) if ids[i] in encoder.end_ids]
+    ends = [i for i in range(prompt, len(ids)) if ids[i] in encoder.end_ids]
     while len(ends) > 1 and not tokens_between(ids[ends[-2] + 1 : ends[-1]], encoder):
         ends.pop()  # Phi-3's template writes two
     return ids[: ends[-1] + 1] if ends else [*ids, encoder._eos_token_id]

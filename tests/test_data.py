@@ -499,8 +499,11 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
         load(records, tokenizer=alternating)
     assert len(load(records, tokenizer=alternating, skip_invalid=True)) == 2
     reshaping = byte_level(CORPUS, template=ENDLESS.replace("'assistant: '", "'assistant: <think>'"))
-    with pytest.raises(UserError, match=r"jsonl:1: the chat template does not begin .*data.chat_template=false"):
-        load([PAIR], tokenizer=reshaping)
+    assert texts(load([PAIR], tokenizer=reshaping), reshaping) == [
+        "user: What is 12 + 30?\nassistant: <think>",
+        "The answer is 42.\n</s>",
+        "Blue.\n</s>",
+    ]
 
 
 def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:

@@ -297,17 +297,21 @@ def _reach(made: Rendering) -> bool:
 
 
 def lost(message: Message, whole: str) -> str | None:
-    """What of a message's thinking and calls is not in the text of its conversation, in words; None for nothing."""
+    """What of an answer's thinking, content and calls is not in its conversation's text, in words; None for nothing."""
     if message["role"] != "assistant":
         return None
     thinking = {repr(name): message.get(name) for name in REASONING}
     for name, text in {**thinking, "the thinking in its content": inline_reasoning(message)}.items():
         if isinstance(text, str) and text.strip() not in whole:
             return name
-    for call in message.get("tool_calls") or ():
-        name = (call.get("function") or call).get("name") if isinstance(call, dict) else None
-        if isinstance(name, str) and name not in whole:
-            return f"the call of {name!r}"
+    content = message.get("content")
+    if isinstance(content, str) and INLINE_THINKING.sub("", content, count=1).strip() not in whole:
+        return "the answer's content"
+    calls: Any = message.get("tool_calls") or ()
+    for call in calls:
+        called = (call.get("function") or call).get("name") if isinstance(call, dict) else None
+        if isinstance(called, str) and called not in whole:
+            return f"the call of {called!r}"
     return None
 
 

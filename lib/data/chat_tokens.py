@@ -9,6 +9,8 @@ from where the answer begins.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +73,7 @@ class ChatTokens:
                 continue
             result.append(Encoded(next(prompts), []))
             try:
-                places.append((index, [(whole, self._start(made, k)) for k, whole in enumerate(made.wholes)]))
+                places.append((index, [self._place_of_completion(made, k) for k in range(len(made.wholes))]))
             except Unusable as why:
                 result[index] = why
         behind = iter(self.tokens.behind([place for _, of_chat in places for place in of_chat]))
@@ -80,8 +82,10 @@ class ChatTokens:
             assert isinstance(made, Rendering) and isinstance(encoded, Encoded)
             ids = [next(behind) for _ in of_chat]
             try:
-                starts = [start for _, start in of_chat]
-                finished = [self._finish(made, k, start, ids[k]) for k, start in enumerate(starts)]
+                if (marked := self._as_marked(made)) is not None:
+                    result[index] = marked
+                    continue
+                finished = [self._finish(made, k, start, ids[k]) for k, (_, start) in enumerate(of_chat)]
             except Unusable as why:
                 result[index] = why
                 continue
@@ -92,8 +96,8 @@ class ChatTokens:
 
     # ---- Where a completion begins
 
-    def _start(self, made: Rendering, k: int) -> int:
-        """Where completion k begins in the text of its whole conversation. Raises Unusable."""
+    def _place_of_completion(self, made: Rendering, k: int) -> tuple[str, int]:
+        """The text of completion k's whole conversation, and where in it the completion begins. Raises Unusable."""
         answer, whole = made.chat.completions[k], made.wholes[k]
         for message in answer:
             if (name := lost(message, whole)) is not None:
@@ -102,18 +106,26 @@ class ChatTokens:
                     "with data.chat_template=FILE"
                 )
         if whole.startswith(made.prompt):
-            return len(made.prompt)
+            return whole, len(made.prompt)
         place = self._place(made, k, len(made.chat.prompt))
         if place is not None:
-            return self._behind_header(made.prompt, whole, place[0])
-        # A call without a text, or one that the template takes apart: what a plain answer has before it.
+            low, high = place
+            stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
+            return whole[:stop], self._behind_header(made.prompt, whole, low)
+        # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
         plain: Message = {"role": "assistant", "content": SENTINEL}
         given = self.template.arguments(made.chat)
         (other,) = self.template.texts([Conversation([*made.chat.prompt, plain], made.chat.tools, given)], False)
         before = "" if isinstance(other, Unusable) else other.partition(SENTINEL)[0]
         if before and whole.startswith(before):
-            return self._behind_header(made.prompt, whole, len(before))
-        return self._common(made.prompt, whole)
+            return whole, self._behind_header(made.prompt, whole, len(before))
+        return whole, self._common(made.prompt, whole)
+
+    def _end_of_turn(self, behind: str) -> int:
+        """Where in the text behind an answer the first token that ends the turn ends; all of it, where none does."""
+        ends = [self.tokens.special.get(token, "") for token in self.end_ids]
+        found = [behind.find(text) + len(text) for text in ends if text and text in behind]
+        return min(found, default=len(behind))
 
     def _common(self, prompt: str, whole: str) -> int:
         """Where the first token of the whole begins that is not the prompt's."""
@@ -192,28 +204,31 @@ class ChatTokens:
         first = len(every) - len(ids)
         if every[first:] != ids:
             raise Unusable("its turns cannot be told apart: the prompt's end and the answer's begin share a token")
-        spans = self._marked(made, k) or self._spans(made, k)
+        spans = self._spans(made, k)
         mask = [any(low <= at < high for low, high in spans) for at in begins]
-        if not self.template.has_marks:
-            mask = self._with_ends(every, begins, mask, [high for _, high in spans])
-        learnt = mask[first:]
+        learnt = self._with_ends(every, begins, mask, [high for _, high in spans])[first:]
         if not any(learnt):
             raise Unusable("none of its tokens is learnt")
         length = len(learnt) - learnt[::-1].index(True)
         ids, learnt = ids[:length], learnt[:length]
-        if length == len(every) - first and ids[-1] not in self.end_ids and not self.template.has_marks:
+        if length == len(every) - first and ids[-1] not in self.end_ids:
             return [*ids, self.eos_token_id], [*learnt, True]
         return ids, learnt
 
     def _with_ends(self, ids: list[int], begins: list[int], mask: list[bool], ends: list[int]) -> list[bool]:
-        """Learns the token that ends a turn, too, where it follows the turn's text: those at which generation stops."""
+        """Learns the token that ends a turn, too, where nothing but special tokens stands between it and the text.
+
+        Only tokens at which generation stops: gpt-oss ends earlier turns with another, which answers must not end with.
+        """
         mask = list(mask)
         for end in ends:
-            index = next((i for i, at in enumerate(begins) if at >= end), len(ids))
-            while index < len(ids) and self.tokens.is_blank(ids[index]):
+            first = index = bisect.bisect_left(begins, end)
+            while index < len(ids) and ids[index] not in self.end_ids:
+                if not (self.tokens.is_blank(ids[index]) or ids[index] in self.tokens.special):
+                    break
                 index += 1
             if index < len(ids) and ids[index] in self.end_ids:
-                mask[index] = True
+                mask[first : index + 1] = [True] * (index + 1 - first)
         return mask
 
     def _learnt(self, chat: Chat, k: int) -> Sequence[bool]:
@@ -222,24 +237,33 @@ class ChatTokens:
             return chat.learnt[k]
         return [index == len(chat.completions[k]) - 1 for index in range(len(chat.completions[k]))]
 
-    def _marked(self, made: Rendering, k: int) -> list[tuple[int, int]] | None:
-        """Spans of the text that the template marks as the model's, of learnt messages; None where it marks none."""
-        if not self.template.has_marks:
-            return None
+    def _as_marked(self, made: Rendering) -> Encoded | None:
+        """A conversation of which is learnt what the template marks as the model's; what comes before is the prompt.
+
+        None where the template marks nothing, or not message by message.
+        """
         chat = made.chat
-        messages = [*chat.prompt, *chat.completions[k]]
+        if not self.template.has_marks or chat.learnt is None or len(made.wholes) != 1:
+            return None
+        (whole,) = made.wholes
+        messages = [*chat.prompt, *chat.completions[0]]
         spans = self.template.marked(Conversation(messages, chat.tools, self.template.arguments(chat)))
-        learnt = [*[False] * len(chat.prompt), *self._learnt(chat, k)]
-        is_model = [message["role"] == "assistant" for message in messages]
-        of_model = [is_learnt for is_learnt, wanted in zip(learnt, is_model, strict=True) if wanted]
-        if len(spans) == len(of_model):
-            return [span for span, is_learnt in zip(spans, of_model, strict=True) if is_learnt]
-        if all(is_learnt for is_learnt in of_model[-len(chat.completions[k]) :]):
-            return spans
-        raise Unusable(
-            f"the chat template marks {len(spans)} parts as the model's, in {len(of_model)} messages of it: some alone "
-            "cannot be learnt"
-        )
+        wanted = [*[False] * len(chat.prompt), *self._learnt(chat, 0)]
+        of_model = [is_learnt for message, is_learnt in zip(messages, wanted, strict=True) if _is_model(message)]
+        if all(of_model):
+            of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
+        if len(spans) != len(of_model):
+            return None
+        ids, begins = self.tokens.starts(whole)
+        learnt = [False] * len(ids)
+        for low, high in itertools.compress(spans, of_model):
+            first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
+            learnt[first:last] = [True] * (last - first)
+        if not any(learnt):
+            return None
+        start, stop = learnt.index(True), len(learnt) - learnt[::-1].index(True)
+        mask = learnt[start:stop]
+        return Encoded(ids[:start], [ids[start:stop]], None if all(mask) else [mask])
 
     def _spans(self, made: Rendering, k: int) -> list[tuple[int, int]]:
         """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
@@ -311,3 +335,7 @@ class ChatTokens:
             arguments["enable_thinking"] = thinks
         (text,) = self.template.texts([Conversation(messages, None, arguments)], False)
         return [] if isinstance(text, Unusable) else self.tokens.ids([text.partition(SENTINEL)[2]])[0]
+
+
+def _is_model(message: Message) -> bool:
+    return message["role"] == "assistant"
