@@ -27,7 +27,8 @@ from lib.data import sources
 from lib.data.dataset import Pieces, Record, parse, tokenised
 from lib.data.record_formats import Chat, Message, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder, Tokenizer
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder
 from lib.errors import UserError
 from lib.system import command_errors, mpi_and_blas
 from lib.system.terminal import Voice
@@ -86,7 +87,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         known = tokenizer_module.vocabulary(settings.model)
         vocab_size = known["vocab_size"]
-        encoder = Encoder(tokenizer, data.chat_template, known["eos_token_id"]) if tokenizer is not None else None
+        encoder = Encoder(tokenizer, data, known["eos_token_id"]) if tokenizer is not None else None
     unit = "token ids or characters"
     unusable = [name for index in records.indices for name in index.unusable][:NAMED]
     unusable_count = sum(index.unusable_count for index in records.indices)

@@ -22,8 +22,9 @@ from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
 from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
+from lib.data.text_tokens import Tokenizer
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder, Tokenizer, Vocabulary
+from lib.data.tokenize import Encoder, Vocabulary
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -53,7 +54,7 @@ def open_training(
     records, rows = _choose(settings, kind, held_out=False, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
+        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, vocabulary.get("vocab_size"))
 
 
@@ -80,7 +81,7 @@ def open_held_out(
     records, rows = _choose(settings, kind, held_out=True, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
+        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
     skipped: list[str] = []
     read = ((records.location(row), parse(records[row], settings, kind)) for row in rows.tolist())
@@ -160,7 +161,7 @@ class StreamedDataset(Sized):
         self.skipped_count = sum(index.unusable_count for index in records.indices)
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
-        what = [kind, settings.max_length, settings.shortest, settings.longest, settings.chat_template, vocab_size]
+        what = [kind, settings.max_length, settings.shortest, settings.longest, vocab_size]
         made_by = hashlib.sha256(
             repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
         )
@@ -221,7 +222,7 @@ class StreamedDataset(Sized):
             kept[number] = result[0]
             self._put(number, result[0])
         numbered = zip(rows, numbers, strict=True)
-        return [Example(row, pieces[0], tuple(pieces[1:])) for row, number in numbered if (pieces := kept[number])]
+        return [Example.of(row, pieces) for row, number in numbered if (pieces := kept[number])]
 
     def _leave_out(self, number: int, why: Unusable) -> None:
         if isinstance(why, Unwanted):

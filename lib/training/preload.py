@@ -23,7 +23,7 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
-from lib.data.tokenize import Tokenizer
+from lib.data.text_tokens import Tokenizer
 from lib.model import adapters, load
 from lib.system import hardware, model_folder, provenance
 
