@@ -338,6 +338,7 @@ def _missing(record: JSON, settings: DataSettings, *names: str) -> str:
             hint = f"did you mean data.{name}={near[0]}?"
             break
     if names == ("chosen",) or names == ("rejected",):
+        hint = "rows with labels are for train.loss=kto" if settings.label in record else hint
         hint += "; without pairs, train.loss=sft"
     elif len(names) > 1 and settings.prompt not in record and "question" in record:
         hint = hint.rstrip("?") + " data.prompt=question?"

@@ -61,6 +61,8 @@ class RoundsState(TypedDict, total=False):
     first_step: int
     last_step: int
     trained: list[list[int]]  # pairs and steps
+    rewards: list[list[float]]  # train.loss=bco: as every rank's steps know them, and as all did when the round began
+    rewards_before: list[float]
 
 
 @dataclass

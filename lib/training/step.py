@@ -349,7 +349,6 @@ class TrainStep:
             return None, baseline.log_ratio_sums(self.model, passed, self.train, self.world.together, what)
 
         _, sums, failure = _tried(self.world, self.model, what, work)
-        self.model.train()
         failed_bytes = [0.0] * size
         failed_bytes[rank] = float(max(1, mx.get_peak_memory())) if failure is not None else 0.0
         arrived = time.perf_counter()
