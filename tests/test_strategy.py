@@ -227,12 +227,12 @@ def as_an_old_version_left_it(run: Path) -> None:
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of two runs: `straight`, and `old` as an older version left it in its middle."""
-    folder = tmp_path_factory.mktemp("older")
-    words = [*tiny.settings(folder), "train.schedule=constant"]
-    tiny.train(folder, [*words, "run.name=straight", "train.steps=8"])
-    tiny.train(folder, [*words, "run.name=old", "train.steps=4", "strategy=synchronous"], ranks=2)
-    as_an_old_version_left_it(folder / "runs" / "old")
-    return folder
+    place = tmp_path_factory.mktemp("older")
+    words = [*tiny.settings(place), "train.schedule=constant"]
+    tiny.train(place, [*words, "run.name=straight", "train.steps=8"])
+    tiny.train(place, [*words, "run.name=old", "train.steps=4", "strategy=synchronous"], ranks=2)
+    as_an_old_version_left_it(place / "runs" / "old")
+    return place
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -94,6 +94,25 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
     return _chat(draft, record, reader, columns, kind, label)
 
 
+def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[Tokens | Plain | Chat]:
+    """The rows that a record gives: one; of a pair two, where labels are wanted: chosen is desirable, rejected is not.
+
+    Raises Unusable, as `parse`.
+    """
+    names = (("chosen_ids", "rejected_ids"), (settings.chosen, settings.rejected))
+    if kind != "unpaired" or settings.label in record or not any(record.keys() >= {*pair} for pair in names):
+        return [parse(record, settings, kind)]
+    pair = parse(record, settings, "preference")
+    columns = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
+    rows: list[Tokens | Plain | Chat] = []
+    for index, label in enumerate((True, False)):
+        parts: JSON = {"completions": pair.completions[index : index + 1], "columns": columns, "label": label}
+        if isinstance(pair, Chat) and pair.learnt is not None:
+            parts["learnt"] = pair.learnt[index : index + 1]
+        rows.append(replace(pair, **parts))
+    return rows
+
+
 def _plain(draft: Draft, name: str, label: bool | None) -> Plain | None:
     """A draft that is strings alone."""
     prompt, texts = draft.prompt, [text for text in draft.completions if type(text) is str]

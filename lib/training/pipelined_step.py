@@ -24,7 +24,7 @@ from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
-from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree
+from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters
@@ -71,16 +71,16 @@ class PipelinedStep(TrainStep):
     waited_seconds: float = field(default=0.0, init=False)  # of this step, for other stages
     sent_error: float | None = field(default=None, init=False)  # what compression left out, of the norm of all sent
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepResult:
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step, as TrainStep's; the seconds are this rank's own."""
         self.waited_seconds = 0.0
-        result = super().__call__(index, steps, batches)
+        result = super().__call__(index, steps, batches, watching)
         compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
         wait = result.wait_seconds + self.waited_seconds
         return replace(result, compute_seconds=[compute], wait_seconds=wait, sent_error=self.sent_error)
 
     def _forward_backward(
-        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch]
+        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], compared_with: mx.array | None
     ) -> tuple[Tree | None, mx.array]:
         made = list(batches)  # a reference that is asked as needed has its passes here
         counted += [batch for batch, _ in made]
@@ -89,7 +89,7 @@ class PipelinedStep(TrainStep):
         assert isinstance(world, InStages)
         world.agree_to_go_on(what)
         world.ranks.links.under_way = MOST_PARTS * self.in_flight[0]
-        passes = _Passes(self, world.ranks.links, made)
+        passes = _Passes(self, world.ranks.links, made, compared_with)
         with heartbeat.passing(what, PASSES * len(made)):
             for operation in operations(self.in_flight[self.stage.rank], len(made)):
                 (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
@@ -110,7 +110,10 @@ def pipelined(step: TrainStep, in_flight: Sequence[int], recomputes: bool, limit
 class _Passes:
     """The passes of one step's micro-batches through this rank's stage."""
 
-    def __init__(self, step: PipelinedStep, links: Links, batches: list[MicroBatch]):
+    def __init__(
+        self, step: PipelinedStep, links: Links, batches: list[MicroBatch], compared_with: mx.array | None
+    ) -> None:
+        self.compared_with = compared_with  # lib/training/baseline.py
         self.step, self.stage, self.model, self.links, self.batches = step, step.stage, step.model, links, batches
         self.trained = dict(sorted(tree_flatten(step.model.trainable_parameters())))
         self.under_way: dict[int, UnderWay] = {}
@@ -129,8 +132,7 @@ class _Passes:
         micro = UnderWay(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
         self.under_way[i] = micro
         if stage.is_last:
-            padded = None if reference is None else mx.array(batch.padded(reference))
-            self._last(micro, padded)
+            self._last(micro, *arrays_beside(batch, reference))
             return
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
@@ -161,7 +163,7 @@ class _Passes:
         if by_input is not None:
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
-    def _last(self, micro: UnderWay, reference: mx.array | None) -> None:
+    def _last(self, micro: UnderWay, reference: mx.array | None, labels: mx.array | None) -> None:
         """Loss and gradients of the last rank, evaluated."""
 
         def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
@@ -169,7 +171,7 @@ class _Passes:
             of_micro_batch: list[mx.array] = []
 
             def work() -> mx.array:
-                value, sums = self.step.forward(micro.inputs, reference)
+                value, sums = self.step.forward(micro.inputs, reference, labels, self.compared_with)
                 of_micro_batch.append(sums)
                 return value
 
