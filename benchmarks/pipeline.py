@@ -93,7 +93,9 @@ def figures(rate: str, strategy: str, logs: list[Path]) -> dict[str, Any]:
     def median(rank: int, key: str) -> float:
         return statistics.median(one[key] for one in steps[rank])
 
-    seconds = statistics.median(max(of_ranks) for of_ranks in zip(*([s["step_seconds"] for s in r] for r in steps)))
+    seconds = statistics.median(
+        max(of_ranks) for of_ranks in zip(*([s["step_seconds"] for s in r] for r in steps), strict=False)
+    )
     row: dict[str, Any] = {
         "rate": rate,
         "strategy": strategy,

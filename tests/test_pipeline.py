@@ -39,6 +39,7 @@ from tests.test_shard import build, gathered, train
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
+two = pytest.mark.mpi(min_size=2, max_size=2)
 
 BLOCKS = 5
 CUTS = {2: [(4, 1), (2, 3)], 3: [(1, 3, 1), (2, 1, 2)]}
@@ -110,7 +111,7 @@ def sums_and_gradients(
     if getattr(model, "stage", None) is not None:
         in_flight = [model.stage.size - rank for rank in range(model.stage.size)]
         step = pipelined_step.pipelined(step, in_flight, recomputes, Limit())
-    gradients, sums = step._forward_backward("a test's step", made, [])
+    gradients, sums = step._forward_backward("a test's step", made, [], None)
     mx.eval(gradients, sums)
     return sums, dict(tree_flatten(gradients or {}))
 
@@ -148,18 +149,16 @@ def assert_equals_whole(
 
 
 @mpi
-@pytest.mark.parametrize("method", ["lora", "dora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_compute_what_the_whole_computes(world: World, folder: Path, family: str, method: str) -> None:
-    path = folder_of(world, folder, family)
+def test_stages_compute_what_the_whole_computes(world: World, folder: Path, family: str) -> None:
+    """One method a family and world, so that all of them meet; DPO and SFT, kept and recomputed, in turn."""
+    turn = list(FAMILIES).index(family) + world.size
+    method, path = ("lora", "dora", "full")[turn % 3], folder_of(world, folder, family)
     changes: dict[str, Any] = {"method": method}
     if method == "dora" and family in ("qwen3_moe", "mixtral"):
         changes["keys"] = ("self_attn.q_proj", "self_attn.o_proj")  # mlx-lm has no DoRA of experts
-    for i, blocks in enumerate(CUTS[world.size]):
-        shares_prompts = i == 1 and family != "gemma2"
-        assert_equals_whole(
-            world, path, blocks, recomputes=i == 0, shares_prompts=shares_prompts, train=SFT if i else DPO, **changes
-        )
+    can_share, objective = family != "gemma2", (DPO, SFT)[turn % 2]
+    assert_equals_whole(world, path, CUTS[world.size][turn % 2], objective, turn % 4 < 2, can_share, **changes)
     world.gather_text("compared")
 
 
@@ -171,7 +170,7 @@ def test_stages_drop_what_the_whole_drops(world: World, folder: Path, recomputes
     world.gather_text("compared")
 
 
-@mpi
+@two
 @pytest.mark.parametrize(
     "changes",
     [{"blocks": 1}, {"blocks": 4, "method": "full"}, {"method": "full", "gradient_checkpointing": True}],
@@ -184,7 +183,7 @@ def test_no_gradient_goes_where_nothing_is_trained(world: World, folder: Path, c
     world.gather_text("compared")
 
 
-@mpi
+@two
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
     wide = {"moe_intermediate_size": 32, "head_dim": 16}
@@ -195,21 +194,22 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
     world.gather_text("compared")
 
 
-@mpi
+@two
 @pytest.mark.parametrize(
     "words",
     [
-        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1"),
+        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.steps=20"),
         ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "train.optimizer=muon"),
         ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
+        ("model.method=lora", "train.loss=ipo", "train.compile=true", "model.dropout=0.1"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
 def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
-    common = [*words_of(world, folder), *words, "train.steps=20", "train.max_grad_norm=0.05", "strategy=pipelined"]
+    common = [*words_of(world, folder), "train.steps=5", *words, "train.max_grad_norm=0.05", "strategy=pipelined"]
     common += ["plan.micro_batch_sizes=[3]"]
     alone = train(World(), folder, common, f"alone{world.rank}")
-    run = train(world, folder, [*common, "evaluate.every=8", f"plan.shares={list(CUTS[world.size][0])}"], "stages")
+    run = train(world, folder, [*common, "evaluate.every=4", f"plan.shares={list(CUTS[world.size][0])}"], "stages")
     world.gather_text("finished")
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     for key in ("tokens", "rows"):
@@ -239,7 +239,7 @@ def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> No
     world.gather_text("checked")
 
 
-@mpi
+@two
 def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     common = [*words_of(world, folder), "train.schedule=constant", "checkpoint.every=1", "data.valid=null"]
     common += ["plan.micro_batch_sizes=[3]"]
@@ -251,7 +251,7 @@ def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     world.gather_text("checked")
 
 
-@mpi
+@two
 def test_answers_metrics_and_another_reference_in_stages(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.data.collate import Batch
@@ -24,7 +25,7 @@ from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
-from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside
+from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside, is_compiled
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters
@@ -71,6 +72,9 @@ class PipelinedStep(TrainStep):
     waited_seconds: float = field(default=0.0, init=False)  # of this step, for other stages
     sent_error: float | None = field(default=None, init=False)  # what compression left out, of the norm of all sent
 
+    def __post_init__(self) -> None:
+        self.functions = StageFunctions(self)
+
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step, as TrainStep's; the seconds are this rank's own."""
         self.waited_seconds = 0.0
@@ -107,6 +111,80 @@ def pipelined(step: TrainStep, in_flight: Sequence[int], recomputes: bool, limit
     return PipelinedStep(**vars(step), stage=stage, in_flight=in_flight, recomputes=recomputes, limit=limit)
 
 
+class StageFunctions:
+    """What a stage computes of one micro-batch; traced once for every shape, where the step is compiled.
+
+    The gradients are those by the stage's input, where the rank before wants them, then by what is trained.
+    """
+
+    def __init__(self, step: PipelinedStep):
+        self.stage, self.model, self.forward = step.stage, step.model, step.forward
+        self.output, self.product, self.last = self._output, self._product, self._last
+        if is_compiled(step.train, step.world):
+            state = [self.model.state, mx.random.state]
+            self.output = mx.compile(self._output, inputs=state, outputs=state)
+            self.product = mx.compile(self._product, inputs=state, outputs=state)
+            self.last = mx.compile(self._last, inputs=state, outputs=state)
+
+    def _output(self, inputs: StreamInputs, given: mx.array | None) -> mx.array:
+        """What goes to the next rank, [N, D]. given: what came from the rank before."""
+        window = getattr(self.model, "attention_window", None)
+        return self.stage.run(lambda: hidden_states(self.model, inputs, window), given)
+
+    def _product(
+        self, inputs: StreamInputs, given: mx.array | None, wanted: mx.array
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The output, and the products of `wanted`, its gradient, with its derivatives."""
+        arrays = self._differentiated(given)
+
+        def outputs(*values: mx.array) -> list[mx.array]:
+            return [self._output(inputs, self._taken(dict(zip(arrays, values, strict=True)), given))]
+
+        (output,), slopes = mx.vjp(outputs, list(arrays.values()), [wanted])
+        self._taken(arrays, given)
+        return output, list(slopes)
+
+    def _last(
+        self,
+        inputs: StreamInputs,
+        given: mx.array,
+        reference: mx.array | None,
+        labels: mx.array | None,
+        compared_with: mx.array | None,
+    ) -> tuple[mx.array, list[mx.array]]:
+        """SUMS, and the gradients of the loss: what the last rank computes."""
+        arrays = self._differentiated(given)
+
+        def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
+            of_micro_batch: list[mx.array] = []
+
+            def work() -> mx.array:
+                value, sums = self.forward(inputs, reference, labels, compared_with)
+                of_micro_batch.append(sums)
+                return value
+
+            return self.stage.run(work, self._taken(arrays, given)), of_micro_batch[0]
+
+        (_, sums), slopes = mx.value_and_grad(loss)(arrays) if arrays else (loss({}), {})
+        self._taken(arrays, given)
+        return sums, [slopes[name] for name in arrays]
+
+    def _differentiated(self, given: mx.array | None) -> dict[str, mx.array]:
+        """What gradients are made for."""
+        by_input = {} if given is None or not self.stage.passes_gradients else {INPUT: given}
+        return {**by_input, **_trained(self.model)}
+
+    def _taken(self, arrays: Mapping[str, mx.array], given: mx.array | None) -> mx.array | None:
+        """Puts the parameters among arrays in their places; returns the stage's input."""
+        self.model.update(tree_unflatten([(name, array) for name, array in arrays.items() if name != INPUT]))
+        return arrays.get(INPUT, given)
+
+
+def _trained(model: nn.Module) -> dict[str, mx.array]:
+    """What a rank trains, by sorted name."""
+    return dict(sorted(tree_flatten(model.trainable_parameters())))
+
+
 class _Passes:
     """The passes of one step's micro-batches through this rank's stage."""
 
@@ -114,8 +192,8 @@ class _Passes:
         self, step: PipelinedStep, links: Links, batches: list[MicroBatch], compared_with: mx.array | None
     ) -> None:
         self.compared_with = compared_with  # lib/training/baseline.py
-        self.step, self.stage, self.model, self.links, self.batches = step, step.stage, step.model, links, batches
-        self.trained = dict(sorted(tree_flatten(step.model.trainable_parameters())))
+        self.step, self.stage, self.links, self.batches = step, step.stage, links, batches
+        self.functions = step.functions
         self.under_way: dict[int, UnderWay] = {}
         self.gradients: Tree | None = None
         self.sums = mx.zeros(len(SUMS))
@@ -132,14 +210,17 @@ class _Passes:
         micro = UnderWay(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
         self.under_way[i] = micro
         if stage.is_last:
-            self._last(micro, *arrays_beside(batch, reference))
+            beside = *arrays_beside(batch, reference), self.compared_with
+            sums, micro.slopes = self.functions.last(micro.inputs, given, *beside)
+            self.sums = self.sums + sums
+            mx.eval(self.sums, micro.slopes)
             return
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
         if stage.is_trained and not self.step.recomputes:
             output, micro.slopes = self._product(micro)
         else:
-            output = self._run(micro, given)
+            output = self.functions.output(micro.inputs, given)
         mx.eval(output)
         self._send(output, stage.rank + 1, ACTIVATIONS)
 
@@ -157,63 +238,15 @@ class _Passes:
             mx.random.state[0][:] = now
         slopes = micro.slopes
         by_input = slopes.pop(0) if self.stage.passes_gradients else None
-        self._add(dict(zip(self.trained, slopes, strict=True)))
+        self._add(dict(zip(_trained(self.step.model), slopes, strict=True)))
         del micro, slopes
         mx.eval(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
-    def _last(self, micro: UnderWay, reference: mx.array | None, labels: mx.array | None) -> None:
-        """Loss and gradients of the last rank, evaluated."""
-
-        def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
-            self._set({name: array for name, array in arrays.items() if name != INPUT})
-            of_micro_batch: list[mx.array] = []
-
-            def work() -> mx.array:
-                value, sums = self.step.forward(micro.inputs, reference, labels, self.compared_with)
-                of_micro_batch.append(sums)
-                return value
-
-            return self.stage.run(work, arrays.get(INPUT, micro.given)), of_micro_batch[0]
-
-        arrays = self._differentiated(micro)
-        try:
-            (_, sums), slopes = mx.value_and_grad(loss)(arrays) if arrays else (loss({}), {})
-        finally:
-            self._set(self.trained)
-        self.sums = self.sums + sums
-        micro.slopes = [slopes[name] for name in arrays]
-        mx.eval(self.sums, micro.slopes)
-
     def _product(self, micro: UnderWay) -> tuple[mx.array, list[mx.array]]:
-        """The stage's output, and the products of `wanted` with its derivatives."""
-        arrays = self._differentiated(micro)
-
-        def outputs(*values: mx.array) -> list[mx.array]:
-            by_name = dict(zip(arrays, values, strict=True))
-            given = by_name.pop(INPUT, micro.given)
-            self._set(by_name)
-            return [self._run(micro, given)]
-
         assert micro.wanted is not None
-        try:
-            (output,), slopes = mx.vjp(outputs, list(arrays.values()), [micro.wanted.array])
-        finally:
-            self._set(self.trained)
-        return output, list(slopes)
-
-    def _differentiated(self, micro: UnderWay) -> dict[str, mx.array]:
-        """What gradients are made for: the stage's input, where the rank before wants that, and what is trained."""
-        given = {} if micro.given is None or not self.stage.passes_gradients else {INPUT: micro.given}
-        return {**given, **self.trained}
-
-    def _run(self, micro: UnderWay, given: mx.array | None) -> mx.array:
-        window = getattr(self.model, "attention_window", None)
-        return self.stage.run(lambda: hidden_states(self.model, micro.inputs, window), given)
-
-    def _set(self, parameters: dict[str, mx.array]) -> None:
-        self.model.update(tree_unflatten(list(parameters.items())))
+        return self.functions.product(micro.inputs, micro.given, micro.wanted.array)
 
     def _send(self, array: mx.array, rank: int, what: str) -> None:
         parts = [array]

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
+from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -218,9 +219,10 @@ def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array 
 def is_compiled(train: TrainSettings, world: World) -> bool:
     """Whether the step is traced once for every shape of its batches.
 
-    Where ranks have parts of one model their graphs differ, and so would their collectives: there it never is.
+    Where ranks have parts of every block their graphs differ, and so would their collectives: there it never is. Within
+    a stage of a pipeline there are none.
     """
-    return not isinstance(world, Lockstep) and _compiles(train)
+    return (isinstance(world, InStages) or not isinstance(world, Lockstep)) and _compiles(train)
 
 
 def _compiles(train: TrainSettings) -> bool:
