@@ -395,9 +395,9 @@ def test_a_pair_gives_a_desirable_and_an_undesirable_row(tmp_path: Path, streami
     ("record", "expected"),
     [
         ({"label": None}, "column 'label' is null"),
-        ({"label": "yes"}, "column 'label' is \"yes\", not true or false"),
-        ({"label": 2}, "column 'label' is 2, not true or false"),
-        ({"label": []}, "column 'label' is [], not true or false"),
+        ({"label": "yes"}, 'the label is "yes", not true or false'),
+        ({"label": 2}, "the label is 2, not true or false"),
+        ({"label": []}, "the label is [], not true or false"),
         ({}, "no column 'label'"),
         ({"rating": True}, "data.label=rating"),
     ],

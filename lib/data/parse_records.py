@@ -69,7 +69,7 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
     columns, readers = _readers(settings, kind)
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
-        return tokens if kind != "unpaired" else replace(tokens, label=_label(record.get(columns.label)))
+        return tokens if kind != "unpaired" else replace(tokens, label=_label(record, columns))
     present = tuple([name for name, value in record.items() if value is not None])
     if present not in readers:
         readers[present] = _reader(frozenset(present), columns, kind)
@@ -86,7 +86,7 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
     draft = reader.read(record)
     label = None
     if kind == "unpaired":
-        label = _label(draft.label if draft.label is not None else record.get(columns.label))
+        label = _label(record, columns, draft.label)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
         raise Unusable(f"{draft.names[0]!r} is equal to {draft.names[1]!r}: nothing to prefer")
     if not reader.is_chat and (plain := _plain(draft, reader.name, label)):
@@ -445,8 +445,15 @@ def _common_length(conversations: list[list[Message]]) -> int:
     return next((i for i in range(shortest) if any(other[i] != first[i] for other in conversations)), shortest)
 
 
-def _label(value: object) -> bool:
-    """Whether a completion is desirable. Raises Unusable."""
+def _label(record: JSON, columns: Columns, published: object = None) -> bool:
+    """Whether a completion is desirable: as a published format has it, or our own column. Raises Unusable."""
+    name, value = columns.label, published
+    if published is None and name not in record:
+        guess = _guess("label", name, record)
+        hint = f"did you mean data.label={guess}?" if guess else "name yours with data.label=COLUMN"
+        raise Unusable(f"no column {name!r} (columns: {_list(record)}); {hint}")
+    if published is None and (value := record[name]) is None:
+        raise Unusable(f"column {name!r} is null")
     if value not in (True, False):  # 1 and 0, too
         raise Unusable(f"the label is {json.dumps(value, default=str)}, not true or false")
     return bool(value)
@@ -486,7 +493,7 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind, *wanted: str) -> 
     shown = list(missing.values())[:1] if kind != "sft" else list(missing.values())
     told = f"no column {' or '.join(map(repr, shown))} (columns: {_list(record)})"
     there = frozenset(name for name, value in record.items() if value is not None)
-    if kind == "preference" and _find(there, columns, "unpaired"):
+    if kind == "preference" and (columns.label in there or _find(there, columns, "unpaired")):
         return f"{told}; labelled answers are not pairs: train.loss=kto"
     if kind == "preference" and (found := _find(there, columns, "sft")) and found.has == "answer":
         return f"{told}; {found.name or 'this'} has one answer a record, not a pair: train.loss=sft"
