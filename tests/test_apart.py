@@ -162,13 +162,13 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
     words += ["train.epochs=2", "checkpoint.every=10"]
     original = local_sgd.LocalSGD._work
 
-    def stopping(self: Any, queue: Any, seconds: Any, local_step: Any) -> Any:
+    def stopping(self: Any, queue: Any, seconds: Any, local_step: Any, rewards: Any) -> Any:
         def step_or_stop(step: int, *rest: Any) -> Any:
             if step == 45 and world.rank == 0:  # when the ranks' own counts of steps are far apart
                 raise Stopped("for the test")
             return local_step(step, *rest)
 
-        return original(self, queue, seconds, step_or_stop)
+        return original(self, queue, seconds, step_or_stop, rewards)
 
     monkeypatch.setattr(local_sgd.LocalSGD, "_work", stopping)
     with pytest.raises(Stopped):
