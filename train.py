@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
+    from lib.dashboard import run_report
     from lib.evaluate.evaluator import Evaluator
     from lib.training import reference_model, report
     from lib.training.loop import Batches, TrainingLoop
@@ -102,9 +103,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     summary = loop.finish(launched)
     if summary is not None:
-        from lib.dashboard import run_report
-
-        run_report.leave_pages(run.tracker.log_path, run.folder)
+        if config.run.pages:
+            run_report.write(run.folder)
         show_end(run.say, run.folder, summary)
     if run.lock is not None:
         run.lock.close()
@@ -141,7 +141,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
     hosts = host_names(world)
-    rows = data.prompts, data.seen, data.scored_tokens, length_multiple(config.data)
+    rows = *data.trained, length_multiple(config.data)
     plan = first_plan(config, world, hosts, data.lengths, Rows.of(*rows), folder if resume else None, Rows.mean(*rows))
     report.show_run(say, config, plan, inputs, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)

@@ -29,7 +29,7 @@ from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.micro_batches import MicroBatches
 from lib.data.prefetch import prefetch
 from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
-from lib.data.tokenize import truncate
+from lib.data.truncate import truncate
 from lib.errors import UserError
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -402,9 +402,9 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ([PAIR], "preference", ["a list instead of a JSON object"]),
     (b"[", "preference", ["every line has to hold one {...}"]),
     (
-        {"question": "a", "chosen": "b", "rejected": "c"},
+        {"problem": "a", "chosen": "b", "rejected": "c"},
         "preference",
-        ["no column 'prompt'", "data.prompt=question?"],
+        ["no column 'prompt'", "did you mean data.prompt=problem?"],
     ),
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
@@ -421,9 +421,9 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (PAIR | {"prompt": []}, "preference", ["'prompt' is an empty list"]),
     (PAIR | {"prompt": ["a"]}, "preference", ["prompt[0] is a string"]),
     (
-        PAIR | {"prompt": [{"from": "human", "value": "a"}]},
+        PAIR | {"prompt": [{"speaker": "human", "value": "a"}]},
         "preference",
-        ["prompt[0] has no 'role'", "from, value"],
+        ["prompt[0] has no 'role'", "speaker, value"],
     ),
     (PAIR | {"prompt": [USER, GOOD]}, "preference", ["the prompt ends with an assistant message"]),
     (PAIR | {"rejected": PAIR["chosen"]}, "preference", ["'chosen' is equal to 'rejected'"]),
@@ -436,17 +436,18 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ({"text": ["a"]}, "sft", ["column 'text' is a list, not a string"]),
     ({"messages": [GOOD]}, "sft", ["one message"]),
     ({"messages": "hi"}, "sft", ["'messages' is a string"]),
-    ({"messages": [USER, GOOD, USER]}, "sft", ["the prompt ends with an assistant"]),
-    ({"messages": [USER, USER]}, "sft", ["from 'user', not from 'assistant'"]),
+    ({"messages": [USER, GOOD, USER]}, "sft", ["'messages' ends with a message of 'user'"]),
+    ({"messages": [USER, USER]}, "sft", ["nothing is learnt behind it: take that message off"]),
+    ({"messages": [USER, GOOD, GOOD]}, "sft", ["the prompt ends with an assistant"]),
     ({"messages": [USER, GOOD, USER, GOOD]}, "sft", ["4 messages needs a chat template"]),
-    ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "preference", ["differ before their last message"]),
+    ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "preference", ["no first message in common"]),
     (
         {"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         "preference",
         ["not in the conversation"],
     ),
     (
-        PAIR | {"chosen": [BAD, USER, GOOD]},
+        PAIR | {"chosen": [USER | {"content": "Else?"}, USER, GOOD]},
         "preference",
         ["'chosen' has 3 messages that do not begin with the prompt"],
     ),
@@ -499,8 +500,11 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
         load(records, tokenizer=alternating)
     assert len(load(records, tokenizer=alternating, skip_invalid=True)) == 2
     reshaping = byte_level(CORPUS, template=ENDLESS.replace("'assistant: '", "'assistant: <think>'"))
-    with pytest.raises(UserError, match=r"jsonl:1: the chat template does not begin .*data.chat_template=false"):
-        load([PAIR], tokenizer=reshaping)
+    assert texts(load([PAIR], tokenizer=reshaping), reshaping) == [
+        "user: What is 12 + 30?\nassistant: <think>",
+        "The answer is 42.\n</s>",
+        "Blue.\n</s>",
+    ]
 
 
 def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:
@@ -543,10 +547,10 @@ def test_unreadable_files_each_give_one_line(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     assert "parquet" in read_error(tmp_path / "bad.parquet")
     pyarrow.parquet.write_table(
-        pyarrow.table({"question": ["a"], "chosen": ["b"], "rejected": ["c"]}), tmp_path / "q.parquet"
+        pyarrow.table({"topic": ["a"], "chosen": ["b"], "rejected": ["c"]}), tmp_path / "q.parquet"
     )
     message = read_error(tmp_path / "q.parquet")
-    assert "q.parquet:1: no column 'prompt' (columns: question, chosen, rejected)" in message
+    assert "q.parquet:1: no column 'prompt' (columns: topic, chosen, rejected)" in message
 
 
 def test_text_needs_a_tokenizer_and_an_end_token(tmp_path):

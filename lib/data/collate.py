@@ -48,6 +48,10 @@ class Batch:
     """Positions that the model runs over, N."""
     real_tokens: int
     """The fewest that would do: every prompt once, every completion without its last token."""
+    labels: np.ndarray | None = None
+    """bool [examples]: whether each completion is desirable; None for records without labels."""
+    mismatched: Batch | None = None
+    """The same rows' prompts with another prompt's completion each: they have no gradient."""
 
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
@@ -87,7 +91,8 @@ def collate(
     """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
 
     Padding is on the right, where a causal model's real positions do not see it. Rows of padding come last and have no
-    scored token. The first completion token after an empty prompt is not scored: no position comes before it.
+    scored token. Scored are the tokens that are learnt, but not the first one after an empty prompt: no position comes
+    before it.
     """
     assert examples, "a rank without rows has no batch"
     sequences = _Sequences(examples)
@@ -119,6 +124,7 @@ def collate(
         completion_tokens=int(sequences.scored.sum()),
         computed_tokens=len(tokens),
         real_tokens=int(need["tokens"]),
+        labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
     )
 
 
@@ -133,7 +139,9 @@ class _Sequences:
         """int64 [rows]: tokens of each prompt."""
         self.seen = np.array([len(prompt) + len(completion) - 1 for prompt, completion in self.pairs])
         """int64 [rows * K]: positions that the model sees."""
-        self.scored = np.array([len(completion) - (not len(prompt)) for prompt, completion in self.pairs])
+        self.scored_indices = [indices for e in examples for indices in e.scored_indices]
+        """int64 [tokens scored] each: where in its completion."""
+        self.scored = np.array([len(indices) for indices in self.scored_indices])
         """int64 [rows * K]: tokens that are scored."""
 
     def suffix_lengths(self, shape: BatchShape) -> np.ndarray:
@@ -183,13 +191,14 @@ def _scored(
     scored, targets = np.zeros((2, shape.scored), np.int32)
     mask = np.arange(shape.width) < counts[:, None]
     logp_indices = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(shape.width), 0)
-    for index, (_, completion) in enumerate(sequences.pairs):
-        positions = np.arange(sequences.seen[index] - counts[index], sequences.seen[index])
+    for index, (prompt, completion) in enumerate(sequences.pairs):
+        scored_indices = sequences.scored_indices[index]
+        positions = len(prompt) - 1 + scored_indices  # the token before predicts it
         in_prefix = index // sequences.count * prefix + positions
         in_suffix = rows * prefix + suffix_indices[index, np.maximum(positions - prefix, 0)]
         where = logp_indices[index, : counts[index]]
         scored[where] = np.where(positions < prefix, in_prefix, in_suffix)
-        targets[where] = completion[len(completion) - counts[index] :]
+        targets[where] = completion[scored_indices]
     return scored, targets, logp_indices, mask
 
 

@@ -1,9 +1,8 @@
 """A data set in memory: records ➜ examples, which are the token ids of a prompt and of its completions.
 
-A completion is tokenised as the model sees it when it generates. At inference the prompt is tokenised alone
-and tokens are appended to it; so here too the prompt is tokenised alone and the completion apart from it,
-without the special tokens that open a text. Tokenising the whole and cutting it would let a token straddle
-the boundary, and the model would learn from a prompt that it is never given.
+The prompt is what inference sends, token for token, and a completion is what the model appends to it
+(lib/data/chat_tokens.py). Most completions are learnt whole. Of a conversation of several turns, or behind a block that
+the template writes by itself, some tokens are not: they are kept as -1 - id, wherever pieces are stored.
 """
 
 from __future__ import annotations
@@ -11,15 +10,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index, record_files, record_formats, sources
+from lib.data import index, parse_records, record_files, sources
+from lib.data.chat_tokens import Encoded
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
-from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
+from lib.data.sources import Records
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder, encode_records
+from lib.data.truncate import truncate
 from lib.errors import UserError
 
 # Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
@@ -35,18 +40,61 @@ class Example:
     prompt_ids: np.ndarray
     """int32 [P]; empty for plain text, except for the tokens that the tokenizer opens a text with."""
     completions: tuple[np.ndarray, ...]
-    """int32 [C_k] each, the end token included: one for SFT, (chosen, rejected) for preferences."""
+    """int32 [C_k] each, the end token included: one for SFT and labels, (chosen, rejected) for preferences. With
+    `has_mismatched` of the data set another prompt's completion comes last."""
+    label: bool | None = None
+    """Of unpaired feedback: whether the completion is desirable."""
+    learnt: tuple[np.ndarray, ...] | None = None
+    """bool [C_k] each: the tokens that are trained on; None for all."""
+
+    @classmethod
+    def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None) -> Example:
+        """From stored pieces: a prompt and its completions, in which -1 - id is a token that is not learnt."""
+        prompt, *completions = pieces
+        learnt = tuple(piece >= 0 for piece in completions)
+        if all(mask.all() for mask in learnt):
+            return cls(row, prompt, tuple(completions), label)
+        return cls(row, prompt, tuple(np.where(piece < 0, ~piece, piece) for piece in completions), label, learnt)
+
+    @property
+    def scored_indices(self) -> list[np.ndarray]:
+        """int64 [tokens] each: where in a completion its scored tokens are; a text's first is not (see collate)."""
+        first = int(not len(self.prompt_ids))
+        if self.learnt is None:
+            return [np.arange(first, len(completion)) for completion in self.completions]
+        return [np.flatnonzero(mask[first:]) + first for mask in self.learnt]
 
 
 class Sized:
     """What is known of a data set's rows without their tokens, from the sizes of their pieces."""
 
     kind: RecordKind
+    has_mismatched: bool = False
+    """Whether each row has another prompt's completion beside its own (lib/data/mismatched.py)."""
+    labels: np.ndarray | None = None
+    """bool [n], of unpaired feedback: whether a row's completion is desirable."""
 
     @property
     def completions_per_example(self) -> int:
-        """K: 2 for preferences, 1 for SFT."""
-        return 2 if self.kind == "preference" else 1
+        """K: 2 for preferences, 1 for SFT and labels; one more where rows have a mismatched completion."""
+        return (2 if self.kind == "preference" else 1) + self.has_mismatched
+
+    @property
+    def trained(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`prompts`, and of the completions that get gradients `seen` and `scored_tokens`: a mismatched one gets none.
+
+        int64 [n], [n, K'], [n, K'].
+        """
+        count = self.completions_per_example - self.has_mismatched
+        return self.prompts, self.seen[:, :count], self.scored_tokens[:, :count]
+
+    @property
+    def unit(self) -> str:
+        """What rows are called, and of which label they are."""
+        if self.labels is None:
+            return "pairs" if self.kind == "preference" else "examples"
+        desirable = int(self.labels.sum())
+        return f"rows ({desirable:,} desirable, {len(self.labels) - desirable:,} undesirable)"
 
     @property
     def lengths(self) -> np.ndarray:
@@ -66,7 +114,7 @@ class Sized:
 
     @property
     def scored_tokens(self) -> np.ndarray:
-        """int64 [n, K]: completion tokens with a log-probability; a text's first has none (see collate)."""
+        """int64 [n, K]: completion tokens with a log-probability, or more; a text's first has none (see collate)."""
         return self.pieces[:, 1:] - (self.pieces[:, :1] == 0)
 
     @property
@@ -90,11 +138,13 @@ class Dataset(Sized):
     digest: str
     """sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation."""
     tokens: np.ndarray
-    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ...; -1 - id where it is not learnt."""
     bounds: np.ndarray
     """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
     unwanted_count: int = 0
     """Records that the filters left out: lengths, duplicates."""
+    labels: np.ndarray | None = None
+    has_mismatched: bool = False
 
     is_estimated = False
 
@@ -102,16 +152,30 @@ class Dataset(Sized):
     def pieces(self) -> np.ndarray:
         return np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
 
+    @cached_property
+    def scored_tokens(self) -> np.ndarray:
+        not_learnt = np.concatenate([[0], np.cumsum(self.tokens < 0)])
+        if not not_learnt[-1]:
+            return super().scored_tokens
+        width = 1 + self.completions_per_example
+        without = np.diff(not_learnt[self.bounds]).reshape(len(self), width)[:, 1:]
+        is_first_scored = self.tokens[self.bounds[:-1].reshape(len(self), width)[:, 1:]] >= 0
+        counts: np.ndarray = self.pieces[:, 1:] - without - ((self.pieces[:, :1] == 0) & is_first_scored)
+        return counts
+
     def __len__(self) -> int:
         return (len(self.bounds) - 1) // (1 + self.completions_per_example)
 
     def __getitem__(self, row: int) -> Example:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
+        return Example.of(int(row), self.stored(row), None if self.labels is None else bool(self.labels[row]))
+
+    def stored(self, row: int) -> Pieces:
+        """int32: a row's prompt and completions, in which -1 - id is a token that is not learnt."""
         width = 1 + self.completions_per_example
         bounds = self.bounds[row * width : (row + 1) * width + 1]
-        prompt, *completions = (self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
-        return Example(int(row), prompt, tuple(completions))
+        return [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -126,8 +190,7 @@ class Dataset(Sized):
 
     def __str__(self) -> str:
         """One line that says what was read, cut and left out."""
-        unit = "pairs" if self.kind == "preference" else "examples"
-        parts = [f"{self.path}: {len(self):,} {unit} from {self.columns}"]
+        parts = [f"{self.path}: {len(self):,} {self.unit} from {self.columns}"]
         if self.truncated_count:
             parts.append(f"{self.truncated_count:,} cut to data.max_length")
         if self.skipped:
@@ -139,7 +202,7 @@ class Dataset(Sized):
 
 Record = Tokens | Plain | Chat
 Pieces = list[np.ndarray]
-"""int32: the ids of a prompt, and of its completions."""
+"""int32: the ids of a prompt, and of its completions, in which -1 - id is a token that is not learnt."""
 
 
 def load_dataset(
@@ -165,14 +228,15 @@ def load_dataset(
     """
     weights = sources.weights_of(path)
     name = " + ".join(weights)
-    encoder = None if tokenizer is None else Encoder(tokenizer, settings.chat_template, eos_token_id)
+    encoder = None if tokenizer is None else Encoder(tokenizer, settings, eos_token_id)
     pieces: Pieces = []
+    labels: list[bool] = []
     skipped: list[str] = []
     columns: dict[str, None] = {}
     truncated_count = unwanted_count = 0
     keys: set[int] = set()
     for source, weight in weights.items():
-        examples: list[tuple[Pieces, int]] = []
+        examples: list[tuple[Pieces, int, bool | None]] = []
         for file in sources.files_of(source, settings, tell):
             for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, vocab_size):
                 if isinstance(result, Unwanted):
@@ -191,12 +255,13 @@ def load_dataset(
                     continue
                 columns[record.columns] = None
                 truncated_count += result[1]
-                examples.append((result[0], key))
+                examples.append((result[0], key, record.label))
         times = int(weight) if not held_out else 1
         once_more = 0 if held_out else sources.hash_limit(weight % 1)
-        chosen = [example for _ in range(times) for example, _ in examples]
-        chosen += [example for example, key in examples if key < once_more]
-        pieces += [piece for example in chosen for piece in example]
+        chosen = [example for _ in range(times) for example in examples]
+        chosen += [example for example in examples if example[1] < once_more]
+        pieces += [piece for example, _, _ in chosen for piece in example]
+        labels += [label for _, _, label in chosen if label is not None]
     if skipped and not settings.skip_invalid:
         raise UserError(record_files.refusal(skipped[0], len(skipped)))
     if not pieces:
@@ -206,7 +271,7 @@ def load_dataset(
                 f"{name}: no row is {side} (data.holdout={settings.holdout:g}, {unwanted_count:,} records filtered)"
             )
         raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
-    return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count)
+    return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count, labels)
 
 
 def in_memory(
@@ -217,28 +282,67 @@ def in_memory(
     truncated_count: int,
     skipped: list[str],
     unwanted_count: int,
+    labels: Sequence[bool] = (),
 ) -> Dataset:
-    """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ...
+
+    labels: of every row, for unpaired feedback.
+    """
+    of_rows = np.array(labels, bool) if kind == "unpaired" else None
+    packed = pack(kind, pieces, of_rows)
+    return Dataset(
+        name,
+        kind,
+        columns,
+        truncated_count,
+        skipped,
+        packed.digest,
+        packed.tokens,
+        packed.bounds,
+        unwanted_count,
+        of_rows,
+    )
+
+
+class Packed(NamedTuple):
+    """What a `Dataset` keeps of its rows."""
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    digest: str
+
+
+def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
+    """Pieces one after the other, where each begins, and the digest of it all."""
     tokens = np.concatenate(pieces)
     bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     digest = hashlib.sha256(kind.encode())
     for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
         digest.update(array.astype(dtype, copy=False).data)
-    return Dataset(name, kind, columns, truncated_count, skipped, digest.hexdigest(), tokens, bounds, unwanted_count)
+    if labels is not None:
+        digest.update(labels.tobytes())
+    return Packed(tokens, bounds, digest.hexdigest())
 
 
 def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
     for line, record in record_files.read(str(file), settings):
-        yield f"{file}:{line}", record if isinstance(record, Unusable) else parse(record, settings, kind)
+        for row in [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind):
+            yield f"{file}:{line}", row
 
 
-def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
-    """The record's form, or why it has none."""
+def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+    """The form of each row that a record gives, or why it has none."""
     try:
-        return record_formats.parse(record, settings, kind)
+        return parse_records.parse_rows(record, settings, kind)
     except Unusable as why:
-        return why
+        return [why]
+
+
+def parse(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
+    """The form of an indexed record, or why it has none."""
+    rows, label = parse_rows(records[number], settings, kind), records.label(number)
+    return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
 
 
 def tokenised(
@@ -256,18 +360,22 @@ def tokenised(
         encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
         for (place, record), ids in zip(chunk, encoded, strict=True):
             try:
-                yield place, record, _finish(ids, settings, encoder, vocab_size)
+                yield place, record, _finish(record, ids, settings, encoder, vocab_size)
             except Unusable as why:
                 yield place, record, why
 
 
 def _finish(
-    ids: Ids | Unusable, settings: DataSettings, encoder: Encoder | None, vocab_size: int | None
+    record: Record | Unusable,
+    encoded: Encoded | Unusable,
+    settings: DataSettings,
+    encoder: Encoder | None,
+    vocab_size: int | None,
 ) -> tuple[Pieces, bool]:
     """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
-    if isinstance(ids, Unusable):
-        raise ids
-    prompt, completions = ids
+    if isinstance(encoded, Unusable):
+        raise encoded
+    prompt, completions = encoded.prompt, encoded.completions
     max_length, whole = settings.max_length, len(prompt) + max(map(len, completions))
     if whole < settings.shortest or whole > (settings.longest or whole):
         raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
@@ -277,14 +385,23 @@ def _finish(
         raise Unusable(f"token id {largest} is not below the vocabulary's size, {limit}")
     if not all(completions):
         raise Unusable("empty completion: the tokenizer makes no tokens of it")
-    if len(prompt) > max_length:
-        raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
     if len(completions) > 1 and completions[0] == completions[1]:
         raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
+    short = encoded
+    if whole > max_length and encoder is not None and isinstance(record, Chat | Plain):
+        short = encoder.shorten(record, encoded, max_length)
+    if len(short.prompt) > max_length:
+        raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
     bos_token_id = encoder.bos_token_id if encoder else None
-    prompt, cut, is_cut = truncate(prompt, completions, max_length, bos_token_id)
+    prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
     if len(cut) > 1 and cut[0] == cut[1]:
         raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
-    if not prompt and min(map(len, cut)) < 2:  # a mean over no tokens would make the whole step NaN
+    pieces = [np.asarray(piece, np.int32) for piece in (prompt, *cut)]
+    if short.learnt is not None:
+        masks = [np.asarray(mask[: len(ids)], bool) for mask, ids in zip(short.learnt, cut, strict=True)]
+        if not all(mask.any() for mask in masks):
+            raise Unusable(f"no token is learnt of the {max_length} that data.max_length={max_length} leaves; raise it")
+        pieces[1:] = [np.where(mask, ids, ~ids) for mask, ids in zip(masks, pieces[1:], strict=True)]
+    if not all(map(len, Example.of(0, pieces, None).scored_indices)):  # a mean over none would make the whole step NaN
         raise Unusable("one token and no prompt: nothing comes before it to predict it from")
-    return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
+    return pieces, is_cut or short is not encoded

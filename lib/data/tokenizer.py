@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
 
 from lib.config import schema
 from lib.data.record_formats import JSON
-from lib.data.tokenize import Tokenizer, Vocabulary
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Vocabulary
 from lib.errors import UserError
 from lib.system.model_folder import resolve
 
@@ -25,13 +27,26 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
     ):
         return None
-    end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
     try:
-        return load_tokenizer(folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=end)
+        return load_tokenizer(
+            folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=sorted(end_ids_of(folder)) or None
+        )
     except Exception as error:  # transformers raises whatever its parser met
         raise UserError(
             f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
         ) from None
+
+
+def end_ids_of(folder: Path) -> set[int]:
+    """Tokens at which generation stops, by config.json and generation_config.json: either may name some alone."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            stored = json.loads((folder / name).read_text())
+            text = stored.get("text_config") or {}
+            for ids in (stored.get("eos_token_id"), text.get("eos_token_id")):
+                found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found
 
 
 def vocabulary(settings: schema.ModelSettings) -> Vocabulary:

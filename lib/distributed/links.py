@@ -31,7 +31,7 @@ class Links:
         """Begins to send an evaluated array, and goes on."""
         sent = self.sent.setdefault(rank, deque())
         while len(sent) >= self.under_way:
-            self.wait(sent.popleft(), what)
+            self.wait(sent.popleft(), what=what)
         sent.append(self.ranks.send(array, rank, self._stream("to", rank)))
         mx.async_eval(sent[-1])
 
@@ -39,21 +39,23 @@ class Links:
         """What a rank will send next, to be had by `wait`, in this order."""
         return self.ranks.receive(shape, dtype, rank, self._stream("from", rank))
 
-    def wait(self, array: mx.array, what: str) -> mx.array:
-        """The array, once it is there. `what` names the wait if it never ends."""
+    def wait(self, *arrays: mx.array, what: str) -> None:
+        """Returns when the arrays are there. `what` names the wait if it never ends."""
         with self.ranks.deadline(what):
-            mx.eval(array)
-        return array
+            for array in arrays:  # evaluated together they would be received in any order
+                mx.eval(array)
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array:
         """What a rank sends."""
-        return self.wait(self.expect(shape, dtype, rank), what)
+        array = self.expect(shape, dtype, rank)
+        self.wait(array, what=what)
+        return array
 
     def finish(self, what: str) -> None:
         """Waits until everything that this rank sent has arrived."""
         for sent in self.sent.values():
             while sent:
-                self.wait(sent.popleft(), what)
+                self.wait(sent.popleft(), what=what)
 
     def _stream(self, way: str, rank: int) -> mx.ThreadLocalStream:
         if (way, rank) not in self.streams:

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from lib.errors import UserError
 from lib.model.partition import bounds
-from lib.model.token_stream import Stream, backbone_of
+from lib.model.token_stream import Stream
 
 
 class Neighbours(Protocol):
@@ -159,16 +159,16 @@ def outline_of(model: nn.Module) -> Outline:
         UserError: its blocks are not handed each other's outputs, and nothing else that was computed.
     """
     family = type(model).__module__.rpartition(".")[2]
-    place = backbone_of(model)
+    place = _list_of_blocks(model)
     if place is None:
         raise UserError(f"strategy=pipelined cannot cut a model of family {family}: its blocks are not found in a list")
     look = _Look()
-    backbone, blocks = place[0][place[1]], list(model.layers)
+    (owner, attribute), blocks = place, list(model.layers)
     units = dict(_units(model))
     classes = {name: type(unit) for name, unit in units.items()}
-    held = dict.__getitem__(backbone, "layers")
+    held = owner[attribute]
     try:
-        backbone.layers = [_Probe(block, look) for block in blocks]
+        owner[attribute] = [_Probe(block, look) for block in blocks]
         for name, unit in units.items():
             _derive(unit, look.used(name, len(blocks)))
         model(mx.zeros((1, 2), mx.int32))
@@ -176,7 +176,7 @@ def outline_of(model: nn.Module) -> Outline:
         why = str(reason).splitlines()[0][:80]
         raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {why}") from None
     finally:
-        dict.__setitem__(backbone, "layers", held)
+        owner[attribute] = held
         for name, unit in units.items():
             unit.__class__ = classes[name]
     unknown = sorted(units.keys() - look.before - look.after)
@@ -184,6 +184,16 @@ def outline_of(model: nn.Module) -> Outline:
         what = f"{', '.join(unknown)} is used neither before nor after the blocks" if unknown else "it skips blocks"
         raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {what}")
     return Outline(look.output.shape[-1], tuple(look.dtypes), frozenset(look.before), frozenset(look.after))
+
+
+def _list_of_blocks(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that has the blocks in a list, and the list's name there."""
+    wanted = [*map(id, model.layers)]
+    for module in model.modules():
+        for name, value in module.items():
+            if isinstance(value, list) and [*map(id, value)] == wanted:
+                return module, name
+    return None
 
 
 class _Look:
@@ -209,7 +219,7 @@ class _Look:
 
     def passed(self, block: nn.Module, x: Any, args: Sequence[Any]) -> mx.array:
         """A block's output, if it is one array made of the block before's alone."""
-        if self.output is not None and x is not self.output:
+        if not isinstance(x, mx.array) or (self.output is not None and x is not self.output):
             raise TypeError("a block is not handed what the one before made")
         if any(isinstance(arg, mx.array) and mx.issubdtype(arg.dtype, mx.floating) for _, arg in tree_flatten(args)):
             raise TypeError("blocks are handed more than the output of the one before")
@@ -227,7 +237,7 @@ class _Probe:
     def __init__(self, block: nn.Module, look: _Look):
         self.block, self.look = block, look
 
-    def __call__(self, x: Any, *args: Any, **options: Any) -> mx.array:
+    def __call__(self, x: Any = None, *args: Any, **options: Any) -> mx.array:
         return self.look.passed(self.block, x, (args, options))
 
     def __getattr__(self, name: str) -> Any:

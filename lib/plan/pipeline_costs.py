@@ -288,7 +288,7 @@ def block_bytes(shape: ModelShape, is_sparse: bool) -> float:
 
 def tokens_of_key(run: RunFacts) -> float:
     """Of a pair or an example, whole rows, where no more is known than the length of a typical one."""
-    return run.key.sequence_length * (1 if run.key.records == "sft" else 2)
+    return run.key.sequence_length * (2 if run.key.records == "preference" else 1)
 
 
 def _running_sum(by_block: np.ndarray) -> np.ndarray:

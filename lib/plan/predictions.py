@@ -183,7 +183,7 @@ def predict_sharded(
 
 def sharded_tokens(run: RunFacts) -> int:
     """Tokens of a pair through the blocks, rows as long as a typical one."""
-    return run.key.sequence_length * (1 if run.key.records == "sft" else 2)
+    return run.key.sequence_length * (2 if run.key.records == "preference" else 1)
 
 
 def measured_for(key: CurveKey, choice: CurveChoice) -> bool:

@@ -7,40 +7,50 @@ there; until then it holds the activations. A stage that recomputes keeps its in
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.data.collate import Batch
-from lib.distributed import heartbeat
+from lib.distributed import compression, heartbeat
 from lib.distributed.links import Links
 from lib.distributed.pipelined_world import InStages
 from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
-from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree
+from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters
+MOST_PARTS = 2  # arrays that one message is sent as
 PASSES = 3  # forward, backward, and forward again where a stage recomputes
+
+
+class Message(NamedTuple):
+    """An array that another rank sends, and what it comes in."""
+
+    array: mx.array
+    parts: list[mx.array]
 
 
 @dataclass
 class UnderWay:
     """A micro-batch between its forward and its backward pass.
 
-    given: what the stage was handed, [N, D]; None on the first rank. wanted: the gradient of its output, once it is
-    there. slopes: the gradients by input and parameters, not evaluated; None where they are still to be made.
+    given: what the stage was handed, [N, D]; None on the first rank. wanted: the gradient of its output, once what it
+    comes in is there. slopes: the gradients by input and parameters, not evaluated; None where they are to be made.
     """
 
     inputs: StreamInputs
     given: mx.array | None
     random_key: mx.array
-    wanted: mx.array | None = None
+    wanted: Message | None = None
     slopes: list[mx.array] | None = None
 
 
@@ -59,16 +69,18 @@ class PipelinedStep(TrainStep):
     recomputes: bool = field(kw_only=True)
     limit: Limit = field(kw_only=True)
     waited_seconds: float = field(default=0.0, init=False)  # of this step, for other stages
+    sent_error: float | None = field(default=None, init=False)  # what compression left out, of the norm of all sent
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepResult:
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step, as TrainStep's; the seconds are this rank's own."""
         self.waited_seconds = 0.0
-        result = super().__call__(index, steps, batches)
+        result = super().__call__(index, steps, batches, watching)
         compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
-        return replace(result, compute_seconds=[compute], wait_seconds=result.wait_seconds + self.waited_seconds)
+        wait = result.wait_seconds + self.waited_seconds
+        return replace(result, compute_seconds=[compute], wait_seconds=wait, sent_error=self.sent_error)
 
     def _forward_backward(
-        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch]
+        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], compared_with: mx.array | None
     ) -> tuple[Tree | None, mx.array]:
         made = list(batches)  # a reference that is asked as needed has its passes here
         counted += [batch for batch, _ in made]
@@ -76,13 +88,14 @@ class PipelinedStep(TrainStep):
         world = self.world
         assert isinstance(world, InStages)
         world.agree_to_go_on(what)
-        world.ranks.links.under_way = self.in_flight[0]
-        passes = _Passes(self, world.ranks.links, made)
+        world.ranks.links.under_way = MOST_PARTS * self.in_flight[0]
+        passes = _Passes(self, world.ranks.links, made, compared_with)
         with heartbeat.passing(what, PASSES * len(made)):
             for operation in operations(self.in_flight[self.stage.rank], len(made)):
                 (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
             world.ranks.links.finish(what)
-        self.waited_seconds = passes.waited_seconds
+        self.waited_seconds, (left_out, sent) = passes.waited_seconds, passes.squares.tolist()
+        self.sent_error = math.sqrt(left_out / sent) if sent else None
         self.limit.check(max((len(batch.rows) for batch in counted), default=0))
         world.agree_to_go_on(what)
         return passes.gradients, passes.sums
@@ -97,13 +110,18 @@ def pipelined(step: TrainStep, in_flight: Sequence[int], recomputes: bool, limit
 class _Passes:
     """The passes of one step's micro-batches through this rank's stage."""
 
-    def __init__(self, step: PipelinedStep, links: Links, batches: list[MicroBatch]):
+    def __init__(
+        self, step: PipelinedStep, links: Links, batches: list[MicroBatch], compared_with: mx.array | None
+    ) -> None:
+        self.compared_with = compared_with  # lib/training/baseline.py
         self.step, self.stage, self.model, self.links, self.batches = step, step.stage, step.model, links, batches
         self.trained = dict(sorted(tree_flatten(step.model.trainable_parameters())))
         self.under_way: dict[int, UnderWay] = {}
         self.gradients: Tree | None = None
         self.sums = mx.zeros(len(SUMS))
         self.waited_seconds = 0.0
+        self.compression = step.sync.compression
+        self.squares = mx.zeros(2)  # of what compression left out, and of all that was sent
 
     def forward(self, i: int) -> None:
         """A micro-batch through this rank's blocks, and on; on the last rank backward as well, up to the gradients."""
@@ -114,8 +132,7 @@ class _Passes:
         micro = UnderWay(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
         self.under_way[i] = micro
         if stage.is_last:
-            padded = None if reference is None else mx.array(batch.padded(reference))
-            self._last(micro, padded)
+            self._last(micro, *arrays_beside(batch, reference))
             return
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
@@ -124,7 +141,7 @@ class _Passes:
         else:
             output = self._run(micro, given)
         mx.eval(output)
-        self.links.send(output, stage.rank + 1, ACTIVATIONS)
+        self._send(output, stage.rank + 1, ACTIVATIONS)
 
     def backward(self, i: int) -> None:
         """A micro-batch's gradients, by way of what the next rank sends; those of its input go to the rank before."""
@@ -144,9 +161,9 @@ class _Passes:
         del micro, slopes
         mx.eval(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:
-            self.links.send(by_input, self.stage.rank - 1, GRADIENTS)
+            self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
-    def _last(self, micro: UnderWay, reference: mx.array | None) -> None:
+    def _last(self, micro: UnderWay, reference: mx.array | None, labels: mx.array | None) -> None:
         """Loss and gradients of the last rank, evaluated."""
 
         def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
@@ -154,7 +171,7 @@ class _Passes:
             of_micro_batch: list[mx.array] = []
 
             def work() -> mx.array:
-                value, sums = self.step.forward(micro.inputs, reference)
+                value, sums = self.step.forward(micro.inputs, reference, labels, self.compared_with)
                 of_micro_batch.append(sums)
                 return value
 
@@ -179,8 +196,9 @@ class _Passes:
             self._set(by_name)
             return [self._run(micro, given)]
 
+        assert micro.wanted is not None
         try:
-            (output,), slopes = mx.vjp(outputs, list(arrays.values()), [micro.wanted])
+            (output,), slopes = mx.vjp(outputs, list(arrays.values()), [micro.wanted.array])
         finally:
             self._set(self.trained)
         return output, list(slopes)
@@ -197,14 +215,29 @@ class _Passes:
     def _set(self, parameters: dict[str, mx.array]) -> None:
         self.model.update(tree_unflatten(list(parameters.items())))
 
-    def _expected(self, i: int, rank: int, dtype: mx.Dtype) -> mx.array:
-        return self.links.expect((self.batches[i][0].computed_tokens, self.stage.hidden_size), dtype, rank)
+    def _send(self, array: mx.array, rank: int, what: str) -> None:
+        parts = [array]
+        if self.compression != "none":
+            parts = compression.encode(array, self.compression)
+            wide, decoded = array.astype(mx.float32), compression.decode(parts, self.compression, array.shape)
+            self.squares = self.squares + mx.stack([mx.square(decoded - wide).sum(), mx.square(wide).sum()])
+            mx.eval(parts, self.squares)
+        for part in parts:
+            self.links.send(part, rank, what)
 
-    def _awaited(self, array: mx.array, what: str) -> mx.array:
+    def _expected(self, i: int, rank: int, dtype: mx.Dtype) -> Message:
+        shape = self.batches[i][0].computed_tokens, self.stage.hidden_size
+        if self.compression == "none":
+            array = self.links.expect(shape, dtype, rank)
+            return Message(array, [array])
+        parts = [self.links.expect(*part, rank) for part in compression.parts_of(math.prod(shape), self.compression)]
+        return Message(compression.decode(parts, self.compression, shape).astype(dtype), parts)
+
+    def _awaited(self, message: Message, what: str) -> mx.array:
         began = time.perf_counter()
-        self.links.wait(array, what)
+        self.links.wait(*message.parts, what=what)
         self.waited_seconds += time.perf_counter() - began
-        return array
+        return message.array
 
     def _add(self, slopes: dict[str, mx.array]) -> None:
         if not slopes:

@@ -52,6 +52,7 @@ class Learner:
         step = train_step.make_step(
             run.model, run.optimizer, settings.train, world, has_dropout, settings.sync, run.feedback, rank
         )
+        step.rewards = run.progress.rewards
         if isinstance(world, InStages):
             stages = run.plan.stages
             in_flight = [stage.in_flight for stage in stages]
@@ -95,7 +96,7 @@ class Learner:
             try:
                 return out_of_memory.attempt(
                     lambda fitting=fitting: self.take_step(  # type: ignore[misc]
-                        index, steps, self.limit.watching(iter(self.add_reference(fitting)))
+                        index, steps, self.add_reference(fitting), self.limit.watching
                     )
                 )
             except OutOfMemory as error:

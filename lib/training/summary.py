@@ -127,6 +127,7 @@ def _beside_plan(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> list[RankTot
 
 def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
     """The closing tables, where the files are, what to type next, and in a file the summary as JSON."""
+    pages = [name for name in ("report.html", "curves.png") if (folder / name).exists()]
     held_out = (
         ("loss", ".4f", summary["loss_before"], summary["loss"]),
         ("reward accuracy", ".1%", summary["reward_accuracy_before"], summary["reward_accuracy"]),
@@ -164,7 +165,7 @@ def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
             ),
             ("memory", f"{size_text(summary['peak_memory_bytes'])} at most"),
             *(("cost", text) for text in _costs(summary["cost"])),
-            ("results", f"{folder}/: adapter, report.html, curves.png, summary.json"),
+            ("results", f"{folder}/: {', '.join(['adapter', *pages, 'summary.json'])}"),
         ],
     )
     words = [python(), "-m"]
