@@ -10,6 +10,7 @@ import pytest
 
 from lib.config.schema import DataSettings
 from lib.data.chat_tokens import Encoded
+from lib.data.dataset import load_dataset
 from lib.data.record_formats import Chat, Unusable
 from lib.data.tokenize import Encoder
 from tests import chat_models, chat_rows
@@ -151,6 +152,48 @@ def test_every_turn_of_a_conversation_is_learnt_or_the_reason_is_given(name):
     _, _, (learnt,) = decoded(name, chat)
     assert "First 1." in learnt and "Second 2." in learnt and "Sure?" not in learnt and "+ 30" not in learnt
     assert made.completions[0][-1] in chat_models.end_ids(chat_models.tokenizer_of(name), chat_models.registry()[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen2.5-7B-Instruct", "google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"]
+)
+def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
+    """What is left is, id for id, the shorter conversation: system prompt, opening tokens and last question in place."""
+    turns = [
+        {"role": role, "content": f"{number} " + "word " * 20} for number in range(8) for role in ("user", "assistant")
+    ]
+    prompt = [chat_rows.SYSTEM, *turns, USER]
+    tokenizer, about = chat_models.tokenizer_of(name), chat_models.registry()[name]
+    encoder = chat_rows.encoder_of(tokenizer, about)
+    lengths = []
+    for kept in range(9):
+        (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+        assert isinstance(short, Encoded)
+        lengths.append(len(short.prompt) + max(map(len, short.completions)))
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}) + "\n")
+    wrapped = encoder.tokenizer
+    for kept, length in enumerate(lengths[:-1]):
+        for limit in (length, lengths[kept + 1] - 1):
+            settings = DataSettings(train=str(file), max_length=limit)
+            data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+            (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+            assert isinstance(short, Encoded) and data.truncated_count == 1
+            assert data[0].prompt_ids.tolist() == short.prompt
+            assert [ids.tolist() for ids in data[0].completions] == short.completions
+
+
+def test_a_long_question_is_cut_at_its_beginning_and_stays_well_formed(tmp_path):
+    question = {"role": "user", "content": " ".join(f"word{number}" for number in range(200)) + " and?"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": [chat_rows.SYSTEM, question], "chosen": [GOOD], "rejected": [BAD]}) + "\n")
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
+    settings = DataSettings(train=str(file), max_length=90)
+    data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+    text = wrapped.decode(data[0].prompt_ids.tolist())
+    assert text.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
+    assert text.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
 
 
 def test_arguments_of_the_settings_and_of_a_row():

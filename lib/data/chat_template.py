@@ -116,7 +116,9 @@ class ChatTemplate:
     def arguments(self, chat: Chat) -> JSON:
         """What the template is given for a chat: thinking only where its answer thinks, unless it is set."""
         thinks = any(has_reasoning(message) for answer in chat.completions for message in answer)
-        default = self._default | ({"enable_thinking": True} if thinks else {})
+        if not thinks and not chat.template_arguments:
+            return self._default
+        default = {**self._default, "enable_thinking": thinks}
         return {**default, **self.settings.chat_template_kwargs, **chat.template_arguments}
 
     def render(self, chats: Sequence[Chat]) -> list[Rendering | Unusable]:
@@ -139,7 +141,7 @@ class ChatTemplate:
         for chat, prompt in zip(chats, prompts, strict=True):
             texts = [next(wholes) for _ in chat.completions]
             rendered = _rendering(chat, prompt, texts)
-            if isinstance(rendered, Unusable) or not _reach(rendered):
+            if isinstance(rendered, Unusable) or _lost(rendered):
                 rendered = self._render_adapted(chat, rendered)
             result.append(rendered)
         return result
@@ -149,7 +151,8 @@ class ChatTemplate:
         result: list[str | Unusable] = [""] * len(conversations)
         groups: dict[str, list[int]] = {}
         for index, (_, tools, arguments) in enumerate(conversations):
-            groups.setdefault(repr((tools, arguments)), []).append(index)
+            key = "" if arguments is self._default and not tools else repr((tools, arguments))
+            groups.setdefault(key, []).append(index)
         for indices in groups.values():
             _, tools, arguments = conversations[indices[0]]
             options = {**self._options, "add_generation_prompt": add_generation_prompt, **arguments}
@@ -181,16 +184,21 @@ class ChatTemplate:
         """A chat that was refused or lost something, with the same content in another form; `first` where none does."""
         if isinstance(first, Rendering):
             first = self._with_thinking(first)
-            if _reach(first):
+            if not _lost(first):
                 return first
         for adapted in _adaptations(chat):
             given = self.arguments(adapted)
             (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
             wholes = [Conversation([*adapted.prompt, *answer], adapted.tools, given) for answer in adapted.completions]
             rendered = _rendering(adapted, prompt, self.texts(wholes, False))
-            if isinstance(rendered, Rendering) and _reach(rendered):
+            if isinstance(rendered, Rendering) and not _lost(rendered):
                 return rendered
-        return first
+        if isinstance(first, Unusable):
+            return first
+        return Unusable(
+            f"the chat template leaves out {_lost(first)}; take it out of the data, or give a template that keeps it "
+            "with data.chat_template=FILE"
+        )
 
     def _with_thinking(self, made: Rendering) -> Rendering:
         """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
@@ -287,26 +295,30 @@ class ChatTemplate:
         compiled.globals["strftime_now"] = lambda format: date.strftime(format)
 
 
-def _reach(made: Rendering) -> bool:
-    """Whether all that the answers think and call is in their texts."""
+def _lost(made: Rendering) -> str | None:
+    """What of the answers is not in their texts, in words; None for nothing."""
     for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
         for message in answer:
-            if lost(message, whole):
-                return False
-    return True
+            if (name := lost(message, whole)) is not None:
+                return name
+    return None
 
 
 def lost(message: Message, whole: str) -> str | None:
     """What of an answer's thinking, content and calls is not in its conversation's text, in words; None for nothing."""
     if message["role"] != "assistant":
         return None
-    thinking = {repr(name): message.get(name) for name in REASONING}
-    for name, text in {**thinking, "the thinking in its content": inline_reasoning(message)}.items():
+    for name in REASONING:
+        text = message.get(name)
         if isinstance(text, str) and text.strip() not in whole:
-            return name
-    content = message.get("content")
-    if isinstance(content, str) and INLINE_THINKING.sub("", content, count=1).strip() not in whole:
-        return "the answer's content"
+            return repr(name)
+    content, inline = message.get("content"), inline_reasoning(message)
+    if inline is not None and inline.strip() not in whole:
+        return "the thinking in its content"
+    if isinstance(content, str):
+        said = content if inline is None else INLINE_THINKING.sub("", content, count=1)
+        if said.strip() not in whole:
+            return "the answer's content"
     calls: Any = message.get("tool_calls") or ()
     for call in calls:
         called = (call.get("function") or call).get("name") if isinstance(call, dict) else None
