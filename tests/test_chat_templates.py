@@ -6,12 +6,16 @@ import gzip
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lib.config.schema import DataSettings
 from lib.data.chat_tokens import Encoded
-from lib.data.dataset import load_dataset
+from lib.data.collate import collate
+from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.record_formats import Chat, Unusable
+from lib.data.streaming import open_training
+from lib.data.template_facts import facts_of, picture
 from lib.data.tokenize import Encoder
 from tests import chat_models, chat_rows
 
@@ -218,6 +222,61 @@ def test_the_day_is_that_of_the_settings(name):
     chat = Chat([USER], ([GOOD],), "")
     assert any(day in decoded(name, chat)[0] for day in ("2024-07-26", "26 Jul 2024"))
     assert any(day in decoded(name, chat, template_date="2026-11-22")[0] for day in ("2026-11-22", "22 Nov 2026"))
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("Qwen-Qwen3-0.6B", "thinking off, unless an answer thinks"),
+        ("Qwen-Qwen3-0.6B", "earlier turns lose their thinking"),
+        ("Qwen-Qwen3-0.6B", "tools known"),
+        ("google-gemma-2-2b-it", "system prompts open the first question; thinking unknown to it; tools unknown to it"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "thinking always opened by the prompt"),
+        ("microsoft-Phi-3.5-mini-instruct", "turns end with <|endoftext|> or <|end|> or <|assistant|>"),
+    ],
+)
+def test_a_run_says_what_its_template_does(name, said):
+    encoder = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name])
+    assert said in str(facts_of(encoder))
+
+
+def test_a_row_in_colours():
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    made = encode(name, Chat([USER], (messages,), "", ((True, False, True),)))
+    assert isinstance(made, Encoded) and made.learnt is not None
+    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), (np.array(made.learnt[0]),))
+    text = picture(example, chat_models.tokenizer_of(name), 0, "green").plain
+    assert text.endswith(
+        "assistant\n⟦The answer is 42.<|im_end|>⟧\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦Yes.<|im_end|>⟧"
+    )
+
+
+def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
+    """Through the data set, the cache of streamed rows and the micro-batch: one count, and the same batch."""
+    encoder = chat_rows.encoder_of(
+        chat_models.tokenizer_of("StepFun3.5-Flash"), chat_models.registry()["StepFun3.5-Flash"]
+    )
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [USER], "chosen": [{**GOOD, "content": f"It is {n}."}], "rejected": [BAD]} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = []
+    for streaming in (False, True, True):
+        settings = DataSettings(train=str(file), streaming=streaming, cache_dir=str(tmp_path / "cache"))
+        data = open_training(settings, "preference", encoder.tokenizer, tell=print, eos_token_id=None)
+        examples = data.examples(range(3))
+        batches.append(collate(examples, 16, True))
+        counts = [[*map(len, example.scored_indices)] for example in examples]
+        if isinstance(data, Dataset):
+            assert data.scored_tokens.tolist() == counts and (data.tokens < 0).any()
+    one = batches[0]
+    text = encoder.tokenizer.decode
+    assert one.completion_tokens == sum(map(sum, counts)) == int(one.mask.sum())
+    assert text(one.targets[one.logp_indices[0, 0][one.mask[0, 0]]].tolist()) == "It is 0.<|im_end|>"
+    for other in batches[1:]:
+        for key, value in one.inputs.items():
+            assert np.array_equal(value, other.inputs[key]), key
 
 
 def test_a_template_of_its_own_end_ends_generation():

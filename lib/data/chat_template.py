@@ -100,7 +100,8 @@ class ChatTemplate:
         self.is_used = own is not None or (bool(settings.chat_template) and has_template)
         self.text = own if own is not None else str(stored)
         self._options: JSON = {"tokenize": False} | ({} if own is None else {"chat_template": own})
-        self._default = arguments_at_inference(settings)
+        self.arguments_without_answer = arguments_at_inference(settings)
+        """What a prompt alone is rendered with."""
         if self.is_used and "strftime_now" in self.text:
             self._pin_date(datetime.date.fromisoformat(settings.template_date))
 
@@ -111,14 +112,16 @@ class ChatTemplate:
 
     def fingerprint(self) -> str:
         """What decides the text of a conversation."""
-        return json.dumps([self.text, self._default, self.settings.template_date], sort_keys=True, default=str)
+        return json.dumps(
+            [self.text, self.arguments_without_answer, self.settings.template_date], sort_keys=True, default=str
+        )
 
     def arguments(self, chat: Chat) -> JSON:
         """What the template is given for a chat: thinking only where its answer thinks, unless it is set."""
         thinks = any(has_reasoning(message) for answer in chat.completions for message in answer)
         if not thinks and not chat.template_arguments:
-            return self._default
-        default = {**self._default, "enable_thinking": thinks}
+            return self.arguments_without_answer
+        default = {**self.arguments_without_answer, "enable_thinking": thinks}
         return {**default, **self.settings.chat_template_kwargs, **chat.template_arguments}
 
     def render(self, chats: Sequence[Chat]) -> list[Rendering | Unusable]:
@@ -151,7 +154,7 @@ class ChatTemplate:
         result: list[str | Unusable] = [""] * len(conversations)
         groups: dict[str, list[int]] = {}
         for index, (_, tools, arguments) in enumerate(conversations):
-            key = "" if arguments is self._default and not tools else repr((tools, arguments))
+            key = "" if arguments is self.arguments_without_answer and not tools else repr((tools, arguments))
             groups.setdefault(key, []).append(index)
         for indices in groups.values():
             _, tools, arguments = conversations[indices[0]]
@@ -236,7 +239,11 @@ class ChatTemplate:
         question: Message = {"role": "user", "content": "a"}
         system: Message = {"role": "system", "content": SENTINEL}
         alone, both = self.texts(
-            [Conversation(messages, None, self._default) for messages in ([question], [system, question])], True
+            [
+                Conversation(messages, None, self.arguments_without_answer)
+                for messages in ([question], [system, question])
+            ],
+            True,
         )
         return isinstance(alone, str) and (isinstance(both, Unusable) or SENTINEL not in both)
 
