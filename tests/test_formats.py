@@ -468,7 +468,9 @@ def test_labelled_answers_are_recognised(name: str) -> None:
         assert chat.label is label and chat.columns == told
         assert chat.prompt == ASKED and chat.completions == ([assistant("The Rhine.")],)
     for value in (2, "yes", [], -1):
-        assert f"the label is {json.dumps(value)}, not true or false" in reason(record | {column: value}, "unpaired")
+        assert f"column {column!r} is {json.dumps(value)}, not true or false" in reason(
+            record | {column: value}, "unpaired"
+        )
     assert "label" in reason({k: v for k, v in record.items() if k != column}, "unpaired")
     # With another loss the label would be lost, and that is said.
     assert f"column '{column}' would be lost" in reason(record, "sft")
@@ -819,7 +821,6 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "preference",
             "name yours with data.chosen=better data.rejected=COLUMN data.prompt=question",
         ),
-        (ORCA, "unpaired", "these are pairs: train.loss=sigmoid"),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "did you mean data.label=labl?"),
     ],
 )

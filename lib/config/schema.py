@@ -147,10 +147,16 @@ class DataSettings(_Section):
 class TrainSettings(_Section):
     """The optimisation."""
 
-    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"] = "sigmoid"
-    """`sft`, or a preference loss; lib/training/losses.py cites each paper."""
+    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo", "kto", "bco"] = "sigmoid"
+    """`sft`, a preference loss, or `kto` or `bco` for completions with a label each; lib/training/losses.py cites each
+    paper."""
     beta: PositiveFloat = 0.1
     """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of desirable completions in kto and bco. Where there are fewer of them: undesirable ones over desirable
+    ones, up to 4/3 of it (arXiv:2402.01306, section 4.2)."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of undesirable completions in kto and bco."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
     rpo_alpha: NonNegative = 0.0
@@ -166,7 +172,7 @@ class TrainSettings(_Section):
     steps: Positive | None = None
     """Optimizer steps."""
     global_batch_size: Positive = 16
-    """Pairs (rows, for SFT) of one optimizer step, over all ranks."""
+    """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -460,9 +466,15 @@ class Config(_Section):
             raise ValueError(
                 f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0"
             )
-        if self.train.rpo_alpha and self.train.loss == "sft":
+        if self.train.rpo_alpha and self.record_kind != "preference":
             raise ValueError(
-                "train.rpo_alpha adds an SFT term to a preference loss, but train.loss is sft; leave it at 0"
+                f"train.rpo_alpha adds an SFT term to a preference loss, but train.loss is {self.train.loss}; "
+                "leave it at 0"
+            )
+        if self.record_kind != "unpaired" and (self.train.desirable_weight, self.train.undesirable_weight) != (1, 1):
+            raise ValueError(
+                "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "
+                f"not {self.train.loss}; leave them at 1"
             )
         return self
 
@@ -494,5 +506,7 @@ class Config(_Section):
             )
 
     @property
-    def record_kind(self) -> Literal["preference", "sft"]:
-        return "sft" if self.train.loss == "sft" else "preference"
+    def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
+        if self.train.loss == "sft":
+            return "sft"
+        return "unpaired" if self.train.loss in ("kto", "bco") else "preference"

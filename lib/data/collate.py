@@ -48,6 +48,10 @@ class Batch:
     """Positions that the model runs over, N."""
     real_tokens: int
     """The fewest that would do: every prompt once, every completion without its last token."""
+    labels: np.ndarray | None = None
+    """bool [examples]: whether each completion is desirable; None for records without labels."""
+    mismatched: Batch | None = None
+    """The same rows' prompts with another prompt's completion each: they have no gradient."""
 
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
@@ -119,6 +123,7 @@ def collate(
         completion_tokens=int(sequences.scored.sum()),
         computed_tokens=len(tokens),
         real_tokens=int(need["tokens"]),
+        labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
     )
 
 

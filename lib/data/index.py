@@ -32,7 +32,9 @@ STREAMED_BYTES = 64 * 2**20
 # Unusable records that are named in memory; all are in the index's folder.
 NAMED = 20
 # A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and
-# of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion.
+# of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion; 1 for
+# a desirable completion, 0 for another, -1 for a record without a label. A pair that is read as two labelled rows has
+# two entries.
 ENTRY = np.dtype(
     [
         ("offset", "<i8"),
@@ -41,11 +43,12 @@ ENTRY = np.dtype(
         ("prompt_key", "<u8"),
         ("content_key", "<u8"),
         ("pieces", "<u4", (3,)),
+        ("label", "<i1"),
     ]
 )
 
 
-_ENTRY_STRUCT = struct.Struct("<qIIQQ3I")  # the same, to write one quickly
+_ENTRY_STRUCT = struct.Struct("<qIIQQ3Ib")  # the same, to write one quickly
 assert _ENTRY_STRUCT.size == ENTRY.itemsize
 
 
@@ -201,7 +204,7 @@ class Meta(TypedDict):
     unusable_count: int
 
 
-VERSION = 2  # of what an index holds
+VERSION = 3  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 
@@ -230,7 +233,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
             try:
                 if isinstance(record, Unusable):
                     raise record
-                parsed = parse_records.parse(record, settings, kind)
+                parsed = parse_records.parse_rows(record, settings, kind)
             except Unusable as why:
                 unusable_count += 1
                 unusable.write(f"{file}:{line}: {why}\n")
@@ -241,10 +244,12 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 raw = raw if raw.endswith(b"\n") else raw + b"\n"
                 offset = written
                 written += lines.write(raw)
-            entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(parsed), *sizes_of(parsed)))
+            for row in parsed:
+                label = -1 if row.label is None else int(row.label)
+                entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(row), *sizes_of(row), label))
+                formats.setdefault(row.columns, {"count": 0, "first": count})["count"] += 1
+                count += 1
             digest.update(raw)
-            formats.setdefault(parsed.columns, {"count": 0, "first": count})["count"] += 1
-            count += 1
     meta: Meta = {
         "file": str(file),
         "size": seen.st_size,

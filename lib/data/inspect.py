@@ -130,7 +130,7 @@ def _tokenised(
     cut = filtered = unusable = 0
 
     def read() -> Iterator[tuple[str, Any]]:
-        return ((str(number), parse(records[number], data, kind)) for number in range(len(records)))
+        return ((str(number), parse(records, number, data, kind)) for number in range(len(records)))
 
     results: Iterator[tuple[str, Any, tuple[Pieces, bool] | Unusable]] = tokenised(read(), whole, encoder, vocab_size)
     for number, (_, _, result) in enumerate(results):
@@ -193,7 +193,7 @@ def _show_formats(say: Voice, records: Records, data: DataSettings, kind: Record
             counts[name] = counts.get(name, 0) + seen["count"]
             first.setdefault(name, start + seen["first"])
     for name, count in counts.items():
-        record = parse(records[first[name]], data, kind)
+        record = parse(records, first[name], data, kind)
         say.line("")
         say.line(f"{name}, {count:,} rows, the first: {records.location(first[name])}", "bold")
         for title, text, style in _as_read(record):
@@ -298,7 +298,7 @@ def _show_rows(
     tokenizer: Tokenizer,
 ) -> None:
     """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
-    read = ((str(number), parse(records[number], data, kind)) for number in numbers)
+    read = ((str(number), parse(records, number, data, kind)) for number in numbers)
     for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, None), strict=True):
         say.line(records.location(number), "bold")
         if isinstance(result, Unusable):
