@@ -136,8 +136,8 @@ class TrainSettings(Section):
     beta: PositiveFloat = 0.1
     """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of desirable completions in kto and bco. Where there are fewer of them: undesirable ones over desirable
-    ones, up to 4/3 of it (arXiv:2402.01306, section 4.2)."""
+    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
+    the rarer one counts."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of undesirable completions in kto and bco."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
