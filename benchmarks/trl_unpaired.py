@@ -1,9 +1,9 @@
 """Losses and gradients of KTO and BCO as TRL computes them: the numbers that tests/test_unpaired.py compares with.
 
-    PYTHON benchmarks/trl_unpaired.py kto        in an environment of its own with trl==1.16.0 and torch
-    PYTHON benchmarks/trl_unpaired.py bco        with trl==1.9.0: later ones have no BCO
+    python benchmarks/trl_unpaired.py kto        with trl==1.16.0
+    python benchmarks/trl_unpaired.py bco        with trl==1.9.0: later ones have no BCO
 
-TRL's own trainers are asked, without a model: six completions' log-probabilities under policy and reference are made
+`python` is that of an environment with TRL and PyTorch. TRL's own trainers are asked, without a model: six completions' log-probabilities under policy and reference are made
 up, and those of six mismatched ones. Computed in float64. Prints one JSON object.
 """
 
