@@ -141,7 +141,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
     hosts = host_names(world)
-    largest = Rows.of(data.prompts, data.seen, data.scored_tokens, length_multiple(config.data))
+    largest = Rows.of(*data.trained, length_multiple(config.data))
     plan = first_plan(config, world, hosts, data.lengths, largest, folder if resume else None)
     report.show_run(say, config, plan, inputs, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)

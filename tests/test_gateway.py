@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config import load
-from lib.config.schema import ServeSettings
+from lib.config.serve_settings import ServeSettings
 from lib.errors import UserError
 from lib.launch.hostfile import Host
 from lib.serve import api_keys, openai_answers, openai_requests

@@ -11,6 +11,7 @@ import pytest
 from lib.config.schema import TrainSettings
 from lib.training.losses import (
     PREFERENCE_LOSSES,
+    UNPAIRED_LOSSES,
     LogProbs,
     LossOptions,
     log_odds,
@@ -171,7 +172,7 @@ def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str
 
 def test_every_loss_is_covered() -> None:
     assert {name for name, _ in CASES} == set(PREFERENCE_LOSSES)
-    assert set(get_args(TrainSettings.model_fields["loss"].annotation)) == {"sft", *PREFERENCE_LOSSES}
+    assert set(get_args(TrainSettings.model_fields["loss"].annotation)) == {"sft", *PREFERENCE_LOSSES, *UNPAIRED_LOSSES}
     assert [n for n in PREFERENCE_LOSSES if not needs_reference(n)] == ["simpo", "orpo", "cpo"]
 
 

@@ -43,7 +43,14 @@ def key(run: Path) -> str:
 def gateway(run: Path, key: str) -> Iterator[Served]:
     """Two backends on this machine, under two of its names."""
     (run / "hostfile").write_text("localhost:1\n127.0.0.1:1\n")
-    with served("--run", run, f"serve.keys={run}/keys", f"serve.hostfile={run}/hostfile", *LIMITS) as one:
+    with served(
+        "--run",
+        run,
+        f"serve.keys={run}/keys",
+        f"serve.hostfile={run}/hostfile",
+        *LIMITS,
+        f"serve.feedback={run}/feedback.jsonl",
+    ) as one:
         yield one.until_up(2)
 
 
@@ -85,6 +92,38 @@ def answer_of(run: Path, with_adapter: bool = True) -> str:
     model, tokenizer = load_model(str(run.parent / "model"), adapter_path=str(run) if with_adapter else None)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
     return str(generate(model, tokenizer, prompt, max_tokens=12))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_labels_a_completion_and_the_row_trains(
+    gateway: Served, client: openai.OpenAI, key: str, run: Path, stream: bool
+) -> None:
+    file = run / "feedback.jsonl"
+    before = file.read_text().splitlines()
+    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0}
+    if stream:
+        events = list(client.chat.completions.create(**asked, stream=True))
+        id, text = events[0].id, "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    else:
+        whole = client.chat.completions.create(**asked)
+        id, text = whole.id, str(whole.choices[0].message.content)
+
+    def send(body: dict[str, Any], key: str) -> httpx2.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx2.post(f"{gateway.address}/v1/feedback", json=body, headers=headers, timeout=60)
+
+    assert send({"id": id, "label": stream}, "wrong").status_code == 401
+    assert send({"id": "chatcmpl-none", "label": True}, key).status_code == 404
+    assert send({"id": id, "label": "yes"}, key).status_code == 400
+    assert send({"id": id, "label": stream, "text": "x" * 5000}, key).status_code == 413
+    answer = send({"id": id, "label": stream}, key)
+    assert answer.status_code == 200 and answer.json() == {"object": "feedback", "id": id, "label": stream}
+    [line] = file.read_text().splitlines()[len(before) :]
+    row = json.loads(line)
+    assert (row["prompt"], row["completion"], row["label"]) == (QUESTION, text, stream)
+    gateway.wait(lambda: gateway.of("request", path="/v1/feedback", status=200, label=stream), 20)
+    assert text not in str(gateway.records)
+    assert metric(gateway, key, "tandem_labels_total") >= 1
 
 
 # ---- What clients want -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lib.model import load as models
 from lib.system import mpi_and_blas
 from lib.telemetry import run_records
 from lib.telemetry.run_records import PerformanceTracker
+from lib.training import baseline
 from tests import rounding, tiny
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
@@ -262,3 +264,71 @@ def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
     own = folder / "there" / "logs" / f"rank-{last:03d}.jsonl"
     assert (here / f"host-{last}" / own.name).read_bytes() == own.read_bytes()
     world.broadcast_text("seen")
+
+
+@pytest.mark.parametrize("loss", ["kto", "bco"])
+def test_a_baseline_is_exact_over_unequal_ranks_and_ragged_micro_batches(world: World, folder: Path, loss: str) -> None:
+    """21 pairs are 42 rows: batches of 8, the last one of 2, of which a rank may get nothing."""
+    common = [*settings(world, folder), f"train.loss={loss}", "train.steps=12", "train.learning_rate=1e-2"]
+    alone = train(World(rank=0), folder, common, f"alone{world.rank}")
+    runs = []
+    for shares, sizes in {2: [([5, 3], [2, 3]), ([8, 0], [3, 1])], 3: [([5, 2, 1], [3, 2, 1])]}.get(
+        world.size, [(unequal(world), [2] * world.size)]
+    ):
+        words = [f"plan.shares={shares}", f"plan.micro_batch_sizes={sizes}"]
+        runs.append(train(world, folder, [*common, *words], "-".join(map(str, ("together", *shares)))))
+        world.gather_text("finished")
+    assert any(record["kl"] > 0 for record in steps_of(alone)), "no baseline but 0 was tried"
+    rounding.assert_equal_runs(alone, runs, ["loss", "kl"])
+    own = [json.loads((run / "checkpoints/step-00000012/state.json").read_text())["rewards"] for run in (alone, *runs)]
+    assert all(rewards[1] == own[0][1] for rewards in own)
+    world.gather_text("checked")
+
+
+def test_memory_that_runs_out_before_the_baseline_is_known_stops_no_other_rank(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = [*settings(world, folder), "train.loss=kto", "train.steps=3", "strategy=synchronous"]
+    plain = train(World(rank=0), folder, common, f"plain{world.rank}")
+    sums, failures = baseline.log_ratio_sums, [world.rank == 0]
+
+    def fails_once(*arguments: Any) -> mx.array:
+        made = sums(*arguments)
+        if failures and failures.pop():
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        return made
+
+    monkeypatch.setattr(baseline, "log_ratio_sums", fails_once)
+    again = train(world, folder, [*common, f"plan.shares={unequal(world)}"], "again")
+    monkeypatch.undo()
+    world.gather_text("finished")
+    plans = [record for record in run_records.read_records(again / "logs/rank-000.jsonl") if record["kind"] == "plan"]
+    assert len(plans) == 1 and plans[0]["step"] == 1
+    rounding.assert_equal_runs(plain, [again], ["loss"])
+    world.gather_text("checked")
+
+
+def test_independent_ranks_merge_what_they_know_of_rewards(world: World, folder: Path) -> None:
+    """bco's delta is a mean over all ranks from a round's end on; a run that goes on in the middle of one is the same."""
+    words = [*settings(world, folder), "train.loss=bco", "strategy=independent", f"plan.shares={unequal(world)}"]
+    words += ["independent.pairs_per_round=32", "train.schedule=constant", "checkpoint.every=1", "checkpoint.keep=99"]
+    words += ["train.steps=8"]
+    whole, resumed = train(world, folder, words, "whole"), folder / "runs/resumed"
+    world.gather_text("finished")
+    if world.rank == 0:
+        shutil.copytree(whole, resumed)
+        for step in (7, 8):
+            shutil.rmtree(resumed / f"checkpoints/step-{step:08d}")
+    world.gather_text("copied")
+    train(world, folder, words, "resumed", resume=True)
+    world.gather_text("finished")
+
+    def state(run: Path, step: int) -> dict[str, Any]:
+        return json.loads((run / f"checkpoints/step-{step:08d}/state.json").read_text())
+
+    merged = state(whole, 8)
+    assert merged["rewards"][1] == merged["pairs"] == 8 * 8 - 6 and "rewards" not in merged["rounds"]
+    inside = state(whole, 6)["rounds"]
+    assert [count for _, count in inside["rewards"]] != [inside["rewards_before"][1]] * world.size
+    assert state(resumed, 8)["rewards"] == merged["rewards"] and difference(whole, resumed) == 0.0
+    world.gather_text("checked")

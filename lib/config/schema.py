@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-Natural = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
+from lib.config.serve_settings import ServeSettings
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
-
-
-class RunSettings(_Section):
+class RunSettings(Section):
     """Where a run keeps its files."""
 
     dir: str = "runs"
@@ -34,7 +27,7 @@ class RunSettings(_Section):
     """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
 
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """What is trained, and what it is compared with."""
 
     path: str
@@ -80,7 +73,7 @@ class ModelSettings(_Section):
         return self.gradient_checkpointing is None and not self.dropout
 
 
-class DataSettings(_Section):
+class DataSettings(Section):
     """The records, their columns, and how they become tokens."""
 
     train: str | dict[str, PositiveFloat]
@@ -125,9 +118,21 @@ class DataSettings(_Section):
     completion: str = "completion"
     """Column of the completion (SFT)."""
     messages: str = "messages"
-    """Column of a conversation (SFT); the last assistant message is learnt."""
+    """Column of a conversation (SFT); data.learn says what of it is learnt."""
     text: str = "text"
     """Column of plain text (SFT)."""
+    label: str = "label"
+    """Column of unpaired feedback: true for a desirable completion, false for another."""
+    system: str = "system"
+    """Column of a system prompt beside the prompt or the conversation."""
+    tools: str = "tools"
+    """Column of the tools that the model may call: a list of definitions, or its JSON text."""
+    learn: Literal["last", "assistant", "all"] = "last"
+    """What SFT learns of a conversation: the assistant's last message, all of the assistant's, or every message.
+    Messages with a weight of 0 or 1, as OpenAI's files have them, say it themselves."""
+    ignore: tuple[str, ...] = ()
+    """Columns, and fields of messages, to leave out on purpose, e.g. [system, label]: one that means something and that
+    nothing reads stops the run otherwise."""
     length_multiple: Positive | None = None
     """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow,
     and 16 on a CPU."""
@@ -137,13 +142,19 @@ class DataSettings(_Section):
     """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
 
 
-class TrainSettings(_Section):
+class TrainSettings(Section):
     """The optimisation."""
 
-    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"] = "sigmoid"
-    """`sft`, or a preference loss; lib/training/losses.py cites each paper."""
+    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo", "kto", "bco"] = "sigmoid"
+    """`sft`, a preference loss, or `kto` or `bco` for completions with a label each; lib/training/losses.py cites each
+    paper."""
     beta: PositiveFloat = 0.1
     """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
+    the rarer one counts."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of undesirable completions in kto and bco."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
     rpo_alpha: NonNegative = 0.0
@@ -159,7 +170,7 @@ class TrainSettings(_Section):
     steps: Positive | None = None
     """Optimizer steps."""
     global_batch_size: Positive = 16
-    """Pairs (rows, for SFT) of one optimizer step, over all ranks."""
+    """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -195,7 +206,7 @@ class TrainSettings(_Section):
     cost more padding."""
 
 
-class PlanSettings(_Section):
+class PlanSettings(Section):
     """How a step's work is divided among the ranks."""
 
     shares: tuple[Natural, ...] | None = None
@@ -222,7 +233,7 @@ class PlanSettings(_Section):
     """Only where the rest of the run is expected to become so much shorter."""
 
 
-class CostSettings(_Section):
+class CostSettings(Section):
     """What training costs, in any one currency."""
 
     watts: NonNegative | dict[str, NonNegative] = 0.0
@@ -233,7 +244,7 @@ class CostSettings(_Section):
     """Rent of a host: one number for all, or by host."""
 
 
-class SyncSettings(_Section):
+class SyncSettings(Section):
     """How ranks talk."""
 
     timeout_seconds: PositiveFloat = 600.0
@@ -245,7 +256,7 @@ class SyncSettings(_Section):
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
 
-class IndependentSettings(_Section):
+class IndependentSettings(Section):
     """Ranks that train independently, each at its own pace, and are merged at the end of every round."""
 
     pairs_per_round: Positive | None = None
@@ -263,7 +274,7 @@ class IndependentSettings(_Section):
     """Of `outer`: Nesterov momentum over the rounds."""
 
 
-class CheckpointSettings(_Section):
+class CheckpointSettings(Section):
     """What is kept on disk while a run goes on."""
 
     every: Positive | None = None
@@ -275,7 +286,7 @@ class CheckpointSettings(_Section):
     """The newest checkpoints that are kept; the best one is kept as well."""
 
 
-class EvaluateSettings(_Section):
+class EvaluateSettings(Section):
     """Held-out evaluation."""
 
     every: Positive | None = None
@@ -301,7 +312,7 @@ class EvaluateSettings(_Section):
     by default an answer is right or wrong (evaluate.answer_pattern)."""
 
 
-class MetalSettings(_Section):
+class MetalSettings(Section):
     """What is particular to Macs; elsewhere nothing here has an effect."""
 
     display: Literal["advise", "sleep", "ignore"] = "advise"
@@ -318,64 +329,7 @@ class MetalSettings(_Section):
     (mlx#3186). `auto`: where the model takes half of the memory or more."""
 
 
-class ServeSettings(_Section):
-    """A finished run behind an OpenAI-compatible gateway, `make serve`; docs/serving.md tells the whole story."""
-
-    host: str = "127.0.0.1"
-    """Address that the gateway listens on; any but a loopback address needs serve.keys."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8080
-    """Port of the gateway; 0 takes a free one."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
-    """What clients call the model; by default the run's name. No other name is served."""
-    keys: str | None = None
-    """File of API keys, as `python -m lib.server --make-key NAME` adds them: hashes only. Read again on SIGHUP."""
-    hostfile: str | None = None
-    """Host file: one backend on each host, over ssh, with the model and the run at the same places as here."""
-    backends: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s?#]+$")], ...] = ()
-    """Servers of the same model and adapter that already run, e.g. [http://10.0.0.2:8081]; by default one is started
-    here."""
-    fuse: bool = False
-    """Serve the model with the adapter fused into it, kept in RUN/fused-...: faster, at the price of a second copy on
-    disk."""
-    concurrency: Positive = 32
-    """Requests that one backend decodes at once; more wait in the gateway."""
-    max_queue: Natural = 256
-    """Requests that may wait; what comes beyond them is refused (429)."""
-    max_connections: Positive = 1024
-    """Open connections, idle ones included; what comes beyond them is closed."""
-    max_body_bytes: Positive = 1_000_000
-    """Largest body of a request."""
-    max_prompt_tokens: Positive = 8192
-    """Longest prompt, by the model's tokenizer, the few tokens of the chat template left out."""
-    max_tokens: Positive = 2048
-    """Longest completion, and what a request gets that names no limit."""
-    read_seconds: PositiveFloat = 10.0
-    """Longest time that a client may take to send its headers, and again its body."""
-    write_seconds: PositiveFloat = 30.0
-    """Longest time that a client may leave the answer unread."""
-    idle_seconds: PositiveFloat = 75.0
-    """Longest time that a connection may stay open between two requests; longer than clients keep theirs, or they may
-    send into one that is just being closed."""
-    queue_seconds: PositiveFloat = 60.0
-    """Longest wait for a backend."""
-    stall_seconds: PositiveFloat = 120.0
-    """Longest silence of a backend in the middle of an answer; then it is taken out and looked at."""
-    request_seconds: PositiveFloat = 600.0
-    """Longest time that a request may occupy a backend."""
-    start_seconds: PositiveFloat = 600.0
-    """Longest time that a backend may take to load the model."""
-    drain_seconds: NonNegative = 2.0
-    """After SIGTERM: how long new requests are still taken while /readyz already says no. What was taken is always
-    finished."""
-    cors_origins: tuple[str, ...] = ()
-    """Web pages that may call from a browser, e.g. [https://chat.example.org]; by default none."""
-    tls_certificate: str | None = None
-    """PEM file of a certificate chain, for https; needs serve.tls_key."""
-    tls_key: str | None = None
-    """PEM file of its private key."""
-
-
-class Config(_Section):
+class Config(Section):
     """Tandem's settings."""
 
     run: RunSettings = RunSettings()
@@ -453,9 +407,15 @@ class Config(_Section):
             raise ValueError(
                 f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0"
             )
-        if self.train.rpo_alpha and self.train.loss == "sft":
+        if self.train.rpo_alpha and self.record_kind != "preference":
             raise ValueError(
-                "train.rpo_alpha adds an SFT term to a preference loss, but train.loss is sft; leave it at 0"
+                f"train.rpo_alpha adds an SFT term to a preference loss, but train.loss is {self.train.loss}; "
+                "leave it at 0"
+            )
+        if self.record_kind != "unpaired" and (self.train.desirable_weight, self.train.undesirable_weight) != (1, 1):
+            raise ValueError(
+                "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "
+                f"not {self.train.loss}; leave them at 1"
             )
         return self
 
@@ -487,5 +447,7 @@ class Config(_Section):
             )
 
     @property
-    def record_kind(self) -> Literal["preference", "sft"]:
-        return "sft" if self.train.loss == "sft" else "preference"
+    def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
+        if self.train.loss == "sft":
+            return "sft"
+        return "unpaired" if self.train.loss in ("kto", "bco") else "preference"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +48,10 @@ class Batch:
     """Positions that the model runs over, N."""
     real_tokens: int
     """The fewest that would do: every prompt once, every completion without its last token."""
+    labels: np.ndarray | None = None
+    """bool [examples]: whether each completion is desirable; None for records without labels."""
+    mismatched: Batch | None = None
+    """The same rows' prompts with another prompt's completion each: they have no gradient."""
 
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
@@ -120,7 +124,26 @@ def collate(
         completion_tokens=int(sequences.scored.sum()),
         computed_tokens=len(tokens),
         real_tokens=int(need["tokens"]),
+        labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
     )
+
+
+def collate_trained(
+    examples: Sequence[Example],
+    length_multiple: int,
+    shared_prompts: bool,
+    has_mismatched: bool,
+    shapes: Sequence[BatchShape] = (),
+) -> Batch:
+    """`collate` for a training step: a mismatched completion, the last of each example, is a batch of its own."""
+    if not has_mismatched:
+        return collate(examples, length_multiple, shared_prompts, shapes)
+    own = [Example.of(example.row, example.stored[:-1], example.label) for example in examples]
+    mismatched = [
+        Example.of(example.row, [example.prompt_ids, example.stored[-1]], example.label) for example in examples
+    ]
+    batch = collate(own, length_multiple, shared_prompts, shapes)
+    return replace(batch, mismatched=collate(mismatched, length_multiple, shared_prompts))
 
 
 class _Sequences:

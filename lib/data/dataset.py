@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index, record_files, record_formats, sources
+from lib.data import index, parse_records, record_files, sources
 from lib.data.chat_tokens import Encoded
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
+from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, encode_records
 from lib.data.truncate import truncate
@@ -38,18 +40,30 @@ class Example:
     prompt_ids: np.ndarray
     """int32 [P]; empty for plain text, except for the tokens that the tokenizer opens a text with."""
     completions: tuple[np.ndarray, ...]
-    """int32 [C_k] each, the end token included: one for SFT, (chosen, rejected) for preferences."""
+    """int32 [C_k] each, the end token included: one for SFT and labels, (chosen, rejected) for preferences. With
+    `has_mismatched` of the data set another prompt's completion comes last."""
+    label: bool | None = None
+    """Of unpaired feedback: whether the completion is desirable."""
     learnt: tuple[np.ndarray, ...] | None = None
     """bool [C_k] each: the tokens that are trained on; None for all."""
 
     @classmethod
-    def of(cls, row: int, pieces: Sequence[np.ndarray]) -> Example:
+    def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None = None) -> Example:
         """From stored pieces: a prompt and its completions, in which -1 - id is a token that is not learnt."""
         prompt, *completions = pieces
         learnt = tuple(piece >= 0 for piece in completions)
         if all(mask.all() for mask in learnt):
-            return cls(row, prompt, tuple(completions))
-        return cls(row, prompt, tuple(np.where(piece < 0, ~piece, piece) for piece in completions), learnt)
+            return cls(row, prompt, tuple(completions), label)
+        ids = tuple(np.where(mask, piece, ~piece) for mask, piece in zip(learnt, completions, strict=True))
+        return cls(row, prompt, ids, label, learnt)
+
+    @property
+    def stored(self) -> list[np.ndarray]:
+        """The pieces that it is made of."""
+        if self.learnt is None:
+            return [self.prompt_ids, *self.completions]
+        both = zip(self.learnt, self.completions, strict=True)
+        return [self.prompt_ids, *(np.where(mask, ids, ~ids) for mask, ids in both)]
 
     @property
     def scored_indices(self) -> list[np.ndarray]:
@@ -64,11 +78,32 @@ class Sized:
     """What is known of a data set's rows without their tokens, from the sizes of their pieces."""
 
     kind: RecordKind
+    has_mismatched: bool = False
+    """Whether each row has another prompt's completion beside its own (lib/data/mismatched.py)."""
+    labels: np.ndarray | None = None
+    """bool [n], of unpaired feedback: whether a row's completion is desirable."""
 
     @property
     def completions_per_example(self) -> int:
-        """K: 2 for preferences, 1 for SFT."""
-        return 2 if self.kind == "preference" else 1
+        """K: 2 for preferences, 1 for SFT and labels; one more where rows have a mismatched completion."""
+        return (2 if self.kind == "preference" else 1) + self.has_mismatched
+
+    @property
+    def trained(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`prompts`, and of the completions that get gradients `seen` and `scored_tokens`: a mismatched one gets none.
+
+        int64 [n], [n, K'], [n, K'].
+        """
+        count = self.completions_per_example - self.has_mismatched
+        return self.prompts, self.seen[:, :count], self.scored_tokens[:, :count]
+
+    @property
+    def unit(self) -> str:
+        """What rows are called, and of which label they are."""
+        if self.labels is None:
+            return "pairs" if self.kind == "preference" else "examples"
+        desirable = int(self.labels.sum())
+        return f"rows ({desirable:,} desirable, {len(self.labels) - desirable:,} undesirable)"
 
     @property
     def lengths(self) -> np.ndarray:
@@ -117,6 +152,8 @@ class Dataset(Sized):
     """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
     unwanted_count: int = 0
     """Records that the filters left out: lengths, duplicates."""
+    labels: np.ndarray | None = None
+    has_mismatched: bool = False
 
     is_estimated = False
 
@@ -143,7 +180,8 @@ class Dataset(Sized):
             raise IndexError(f"row {row} of {len(self)}")
         width = 1 + self.completions_per_example
         bounds = self.bounds[row * width : (row + 1) * width + 1]
-        return Example.of(int(row), [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+        label = None if self.labels is None else bool(self.labels[row])
+        return Example.of(int(row), [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)], label)
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -158,8 +196,7 @@ class Dataset(Sized):
 
     def __str__(self) -> str:
         """One line that says what was read, cut and left out."""
-        unit = "pairs" if self.kind == "preference" else "examples"
-        parts = [f"{self.path}: {len(self):,} {unit} from {self.columns}"]
+        parts = [f"{self.path}: {len(self):,} {self.unit} from {self.columns}"]
         if self.truncated_count:
             parts.append(f"{self.truncated_count:,} cut to data.max_length")
         if self.skipped:
@@ -199,12 +236,13 @@ def load_dataset(
     name = " + ".join(weights)
     encoder = None if tokenizer is None else Encoder(tokenizer, settings, eos_token_id)
     pieces: Pieces = []
+    labels: list[bool] = []
     skipped: list[str] = []
     columns: dict[str, None] = {}
     truncated_count = unwanted_count = 0
     keys: set[int] = set()
     for source, weight in weights.items():
-        examples: list[tuple[Pieces, int]] = []
+        examples: list[tuple[Pieces, int, bool | None]] = []
         for file in sources.files_of(source, settings, tell):
             for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, vocab_size):
                 if isinstance(result, Unwanted):
@@ -223,12 +261,13 @@ def load_dataset(
                     continue
                 columns[record.columns] = None
                 truncated_count += result[1]
-                examples.append((result[0], key))
+                examples.append((result[0], key, record.label))
         times = int(weight) if not held_out else 1
         once_more = 0 if held_out else sources.hash_limit(weight % 1)
-        chosen = [example for _ in range(times) for example, _ in examples]
-        chosen += [example for example, key in examples if key < once_more]
-        pieces += [piece for example in chosen for piece in example]
+        chosen = [example for _ in range(times) for example in examples]
+        chosen += [example for example in examples if example[1] < once_more]
+        pieces += [piece for example, _, _ in chosen for piece in example]
+        labels += [label for _, _, label in chosen if label is not None]
     if skipped and not settings.skip_invalid:
         raise UserError(record_files.refusal(skipped[0], len(skipped)))
     if not pieces:
@@ -238,7 +277,7 @@ def load_dataset(
                 f"{name}: no row is {side} (data.holdout={settings.holdout:g}, {unwanted_count:,} records filtered)"
             )
         raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
-    return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count)
+    return in_memory(name, kind, "; ".join(columns), pieces, truncated_count, skipped, unwanted_count, labels)
 
 
 def in_memory(
@@ -249,28 +288,67 @@ def in_memory(
     truncated_count: int,
     skipped: list[str],
     unwanted_count: int,
+    labels: Sequence[bool] = (),
 ) -> Dataset:
-    """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    """A data set of these pieces: prompt, completions of row 0, prompt, completions of row 1, ...
+
+    labels: of every row, for unpaired feedback.
+    """
+    of_rows = np.array(labels, bool) if kind == "unpaired" else None
+    packed = pack(kind, pieces, of_rows)
+    return Dataset(
+        name,
+        kind,
+        columns,
+        truncated_count,
+        skipped,
+        packed.digest,
+        packed.tokens,
+        packed.bounds,
+        unwanted_count,
+        of_rows,
+    )
+
+
+class Packed(NamedTuple):
+    """What a `Dataset` keeps of its rows."""
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    digest: str
+
+
+def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
+    """Pieces one after the other, where each begins, and the digest of it all."""
     tokens = np.concatenate(pieces)
     bounds = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     digest = hashlib.sha256(kind.encode())
     for array, dtype in ((bounds, "<i8"), (tokens, "<i4")):  # In one byte order, so that all hosts agree.
         digest.update(array.astype(dtype, copy=False).data)
-    return Dataset(name, kind, columns, truncated_count, skipped, digest.hexdigest(), tokens, bounds, unwanted_count)
+    if labels is not None:
+        digest.update(labels.tobytes())
+    return Packed(tokens, bounds, digest.hexdigest())
 
 
 def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
     for line, record in record_files.read(str(file), settings):
-        yield f"{file}:{line}", record if isinstance(record, Unusable) else parse(record, settings, kind)
+        for row in [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind):
+            yield f"{file}:{line}", row
 
 
-def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
-    """The record's form, or why it has none."""
+def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+    """The form of each row that a record gives, or why it has none."""
     try:
-        return record_formats.parse(record, settings, kind)
+        return parse_records.parse_rows(record, settings, kind)
     except Unusable as why:
-        return why
+        return [why]
+
+
+def parse(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
+    """The form of an indexed record, or why it has none."""
+    rows, label = parse_rows(records[number], settings, kind), records.label(number)
+    return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
 
 
 def tokenised(

@@ -23,8 +23,8 @@ from typing import IO, TypedDict
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import record_files, record_formats
-from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
+from lib.data import parse_records, record_files
+from lib.data.record_formats import Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 
 # Larger sources are read as they are needed, smaller ones whole.
@@ -32,7 +32,9 @@ STREAMED_BYTES = 64 * 2**20
 # Unusable records that are named in memory; all are in the index's folder.
 NAMED = 20
 # A record: where its line is in the file, and its length, in bytes; its line number, from 1; hashes of its prompt, and
-# of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion.
+# of prompt and completions; characters (token ids, where it came tokenised) of its prompt and of each completion; 1 for
+# a desirable completion, 0 for another, -1 for a record without a label. A pair that is read as two labelled rows has
+# two entries.
 ENTRY = np.dtype(
     [
         ("offset", "<i8"),
@@ -41,11 +43,12 @@ ENTRY = np.dtype(
         ("prompt_key", "<u8"),
         ("content_key", "<u8"),
         ("pieces", "<u4", (3,)),
+        ("label", "<i1"),
     ]
 )
 
 
-_ENTRY_STRUCT = struct.Struct("<qIIQQ3I")  # the same, to write one quickly
+_ENTRY_STRUCT = struct.Struct("<qIIQQ3Ib")  # the same, to write one quickly
 assert _ENTRY_STRUCT.size == ENTRY.itemsize
 
 
@@ -59,17 +62,35 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
     elif isinstance(record, Plain):
         prompt, rest = record.prompt or "", "\0".join(record.completions)
     else:
-        messages = record.prompt
-        only = messages[0]
-        # A prompt is the same one whether it came as a string or as the user's only message.
-        plain = len(messages) == 1 and only.get("role") == "user" and isinstance(only["content"], str)
-        prompt = only["content"] if plain else json.dumps(messages, sort_keys=True, default=str)
-        rest = "\0".join(message["content"] for answer in record.completions for message in answer)
+        prompt, rest = _text_of_chat(record)
+    if record.label is not None:  # the same answer, called good here and bad there, is two records
+        rest += f"\0{record.label}"
     if not prompt:  # plain text: all of it is what it is about
         key = _hash(rest.encode())
         return key, key
     encoded = prompt.encode()
     return _hash(encoded), _hash(encoded + b"\0" + rest.encode())
+
+
+def _text_of_chat(chat: Chat) -> tuple[str, str]:
+    """All that is trained of a conversation, as text: what is asked, and what is learnt."""
+    messages = chat.prompt
+    only = messages[0] if len(messages) == 1 else None
+    # A prompt is the same one whether it came as a string or as the user's only message.
+    is_plain = only is not None and only["role"] == "user" and only.keys() == _PLAIN and not _extras(chat)
+    asked = (*messages, *_extras(chat))
+    prompt = only["content"] if is_plain and only else json.dumps(asked, sort_keys=True, default=str)
+    if chat.learnt is None and all(len(answer) == 1 and answer[0].keys() == _PLAIN for answer in chat.completions):
+        return prompt, "\0".join(answer[0]["content"] for answer in chat.completions)
+    return prompt, json.dumps([chat.completions, chat.learnt], sort_keys=True, default=str)
+
+
+_PLAIN = {"role", "content"}
+
+
+def _extras(chat: Chat) -> list[object]:
+    """What is rendered besides the messages."""
+    return [extra for extra in (chat.tools, chat.template_arguments) if extra]
 
 
 def _hash(text: bytes) -> int:
@@ -83,13 +104,28 @@ def sizes_of(record: Tokens | Plain | Chat) -> tuple[int, int, int]:
     elif isinstance(record, Plain):
         pieces = [len(record.prompt or ""), *map(len, record.completions)]
     else:
-        pieces = [sum(len(str(message["content"])) for message in record.prompt)]
-        pieces += [sum(len(str(message["content"])) for message in answer) for answer in record.completions]
+        extras = len(json.dumps(_extras(record))) if record.tools else 0
+        pieces = [sum(map(_characters, record.prompt)) + extras]
+        pieces += [sum(map(_characters, answer)) for answer in record.completions]
     prompt, first, second = [*pieces, 0, 0][:3]
     return prompt, first, second
 
 
+def _characters(message: Message) -> int:
+    if len(message) == 2:  # a role and a content, which is a string
+        return len(message["content"])
+    return sum(len(field if isinstance(field, str) else json.dumps(field)) for field in message.values() if field)
+
+
 # ---- One file's index
+
+
+class Seen(TypedDict):
+    """The records of one format."""
+
+    count: int
+    first: int
+    """The first one's number in the index."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +142,8 @@ class Index:
     """Size and modification time (ns) of the file that was indexed; None where it was unpacked."""
     digest: str
     """sha256 of the usable records' lines."""
-    columns: str
+    formats: dict[str, Seen]
+    """What its records were recognised as."""
     unusable: list[str]
     """`file:line: why`, the first few."""
     unusable_count: int
@@ -123,8 +160,7 @@ def index(
         UserError: the file cannot be read, or has no records.
         OSError: data.cache_dir is full or not writable.
     """
-    names = [getattr(settings, name) for name in record_formats.OTHER_NAMES]
-    key = hashlib.sha256(repr((str(file.resolve()), kind, names, VERSION)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((str(file.resolve()), kind, Columns.of(settings), VERSION)).encode()).hexdigest()[:24]
     folder = Path(settings.cache_dir) / f"index-{key}"
     now = file.stat()
     is_long = now.st_size > STREAMED_BYTES
@@ -146,7 +182,7 @@ def index(
         np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY),
         None if meta["unpacked"] else (meta["size"], meta["modified_ns"]),
         meta["digest"],
-        meta["columns"],
+        meta["formats"],
         meta["unusable"],
         meta["unusable_count"],
         folder / UNUSABLE,
@@ -163,12 +199,12 @@ class Meta(TypedDict):
     bytes: int
     count: int
     digest: str
-    columns: str
+    formats: dict[str, Seen]
     unusable: list[str]
     unusable_count: int
 
 
-VERSION = 1  # of what an index holds
+VERSION = 3  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 
@@ -187,7 +223,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     unpacks = file.suffix in (".gz", ".parquet")
-    digest, columns, named = hashlib.sha256(), dict[str, None](), list[str]()
+    digest, formats, named = hashlib.sha256(), dict[str, Seen](), list[str]()
     count = unusable_count = written = 0
     with contextlib.ExitStack() as stack:
         entries = stack.enter_context((folder / ENTRIES).open("wb"))
@@ -197,7 +233,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
             try:
                 if isinstance(record, Unusable):
                     raise record
-                parsed = record_formats.parse(record, settings, kind)
+                parsed = parse_records.parse_rows(record, settings, kind)
             except Unusable as why:
                 unusable_count += 1
                 unusable.write(f"{file}:{line}: {why}\n")
@@ -208,10 +244,12 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 raw = raw if raw.endswith(b"\n") else raw + b"\n"
                 offset = written
                 written += lines.write(raw)
-            entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(parsed), *sizes_of(parsed)))
+            for row in parsed:
+                label = -1 if row.label is None else int(row.label)
+                entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(row), *sizes_of(row), label))
+                formats.setdefault(row.columns, {"count": 0, "first": count})["count"] += 1
+                count += 1
             digest.update(raw)
-            columns[parsed.columns] = None
-            count += 1
     meta: Meta = {
         "file": str(file),
         "size": seen.st_size,
@@ -220,7 +258,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
         "bytes": written,
         "count": count,
         "digest": digest.hexdigest(),
-        "columns": "; ".join(columns),
+        "formats": formats,
         "unusable": named,
         "unusable_count": unusable_count,
     }

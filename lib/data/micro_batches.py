@@ -9,7 +9,7 @@ import numpy as np
 
 from lib.config.schema import Config
 from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, few_shapes, need_of, real_tokens
-from lib.data.collate import Batch, collate
+from lib.data.collate import Batch, collate_trained
 from lib.data.dataset import Dataset, Sized
 from lib.data.row_order import epoch_order, micro_batches
 from lib.data.streaming import StreamedDataset
@@ -21,6 +21,8 @@ STEPS = 512
 # Of estimated lengths: how much longer than the longest estimate rows of a micro-batch may be together. What is longer
 # still is traced for itself.
 MARGIN = 1.25
+# What a pass without gradients costs, beside one with them: for each product of the forward pass the backward has two.
+FORWARD_COST = 1 / 3
 
 
 class MicroBatches:
@@ -61,7 +63,7 @@ class MicroBatches:
         read = ((self.data.examples(part.tolist()), part) for part in parts)
         return [
             (
-                collate(examples, self.length_multiple, self.shared_prompts, shapes),
+                collate_trained(examples, self.length_multiple, self.shared_prompts, self.data.has_mismatched, shapes),
                 None if self.reference is None else self.reference[part],
             )
             for examples, part in read
@@ -86,7 +88,7 @@ class MicroBatches:
     def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
         """Shapes for micro-batches of up to so many rows, whichever they are: from data, seed and settings alone."""
         train, data = self.config.train, self.data
-        prompts, seen, scored = data.prompts, data.seen, data.scored_tokens
+        prompts, seen, scored = data.trained
         tokens = real_tokens(prompts, seen)
         lengths = tokens if self.shared_prompts else data.lengths
         needs = []
@@ -103,7 +105,7 @@ class MicroBatches:
             ]
             needs.append(np.array([need_of(prompts[part], seen[part], scored[part]) for part in parts], NEED))
 
-        most = self.config.data.max_length
+        most, count = self.config.data.max_length, seen.shape[1]
 
         def of_largest(figures: np.ndarray, bound: int) -> int:
             total = int(np.sort(figures)[-micro_batch_size:].sum())
@@ -115,13 +117,12 @@ class MicroBatches:
                 0 if data.is_estimated else prompts.min(),
                 most if data.is_estimated else prompts.max(),
                 most - 1 if data.is_estimated else seen.max(),
-                of_largest(tokens, data.completions_per_example * most),
-                of_largest(scored.sum(axis=1), data.completions_per_example * most),
+                of_largest(tokens, count * most),
+                of_largest(scored.sum(axis=1), count * most),
                 most - 1 if data.is_estimated else scored.max(),
             ),
             NEED,
         )
-        count = data.completions_per_example
         return few_shapes(needs, largest, train.max_traces, count, self.length_multiple, self.shared_prompts)
 
 
@@ -137,11 +138,17 @@ def lengths_and_cost(
     dataset: Sized, length_multiple: int, shared_prompts: bool
 ) -> tuple[np.ndarray, Callable[[np.ndarray], float]]:
     """What `assign_micro_batches` needs: each row's length, int [n], and what a micro-batch costs, in tokens."""
-    prompts, seen, scored = dataset.prompts, dataset.seen, dataset.scored_tokens
+    prompts, seen, scored = dataset.trained
     lengths = real_tokens(prompts, seen) if shared_prompts else seen.max(axis=1)
 
-    def cost(rows: np.ndarray) -> float:
+    def cost_of(rows: np.ndarray, seen: np.ndarray, scored: np.ndarray) -> float:
         need = need_of(prompts[rows], seen[rows], scored[rows])
         return batch_shape_of(need[None], seen.shape[1], length_multiple, shared_prompts).cost
+
+    def cost(rows: np.ndarray) -> float:
+        trained = cost_of(rows, seen, scored)
+        if not dataset.has_mismatched:
+            return trained
+        return trained + FORWARD_COST * cost_of(rows, dataset.seen[:, -1:], dataset.scored_tokens[:, -1:])
 
     return lengths, cost

@@ -100,6 +100,12 @@ class Records:
         which = bisect.bisect_right(self.starts, number) - 1
         return int(self.indices[which].entries["line"][number - self.starts[which]])
 
+    def label(self, number: int) -> bool | None:
+        """Whether the completion of a record is desirable; None for a record without a label."""
+        which = bisect.bisect_right(self.starts, number) - 1
+        label = int(self.indices[which].entries["label"][number - self.starts[which]])
+        return None if label < 0 else bool(label)
+
     def __getitem__(self, number: int) -> JSON:
         """One record.
 

@@ -18,9 +18,10 @@ import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import index as index_module
-from lib.data import record_files, record_formats, sources
+from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
-from lib.data.record_formats import RecordKind, Unusable, Unwanted
+from lib.data.mismatched import fitted, partners, same_prompt, with_mismatched
+from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
 from lib.data.token_cache import TokenCache
@@ -39,9 +40,12 @@ def open_training(
     tokenizer: Tokenizer | None,
     *,
     tell: Callable[[str], None],
+    mismatched: bool = False,
     **vocabulary: Unpack[Vocabulary],
 ) -> Dataset | StreamedDataset:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
+
+    mismatched: whether each row gets another prompt's completion, too (lib/data/mismatched.py).
 
     Raises:
         UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
@@ -50,12 +54,14 @@ def open_training(
     weights = sources.weights_of(settings.train)
     held_out = False if settings.holdout else None
     if not is_streamed(settings, tell):
-        return load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
+        dataset = load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
+        return with_mismatched(dataset, settings.max_length) if mismatched else dataset
     records, rows = _choose(settings, kind, held_out=False, tell=tell)
     encoder = None
     if tokenizer is not None:
         encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
-    return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, vocabulary.get("vocab_size"))
+    name, vocab_size = " + ".join(weights), vocabulary.get("vocab_size")
+    return StreamedDataset(name, records, rows, settings, kind, encoder, vocab_size, mismatched)
 
 
 def open_held_out(
@@ -64,6 +70,7 @@ def open_held_out(
     tokenizer: Tokenizer | None,
     *,
     tell: Callable[[str], None],
+    mismatched: bool = False,
     **vocabulary: Unpack[Vocabulary],
 ) -> Dataset | None:
     """data.valid, or what data.holdout keeps of data.train, in memory; None where there is neither.
@@ -71,6 +78,17 @@ def open_held_out(
     Raises:
         UserError: as `load_dataset`.
     """
+    dataset = _held_out(settings, kind, tokenizer, tell, **vocabulary)
+    return with_mismatched(dataset, settings.max_length) if dataset is not None and mismatched else dataset
+
+
+def _held_out(
+    settings: DataSettings,
+    kind: RecordKind,
+    tokenizer: Tokenizer | None,
+    tell: Callable[[str], None],
+    **vocabulary: Unpack[Vocabulary],
+) -> Dataset | None:
     if settings.valid is not None:
         return load_dataset(settings.valid, settings, kind, tokenizer, tell=tell, **vocabulary)
     if not settings.holdout:
@@ -84,21 +102,24 @@ def open_held_out(
         encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
     skipped: list[str] = []
-    read = ((records.location(row), parse(records[row], settings, kind)) for row in rows.tolist())
-    for place, _, result in tokenised(read, settings, encoder, vocabulary.get("vocab_size")):
+    labels: list[bool] = []
+    read = ((records.location(row), parse(records, row, settings, kind)) for row in rows.tolist())
+    for place, record, result in tokenised(read, settings, encoder, vocabulary.get("vocab_size")):
         if isinstance(result, Unusable):
             unwanted += isinstance(result, Unwanted)
             skipped += [] if isinstance(result, Unwanted) else [f"{place}: {result}"]
             continue
         pieces += result[0]
         cut += result[1]
+        assert not isinstance(record, Unusable)
+        labels += [] if record.label is None else [record.label]
     if skipped and not settings.skip_invalid:
         raise UserError(record_files.refusal(skipped[0], len(skipped)))
     if not pieces:
         raise UserError(
             f"{name}: no row is held out (data.holdout={settings.holdout:g}, {unwanted:,} records filtered)"
         )
-    return in_memory(name, kind, _columns(records), pieces, cut, skipped, unwanted)
+    return in_memory(name, kind, _columns(records), pieces, cut, skipped, unwanted, labels)
 
 
 def is_streamed(settings: DataSettings, tell: Callable[[str], None] = lambda text: None) -> bool:
@@ -127,7 +148,7 @@ def _choose(
 
 
 def _columns(records: Records) -> str:
-    return "; ".join(dict.fromkeys(index.columns for index in records.indices if index.columns))
+    return "; ".join(dict.fromkeys(name for index in records.indices for name in index.formats))
 
 
 class StreamedDataset(Sized):
@@ -153,17 +174,22 @@ class StreamedDataset(Sized):
         kind: RecordKind,
         encoder: Encoder | None,
         vocab_size: int | None,
+        mismatched: bool = False,
     ):
         self.path, self.kind, self.columns = path, kind, _columns(records)
         self.records, self.rows, self.settings = records, rows, settings
+        self.labels = records.column("label")[rows] > 0 if kind == "unpaired" else None
+        self.has_mismatched = False  # not until rows are known by themselves
+        self._left_out: set[int] = set()
         self.encoder, self.vocab_size = encoder, vocab_size
         self.skipped = [text for index in records.indices for text in index.unusable][: index_module.NAMED]
         self.skipped_count = sum(index.unusable_count for index in records.indices)
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
         what = [kind, settings.max_length, settings.shortest, settings.longest, vocab_size]
-        names = [getattr(settings, name) for name in record_formats.OTHER_NAMES]
-        made_by = hashlib.sha256(repr([what, names, None if encoder is None else encoder.fingerprint()]).encode())
+        made_by = hashlib.sha256(
+            repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
+        )
         for index in records.indices:
             made_by.update(f"{index.digest} {len(index.entries)}".encode())
         self._cache: TokenCache | None = TokenCache(
@@ -180,11 +206,27 @@ class StreamedDataset(Sized):
         tokens = np.array([[len(e.prompt_ids), *map(len, e.completions)] for e in examples], np.int64)
         sampled = self._characters(rows[[e.row for e in examples]])
         self._pieces = _estimated(self._characters(rows), tokens.sum(axis=0), sampled.sum(axis=0), settings.max_length)
+        if mismatched:
+            self._add_mismatched()
         whole = tokens[:, 0] + tokens[:, 1:].max(axis=1)
         self.truncated_count = int((whole == settings.max_length).sum()) * len(rows) // len(examples)
         made_by.update(rows.astype("<i8", copy=False).data)
         made_by.update(tokens.astype("<i8").data)
+        if self.labels is not None:
+            made_by.update(self.labels.tobytes() + b"mismatched" * mismatched)
         self.digest = made_by.hexdigest()
+
+    def _add_mismatched(self) -> None:
+        """Gives every row another prompt's completion, and estimates its tokens."""
+        self._prompt_keys = self.records.column("prompt_key")[self.rows]
+        try:
+            self._partners = partners(self._prompt_keys)
+        except ValueError:
+            raise same_prompt(self.path) from None
+        room = self.settings.max_length - self._pieces[:, 0]
+        theirs = np.minimum(self._pieces[self._partners, 1], room)
+        self._pieces = np.column_stack([self._pieces, theirs]).astype(np.int32)
+        self.has_mismatched = True
 
     def _characters(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [n, 1 + K]: characters of the pieces of some records."""
@@ -209,9 +251,19 @@ class StreamedDataset(Sized):
             UserError: a row cannot be used, unless settings.skip_invalid; a file is no longer what was indexed.
         """
         numbers = self.rows[list(rows)].tolist()
+        kept = self._pieces_of(numbers)
+        examples = []
+        for row, number in zip(rows, numbers, strict=True):
+            if (pieces := kept[number]) is not None:
+                label = None if self.labels is None else bool(self.labels[row])
+                examples.append(Example.of(row, pieces, label))
+        return self._with_mismatched(examples) if self.has_mismatched else examples
+
+    def _pieces_of(self, numbers: Sequence[int]) -> dict[int, Pieces | None]:
+        """Some records' prompts and own completions; None for one that is left out."""
         kept = {number: self._cache.get(number) if self._cache else None for number in numbers}
         missing = [number for number, pieces in kept.items() if pieces is None]
-        read = ((str(number), parse(self.records[number], self.settings, self.kind)) for number in missing)
+        read = ((str(number), parse(self.records, number, self.settings, self.kind)) for number in missing)
         for number, (_, _, result) in zip(
             missing, tokenised(read, self.settings, self.encoder, self.vocab_size), strict=True
         ):
@@ -220,18 +272,45 @@ class StreamedDataset(Sized):
                 continue
             kept[number] = result[0]
             self._put(number, result[0])
-        numbered = zip(rows, numbers, strict=True)
-        return [Example.of(row, pieces) for row, number in numbered if (pieces := kept[number])]
+        return kept
+
+    def _with_mismatched(self, examples: list[Example]) -> list[Example]:
+        """With another prompt's completion each; where its row is left out, that of the row after it."""
+        others = {example.row: int(self._partners[example.row]) for example in examples}
+        known: dict[int, Pieces | None] = {}
+        for _ in range(len(self)):
+            known |= self._pieces_of([n for n in self.rows[list(others.values())].tolist() if n not in known])
+            lost = {
+                row: other
+                for row, other in others.items()
+                if known[int(self.rows[other])] is None or self._prompt_keys[row] == self._prompt_keys[other]
+            }
+            if not lost:
+                break
+            others |= {row: int(self._partners[other]) for row, other in lost.items()}
+        else:
+            raise same_prompt(self.path)
+        result = []
+        for example in examples:
+            pieces = known[int(self.rows[others[example.row]])]
+            assert pieces is not None
+            mismatched = fitted(example.prompt_ids, pieces[1], self.settings.max_length)
+            result.append(Example.of(example.row, [*example.stored, mismatched], example.label))
+        return result
 
     def _leave_out(self, number: int, why: Unusable) -> None:
         if isinstance(why, Unwanted):
-            self.unwanted_count += 1
+            self.unwanted_count += number not in self._left_out
+            self._left_out.add(number)
             return
         name = f"{self.records.location(number)}: {why}"
         if not self.settings.skip_invalid:
             raise UserError(
                 f"{record_files.refusal(name, 1)} (python -m lib.data --inspect finds all such rows beforehand)"
             )
+        if number in self._left_out:  # another row asked for its completion
+            return
+        self._left_out.add(number)
         self.skipped_count += 1
         self.skipped = [*self.skipped[: index_module.NAMED - 1], name]
 
@@ -243,8 +322,7 @@ class StreamedDataset(Sized):
                 self._cache = None
 
     def __str__(self) -> str:
-        unit = "pairs" if self.kind == "preference" else "examples"
-        return f"{self.path}: {len(self):,} {unit} from {self.columns}, read as they are needed"
+        return f"{self.path}: {len(self):,} {self.unit} from {self.columns}, read as they are needed"
 
 
 def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.ndarray, max_length: int) -> np.ndarray:

@@ -163,20 +163,25 @@ class Scorer:
         """
         settings = self.settings
         read = (
-            (self.records.location(row), parse(self.records[row], settings.data, settings.record_kind)) for row in rows
+            (self.records.location(row), parse(self.records, row, settings.data, settings.record_kind)) for row in rows
         )
         examples, failures = [], {}
         results = tokenised(read, settings.data, self.encoder, self.vocab_size)
-        for row, (place, _, result) in zip(rows, results, strict=True):
-            if not isinstance(result, Unusable):
-                examples.append(Example.of(row, result[0]))
+        for row, (place, record, result) in zip(rows, results, strict=True):
+            if not isinstance(result, Unusable) and not isinstance(record, Unusable):
+                examples.append(Example.of(row, result[0], record.label))
             elif settings.data.skip_invalid:
                 failures[row] = {"row": row, "line": self.records.line(row), "error": f"{place}: {result}"}
             else:
                 raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
         values = self._values(examples) if examples else {}
         scored = {
-            e.row: {"row": e.row, "line": self.records.line(e.row), **{name: float(v[i]) for name, v in values.items()}}
+            e.row: {
+                "row": e.row,
+                "line": self.records.line(e.row),
+                **({} if e.label is None else {"label": e.label}),
+                **{name: float(v[i]) for name, v in values.items()},
+            }
             for i, e in enumerate(examples)
         }
         return [json.dumps((scored | failures)[row]) for row in rows]
@@ -188,15 +193,18 @@ class Scorer:
         names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
         values = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
         values |= {f"{name}_tokens": tokens[:, k] for k, name in enumerate(names)}
-        if self.reference is None or len(names) == 1:
+        if self.reference is None or settings.record_kind == "sft":
             return values
         reference = self._reference_logps(examples)
+        if settings.record_kind == "unpaired":  # no loss: it compares a row with all others
+            rewards = settings.train.beta * (policy[:, 0] - reference[:, 0])
+            return values | {"reference_completion_logp": reference[:, 0], "reward": rewards}
         per_pair, _ = objective(settings.train, mx.array(policy), mx.array(tokens), mx.array(reference))
         counts = [mx.array(tokens[:, k]) for k in range(2)]
         of_policy, of_reference = (
             losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), *counts) for logps in (policy, reference)
         )
-        assert settings.train.loss != "sft"
+        assert settings.train.loss in losses.PREFERENCE_LOSSES
         chosen, rejected = losses.implicit_rewards(settings.train.loss, of_policy, of_reference, settings.train.beta)
         values |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
         return values | {
@@ -272,7 +280,7 @@ class CompletionWriter:
         return [texts[start : start + (self.draws or 1)] for start in range(0, len(texts), self.draws or 1)]
 
     def _prompt_ids(self, row: int) -> list[int]:
-        record = parse(self.records[row], self.settings.data, "prompt")
+        record = parse(self.records, row, self.settings.data, "prompt")
         if isinstance(record, Unusable):
             raise UserError(f"{self.records.location(row)}: {record}")
         prompt: Any = record.prompt

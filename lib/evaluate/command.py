@@ -26,6 +26,7 @@ from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
+from lib.data.mismatched import with_mismatched
 from lib.distributed import sharded_model
 from lib.distributed.sharded_world import sharded
 from lib.distributed.world import World, host_names, start
@@ -70,6 +71,8 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
             held_out=True if settings.data.holdout and not settings.data.valid else None,
             **tokenizer_module.vocabulary(settings.model),
         )
+        if losses.needs_mismatched(settings.train.loss):
+            dataset = with_mismatched(dataset, settings.data.max_length)
         questions = load_questions(settings, tokenizer)
     world.require_equal("data or questions", digest_of(dataset, questions))
     wants_reference = settings.train.loss != "sft" and (

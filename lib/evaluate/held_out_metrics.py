@@ -15,7 +15,7 @@ from lib.config.schema import Config
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.distributed.world import World
-from lib.training import losses, reference_model
+from lib.training import baseline, losses, reference_model
 from lib.training.step import SUMS, Metrics, means_of, objective
 
 
@@ -33,38 +33,62 @@ def digest_of(valid: Dataset | None, questions: list[Question]) -> str:
 
 def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config) -> Metrics:
     """The loss and metrics of a dataset, each pair counted once, whatever the batches were."""
-    _, sums = objective(settings.train, *_arrays(dataset, policy, reference))
+    _, sums = _objective(dataset, policy, reference, settings)
     return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, settings.train)
 
 
 def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config) -> None:
-    """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss."""
-    arrays = _arrays(dataset, policy, reference)
-    per_pair, _ = objective(settings.train, *arrays)
-    pairs = [
-        losses.LogProbs(logps[:, 0], logps[:, 1], arrays[1][:, 0], arrays[1][:, 1])
-        for logps in (arrays[0], mx.array(reference))
-    ]
-    assert settings.train.loss != "sft"
-    reward_chosen, reward_rejected = losses.implicit_rewards(
-        settings.train.loss, pairs[0], pairs[1], settings.train.beta
+    """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss.
+
+    Of unpaired feedback one line a row: its label first.
+    """
+    per_row, _ = _objective(dataset, policy, reference, settings)
+    columns = (_columns_of_pairs if dataset.labels is None else _columns_of_rows)(dataset, policy, reference, settings)
+    columns["loss"] = np.array(per_row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in range(len(dataset)):
+            label = {} if dataset.labels is None else {"label": bool(dataset.labels[row])}
+            file.write(json.dumps(label | {name: float(column[row]) for name, column in columns.items()}) + "\n")
+
+
+def _columns_of_pairs(
+    dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config
+) -> dict[str, np.ndarray]:
+    tokens = mx.array(dataset.scored_tokens)
+    of_policy, of_reference = (
+        losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), tokens[:, 0], tokens[:, 1])
+        for logps in (policy, reference)
     )
-    columns = {
+    assert settings.train.loss in losses.PREFERENCE_LOSSES
+    chosen, rejected = losses.implicit_rewards(settings.train.loss, of_policy, of_reference, settings.train.beta)
+    return {
         "policy_chosen_logp": policy[:, 0],
         "policy_rejected_logp": policy[:, 1],
         "reference_chosen_logp": reference[:, 0],
         "reference_rejected_logp": reference[:, 1],
-        "reward_chosen": np.array(reward_chosen),
-        "reward_rejected": np.array(reward_rejected),
-        "loss": np.array(per_pair),
+        "reward_chosen": np.array(chosen),
+        "reward_rejected": np.array(rejected),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for row in range(len(dataset)):
-            file.write(json.dumps({name: float(column[row]) for name, column in columns.items()}) + "\n")
 
 
-def _arrays(
-    dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    return mx.array(policy), mx.array(dataset.scored_tokens), None if reference is None else mx.array(reference)
+def _columns_of_rows(
+    dataset: Dataset, policy: np.ndarray, reference: np.ndarray, settings: Config
+) -> dict[str, np.ndarray]:
+    return {
+        "policy_logp": policy[:, 0],
+        "reference_logp": reference[:, 0],
+        "reward": settings.train.beta * (policy[:, 0] - reference[:, 0]),
+    }
+
+
+def _objective(
+    dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, settings: Config
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """`objective` of all rows together."""
+    arrays = mx.array(policy), mx.array(dataset.scored_tokens), None if reference is None else mx.array(reference)
+    if dataset.labels is None:
+        return objective(settings.train, *arrays)
+    assert reference is not None
+    compared_with = baseline.of_rows(settings.train, policy, reference)
+    return objective(settings.train, *arrays, mx.array(dataset.labels), compared_with)

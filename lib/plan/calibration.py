@@ -70,12 +70,12 @@ class CurveKey(_Record):
     dtype: str
     sequence_length: PositiveInt  # tokens that the model sees, prompt and completion, as padded
     gradient_checkpointing: bool = False
-    records: Literal["preference", "sft"] = "preference"  # a pair is two rows of the model's, an SFT example one
+    records: Literal["preference", "unpaired", "sft"] = "preference"  # a pair is two rows of the model's, others one
 
     def __str__(self) -> str:
-        sft = ", SFT" if self.records == "sft" else ""
+        kind = {"preference": "", "unpaired": ", unpaired", "sft": ", SFT"}[self.records]
         recomputed = ", gradient checkpointing" if self.gradient_checkpointing else ""
-        return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{sft}{recomputed}"
+        return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{kind}{recomputed}"
 
     def at_length(self, sequence_length: int) -> CurveKey:
         """The same, for rows of another length."""

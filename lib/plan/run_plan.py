@@ -134,7 +134,7 @@ def _plan_divided(config: Config, cluster: Cluster) -> ClusterPlan:
         rates = [host.gflops for host in hosts]
     comparable = [replace(host, gflops=rate) for host, rate in zip(hosts, rates, strict=True)]
     plan = plan_sharded(with_strategy(config, "sharded"), comparable, run.shape, run.memory_model)
-    tokens = run.key.sequence_length * (1 if run.key.records == "sft" else 2)
+    tokens = run.key.sequence_length * (2 if run.key.records == "preference" else 1)
     sums = cluster.sum_seconds if cluster.link_is_known else None
     prediction = predict_sharded(plan, run.shape, cluster.of_this_model(run.key), tokens, sums)
     return replace(plan, predictions=(prediction,))

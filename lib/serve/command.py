@@ -32,7 +32,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from lib.config import command_line, help, load
-from lib.config.schema import Config, ServeSettings
+from lib.config.schema import Config
+from lib.config.serve_settings import ServeSettings
 from lib.data import chat_template
 from lib.errors import UserError
 from lib.launch import hostfile, ssh
@@ -40,8 +41,9 @@ from lib.serve import api_keys
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_supervisor import Keeper, Recipe
 from lib.serve.event_log import LibraryRecords, log
+from lib.serve.feedback import Feedback, open_file
 from lib.serve.gateway import Gateway
-from lib.serve.openai_requests import Limits
+from lib.serve.openai_requests import Kind, Limits
 from lib.serve.tls_listener import Listener, protocol
 from lib.system import command_errors, model_folder
 
@@ -155,6 +157,15 @@ def token_counter(folder: Path) -> Callable[[str], int] | None:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+def labelled_kind(settings: Config, folder: Path) -> Kind:
+    """Which completions training gives the tokens that they were served with: a template makes chats of all records."""
+    stored = folder / "tokenizer_config.json"
+    has_template = (folder / "chat_template.jinja").exists() or (
+        stored.exists() and json.loads(stored.read_text()).get("chat_template") is not None
+    )
+    return "chat" if has_template and settings.data.chat_template is not False else "text"
+
+
 async def _serve(
     settings: Config, run: Path | None, name: str, folder: Path, ring: api_keys.Keys | None, listening: socket.socket
 ) -> None:
@@ -165,7 +176,11 @@ async def _serve(
     # Nothing from the environment: a proxy has no place between here and a backend.
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     client = httpx2.AsyncClient(limits=limits, trust_env=False)
-    gateway = Gateway(options, limits_of(options, name, folder), token_counter(folder), pool, client, ring, log)
+    feedback = None
+    if options.feedback is not None:
+        feedback = Feedback(options, open_file(Path(options.feedback)), labelled_kind(settings, folder))
+    counter = token_counter(folder)
+    gateway = Gateway(options, limits_of(options, name, folder), counter, pool, client, ring, log, feedback)
     keepers = []
     for backend, recipe in zip(backends, named.values(), strict=True):
         backend.url = backend.name if recipe is None else ""

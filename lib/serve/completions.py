@@ -15,14 +15,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import httpx2
 
-from lib.config.schema import ServeSettings
+from lib.config.serve_settings import ServeSettings
 from lib.serve import openai_answers, openai_requests
 from lib.serve.backend_pool import Backend, Pool, QueueFull
 from lib.serve.backend_process import SECRET_HEADER
 from lib.serve.event_log import Log
+from lib.serve.feedback import Feedback
 from lib.serve.http_exchange import JSON_HEADERS, Exchange, read_body, send_answer, start_of_answer, while_listening
 from lib.serve.openai_answers import Usage
-from lib.serve.openai_requests import BackendRequest, Kind, Limits, RequestError
+from lib.serve.openai_requests import JSON, BackendRequest, Kind, Limits, RequestError
 from lib.serve.prometheus_metrics import Metrics
 
 ATTEMPTS = 2  # a request of which nothing was answered yet may try another backend once
@@ -45,9 +46,11 @@ class Completions:
         client: httpx2.AsyncClient,
         metrics: Metrics,
         log: Log,
+        feedback: Feedback | None = None,
     ):
         self.settings, self.limits, self.count_tokens = settings, limits, count_tokens
         self.pool, self.client, self.metrics, self.log = pool, client, metrics, log
+        self.feedback = feedback
 
     async def complete(self, exchange: Exchange, kind: Kind) -> None:
         """Answers one request, or raises what is wrong with it.
@@ -118,9 +121,16 @@ class Completions:
 
     async def _stream(self, exchange: Exchange, request: BackendRequest, backend: Backend) -> None:
         """Hands the backend's events on as they arrive."""
+        kept: list[bytes] = []  # for a label that may come
         # Closed on every way out: the backend stops generating when its connection ends.
         async with contextlib.aclosing(self._events(exchange, request, backend)) as blocks:
             async for events in blocks:
+                if self.feedback is not None:
+                    kept += events
+                    if (
+                        kept and openai_answers.data_of(kept[-1]) == b"[DONE]"
+                    ):  # before the client knows, who may label it
+                        self.feedback.remember(exchange.owner, request, _assembled(kept))
                 passed = [event for event in events if self._is_for_client(event, request)]
                 if not passed:
                     continue
@@ -139,15 +149,17 @@ class Completions:
         """Collects the backend's answer, and sends it when it is whole."""
         if request.is_streamed_upstream:
             async with contextlib.aclosing(self._events(exchange, request, backend)) as blocks:
-                events = [event async for block in blocks for event in block]
-            datas = [data for event in events if (data := openai_answers.data_of(event))]
-            answer = json.dumps(openai_answers.assemble(data for data in datas if data != b"[DONE]")).encode()
+                whole = _assembled([event async for block in blocks for event in block])
+            answer = json.dumps(whole).encode()
         else:
             async with self._post(request, backend) as response:
                 answer = await response.aread()
-            usage = json.loads(answer)["usage"]
+            whole = json.loads(answer)
+            usage = whole["usage"]
             self._note_usage(exchange, usage)
             backend.count(usage["completion_tokens"], time.monotonic())
+        if self.feedback is not None:
+            self.feedback.remember(exchange.owner, request, whole)
         exchange.has_content = True
         await send_answer(exchange, 200, JSON_HEADERS, openai_answers.renamed(answer, request.model))
 
@@ -209,3 +221,9 @@ class Completions:
         ):
             self.metrics.tokens.labels(kind).inc(tokens)
             exchange.record[kind] = tokens
+
+
+def _assembled(events: Sequence[bytes]) -> JSON:
+    """The whole answer, from a stream's events."""
+    datas = [data for event in events if (data := openai_answers.data_of(event))]
+    return openai_answers.assemble(data for data in datas if data != b"[DONE]")

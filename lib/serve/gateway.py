@@ -16,13 +16,14 @@ import httpx2
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from lib.config.schema import ServeSettings
-from lib.serve import prometheus_metrics
+from lib.config.serve_settings import ServeSettings
+from lib.serve import openai_requests, prometheus_metrics
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
 from lib.serve.completions import Completions
 from lib.serve.event_log import Log
-from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, send_answer
+from lib.serve.feedback import LABEL_BYTES, Feedback, Label
+from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, read_body, send_answer
 from lib.serve.openai_requests import Limits, RequestError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -40,10 +41,11 @@ class Gateway:
         client: httpx2.AsyncClient,
         keys: Keys | None,
         log: Log,
+        feedback: Feedback | None = None,
     ):
         self.settings, self.limits, self.pool, self.keys, self.log = settings, limits, pool, keys, log
-        self.metrics = prometheus_metrics.Metrics(pool)
-        completions = Completions(settings, limits, count_tokens, pool, client, self.metrics, log)
+        self.metrics, self.feedback = prometheus_metrics.Metrics(pool), feedback
+        completions = Completions(settings, limits, count_tokens, pool, client, self.metrics, log, feedback)
         self.created = int(time.time())
         self.is_draining = False  # load balancers are told to go elsewhere
         self.is_closed = False  # every new request is refused
@@ -57,6 +59,8 @@ class Gateway:
             "/v1/chat/completions": {"POST": lambda exchange: completions.complete(exchange, "chat")},
             "/v1/completions": {"POST": lambda exchange: completions.complete(exchange, "text")},
         }
+        if feedback is not None:
+            self.routes["/v1/feedback"] = {"POST": lambda exchange: self._label(exchange, feedback)}
 
     # ---- Every request
 
@@ -196,6 +200,14 @@ class Gateway:
 
     async def _metrics(self, exchange: Exchange) -> None:
         await send_answer(exchange, 200, {"content-type": prometheus_metrics.CONTENT_TYPE}, self.metrics.text())
+
+    async def _label(self, exchange: Exchange, feedback: Feedback) -> None:
+        given = openai_requests.read(Label, await read_body(exchange, LABEL_BYTES, self.settings.read_seconds))
+        await feedback.take(exchange.owner, given)
+        exchange.record["label"] = given.label
+        self.metrics.labels.labels(str(given.label).lower()).inc()
+        body = json.dumps({"object": "feedback", "id": given.id, "label": given.label}).encode()
+        await send_answer(exchange, 200, JSON_HEADERS, body)
 
     async def _models(self, exchange: Exchange) -> None:
         await send_answer(exchange, 200, JSON_HEADERS, json.dumps({"object": "list", "data": [self._card()]}).encode())

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lib.config.schema import Fraction
+from lib.config.section import Fraction
 
 Kind = Literal["chat", "text"]
 JSON = dict[str, Any]  # an object, as OpenAI's clients and mlx_lm.server write it
@@ -49,26 +49,31 @@ class RequestError(Exception):
         ).encode()
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """Something that clients send."""
+
     # Strict: "1" is no number. Unknown keys are refused.
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class Text(_Part):
+SomePart = TypeVar("SomePart", bound=Part)
+
+
+class Text(Part):
     """A piece of a message's content; images would be fetched from wherever they say."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Part):
+class Function(Part):
     """What a tool call calls."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Part):
+class ToolCall(Part):
     """A call that the assistant made earlier in the conversation."""
 
     id: str | None = None
@@ -77,7 +82,7 @@ class ToolCall(_Part):
     function: Function
 
 
-class Message(_Part):
+class Message(Part):
     """A message; keys with the value null, as clients echo them, are taken as absent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -99,10 +104,10 @@ class Message(_Part):
         return message
 
 
-class Tool(_Part):
+class Tool(Part):
     """A function that the model may call."""
 
-    class Signature(_Part):
+    class Signature(Part):
         """Name, meaning and JSON schema."""
 
         name: str
@@ -113,19 +118,19 @@ class Tool(_Part):
     function: Signature
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     """What a stream has besides its tokens."""
 
     include_usage: bool | None = None
 
 
-class TextFormat(_Part):
+class TextFormat(Part):
     """The only response format there is."""
 
     type: Literal["text"]
 
 
-class _Request(_Part):
+class _Request(Part):
     """The keys of both kinds of completion. Null means absent, as with OpenAI."""
 
     model: str | None = None
@@ -260,6 +265,15 @@ def parse(kind: Kind, raw: bytes) -> ChatRequest | TextRequest:
     Raises:
         RequestError: it is no JSON object, or a key or value is not one that is served; names the first of them.
     """
+    return read(ChatRequest, raw) if kind == "chat" else read(TextRequest, raw)
+
+
+def read(model: type[SomePart], raw: bytes) -> SomePart:
+    """A body as what it should be.
+
+    Raises:
+        RequestError: it is no JSON object, or a key or value is not one that is served; names the first of them.
+    """
     try:
         tree = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -267,8 +281,7 @@ def parse(kind: Kind, raw: bytes) -> ChatRequest | TextRequest:
     if not isinstance(tree, dict):
         raise RequestError(400, "the body has to be a JSON object", "invalid_json")
     try:
-        # As JSON, where a list may be a tuple and lone surrogates cannot be.
-        return (ChatRequest if kind == "chat" else TextRequest).model_validate_json(raw)
+        return model.model_validate_json(raw)  # as JSON, where a list may be a tuple and lone surrogates cannot be
     except ValidationError as error:
         raise _refusal(error) from None
 

@@ -35,6 +35,7 @@ class Metrics:
         self.lost = prometheus.Counter(
             "tandem_backend_failures", "Requests that a backend failed", ["backend"], registry=registry
         )
+        self.labels = prometheus.Counter("tandem_labels", "Labels of completions", ["label"], registry=registry)
         waiting = prometheus.Gauge("tandem_queue_length", "Requests that wait for a backend", registry=registry)
         waiting.set_function(lambda: pool.queue_length)
         gauges: dict[str, tuple[str, Callable[[Backend], float]]] = {

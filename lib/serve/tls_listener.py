@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lib.config.schema import ServeSettings
+from lib.config.serve_settings import ServeSettings
 from lib.serve.event_log import Log
 from lib.serve.gateway import Gateway
 

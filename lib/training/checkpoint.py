@@ -61,6 +61,8 @@ class RoundsState(TypedDict, total=False):
     first_step: int
     last_step: int
     trained: list[list[int]]  # pairs and steps
+    rewards: list[list[float]]  # train.loss=bco: as every rank's steps know them, and as all did when the round began
+    rewards_before: list[float]
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Progress:
     rounds: RoundsState = field(default_factory=lambda: RoundsState())
     resumes: list[list[int]] = field(default_factory=list)  # of every resume, in order: its step, and every rank's own
     resume_ids: list[str] = field(default_factory=list)  # of each: hosts that are alone may resume from one step
+    rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # train.loss=bco: sum and count of all so far
     parts: list[str] = field(default_factory=list)  # the hash of every rank's own part, where ranks have one
 
     def count(self, step: int, position: Position, pairs: int, result: StepResult) -> None:

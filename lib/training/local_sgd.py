@@ -79,6 +79,8 @@ class LocalSGD:
         self.pending = np.zeros(0, np.int64)  # indices into the round's stream that nobody has trained
         self.trained = RoundWork([], [])  # of the round
         self.waited_seconds = self.last_wait_seconds = 0.0  # of the round; at its last synchronisation
+        self.rewards: list[list[float]] = []  # train.loss=bco: every rank's sum and count when they last synchronised
+        self.rewards_before = [0.0, 0.0]  # of all ranks, when the round began
         self._warm = False
 
     # ---- Training
@@ -98,7 +100,7 @@ class LocalSGD:
         saved = saved_whole = progress.step
         while progress.step < self.steps:
             if self.round is None:
-                self._open(progress.step)
+                self._open(progress.step, progress.rewards)
             assert self.round is not None
             while len(self.pending):
                 target = (saved // checkpoint_every + 1) * checkpoint_every
@@ -123,10 +125,18 @@ class LocalSGD:
         self.own_round_end = self.last_wait_seconds + result.seconds
         progress.seconds += result.seconds
         progress.bytes_sent += result.bytes_sent
+        if method != "none":
+            self._merge_rewards(progress)
         self.round = None
         self._choose_length()
         progress.rounds = self.state()
         return result
+
+    def _merge_rewards(self, progress: Progress) -> None:
+        """Gives every rank the rewards of all: those before the round, and what each rank added in it."""
+        before, added = self.rewards_before, np.array(self.rewards) - self.rewards_before
+        progress.rewards[:] = (np.array(before) + added.sum(axis=0)).tolist()
+        self.rewards = [list(progress.rewards)] * self.world.size
 
     def _choose_length(self) -> None:
         """Of the next round: as often as measured merges may come."""
@@ -153,7 +163,7 @@ class LocalSGD:
         own = self.ranks.speeds[self.world.rank]
         return replace(result, pairs=round(result.pairs * sum(self.ranks.speeds) / own)) if own else result
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int, rewards: Sequence[float]) -> None:
         pairs = self.config.independent.pairs_per_round
         if pairs is None:
             self._read(step, min(self.steps, step + self.steps_per_round))
@@ -163,7 +173,7 @@ class LocalSGD:
         self.pending = np.arange(len(self.round.rows))
         self.trained = RoundWork([0] * self.world.size, [0] * self.world.size)
         self.start = adapter_files.trainable(self.model)
-        self.waited_seconds = 0.0
+        self.waited_seconds, self.rewards_before = 0.0, list(rewards)
 
     def _read(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> None:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
@@ -176,7 +186,7 @@ class LocalSGD:
         """Local steps until the ranks synchronise, and what they know then. target: the step of the next checkpoint."""
         began = time.perf_counter()
         queues, seconds = self._assign(target)
-        own = self._work(queues[self.world.rank], seconds, local_step)
+        own = self._work(queues[self.world.rank], seconds, local_step, progress.rewards)
         arrived = time.perf_counter()
         texts = self.world.gather_long_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
         self.last_wait_seconds = time.perf_counter() - arrived
@@ -184,6 +194,7 @@ class LocalSGD:
         reports = [RankReport(**json.loads(text)) for text in texts]
         self._raise_faults(Stopped, [report.stopped for report in reports])
         self._raise_faults(AgreedError, [report.failed for report in reports])
+        self.rewards = [report.rewards for report in reports]
         steps = [report.steps for report in reports]
         pairs = [sum(len(chunk.indices) for chunk in queue[:count]) for queue, count in zip(queues, steps, strict=True)]
         self.pending = round_assignment.left_over(self.pending, queues, steps)
@@ -233,12 +244,16 @@ class LocalSGD:
         return queues, None if min(moments) >= left / speed else min(moments)
 
     def _work(
-        self, queue: Sequence[round_assignment.Chunk], seconds: float | None, local_step: LocalStep
+        self,
+        queue: Sequence[round_assignment.Chunk],
+        seconds: float | None,
+        local_step: LocalStep,
+        rewards: list[float],
     ) -> RankReport:
-        """This rank's local steps until `seconds` have passed."""
+        """This rank's local steps until `seconds` have passed. rewards: the steps add to them."""
         assert self.round is not None
         rank, batch_size = self.world.rank, self.config.train.global_batch_size
-        report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.own_round_end)
+        report = RankReport(self.ranks.max_micro_batch_sizes[rank], self.own_round_end, rewards)
         began = time.perf_counter()
         for chunk in queue:
             elapsed = time.perf_counter() - began
@@ -297,6 +312,8 @@ class LocalSGD:
             state["scattered"], state["tail"] = pending["scattered"], pending["tail"]
             state["first_step"], state["last_step"] = self.round.first_step, self.round.last_step
             state["trained"] = [[pairs, steps] for pairs, steps in zip(*self.trained, strict=True)]
+        if self.config.train.loss == "bco" and self.rewards and self.is_inside:
+            state["rewards"], state["rewards_before"] = self.rewards, self.rewards_before
         return state
 
     def evaluating_ranks(self) -> tuple[World, list[int]]:
@@ -340,6 +357,9 @@ class LocalSGD:
             self.pending = round_assignment.from_state(state["scattered"], state["tail"], len(self.round.rows))
             self.trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
             self.start = own["start"]
+        if "rewards" in state and len(state["rewards"]) == self.world.size:
+            self.rewards, self.rewards_before = state["rewards"], state["rewards_before"]
+            progress.rewards = list(self.rewards[self.world.rank])
         progress.rounds = self.state()
 
 

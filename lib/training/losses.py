@@ -1,7 +1,8 @@
 """Losses: pure functions of summed log-probabilities, in float32, one per paper.
 
 Everything here is a sum or a per-pair array, never a mean: ranks and micro-batches of unequal size add sums
-and counts, and divide once at the end. The count is of pairs for preference losses, of tokens for SFT.
+and counts, and divide once at the end. The count is of pairs for preference losses, of rows for unpaired ones, of
+tokens for SFT.
 
 Notation: x prompt, y_w chosen, y_l rejected completion, |y| its tokens (the end token included), pi the
 policy, pi_ref the frozen reference; all log-probabilities in nats.
@@ -15,13 +16,20 @@ from typing import Literal, get_args
 import mlx.core as mx
 
 PreferenceLoss = Literal["sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"]
+UnpairedLoss = Literal["kto", "bco"]
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
+UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)
 REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
 
 
 def needs_reference(name: str) -> bool:
     """Whether a loss, by its name in the settings, compares the policy with a frozen reference."""
-    return name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES
+    return name in UNPAIRED_LOSSES or (name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES)
+
+
+def needs_mismatched(name: str) -> bool:
+    """Whether a loss asks for the log-probability of another prompt's completion, too."""
+    return name == "kto"
 
 
 @dataclass(frozen=True)
@@ -269,6 +277,108 @@ def preference_metrics(
         drift = (reference.chosen - policy.chosen) + (reference.rejected - policy.rejected)
         sums["kl"] = 0.5 * mx.stop_gradient(counted * drift).sum()
     return sums
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Unpaired: completions that somebody called desirable or not.
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """B completions with a label each.
+
+    log_ratios: float32 [B], log pi(y|x) - log pi_ref(y|x), summed over completion tokens, nats.
+    desirable: bool [B].
+    """
+
+    log_ratios: mx.array
+    desirable: mx.array
+
+    @property
+    def signs(self) -> mx.array:
+        """1 for a desirable completion, -1 for another, float32 [B]."""
+        return mx.where(self.desirable, 1.0, -1.0)
+
+
+@dataclass(frozen=True)
+class UnpairedOptions:
+    """The numbers in the formulas, as train.* names them."""
+
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
+
+
+def kto_loss(rows: Labelled, kl: mx.array, options: UnpairedOptions) -> mx.array:
+    """KTO, Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8: losses, float32 [B].
+
+    With r the log ratio: lambda_D (1 - sigma(beta (r - z_0))) for a desirable completion, lambda_U
+    (1 - sigma(beta (z_0 - r))) for another. kl: z_0, as `kl_baseline` gives it; it gets no gradient.
+
+    1 - sigma(x) is exp(log sigma(-x)), which keeps the digits of a gradient near 0.
+    """
+    margins = rows.signs * options.beta * (rows.log_ratios - mx.stop_gradient(kl))
+    return _weights(rows, options) * mx.exp(log_sigmoid(-margins))
+
+
+def bco_loss(rows: Labelled, shift: mx.array, options: UnpairedOptions) -> mx.array:
+    """BCO, Jung et al. 2024, arXiv:2404.04656, eq. 8: a binary classifier of rewards; losses, float32 [B].
+
+    -log sigma(beta r - delta) for a desirable completion, -log sigma(-(beta r - delta)) for another, without the
+    paper's density ratio (UDM). shift: delta, the mean of all rewards so far; it gets no gradient.
+    """
+    margins = rows.signs * (options.beta * rows.log_ratios - mx.stop_gradient(shift))
+    return -_weights(rows, options) * log_sigmoid(margins)
+
+
+def _weights(rows: Labelled, options: UnpairedOptions) -> mx.array:
+    return mx.where(rows.desirable, options.desirable_weight, options.undesirable_weight)
+
+
+def kl_baseline(log_ratios_sum: float, count: float) -> float:
+    """KTO's z_0 (arXiv:2402.01306, section 4.1): an estimate of KL(pi || pi_ref) in nats, never below 0.
+
+    log_ratios_sum: log pi(y'|x) - log pi_ref(y'|x) of `count` mismatched completions y', each another prompt's.
+    """
+    mean = log_ratios_sum / count if count else 0.0
+    return 0.0 if mean < 0 else mean  # what is no number stays none: the step is left out
+
+
+def unpaired_losses(
+    name: UnpairedLoss, rows: Labelled, baseline: mx.array, options: UnpairedOptions
+) -> tuple[mx.array, mx.array]:
+    """(losses, rewards), each float32 [B]; the rewards, beta r, carry no gradient.
+
+    baseline: what a completion is compared with, the same for all: kto's z_0 in nats, bco's delta in rewards.
+    """
+    assert options.beta > 0, options.beta
+    assert rows.log_ratios.dtype == mx.float32, rows.log_ratios.dtype
+    loss = kto_loss if name == "kto" else bco_loss
+    return loss(rows, baseline, options), mx.stop_gradient(options.beta * rows.log_ratios)
+
+
+def unpaired_metrics(
+    name: UnpairedLoss, rows: Labelled, rewards: mx.array, baseline: mx.array, beta: float, counted: mx.array
+) -> dict[str, mx.array]:
+    """Sums over rows (float32 scalars), to be added over ranks.
+
+    counted: float32 [B], 1 for a row, 0 for padding.
+
+    reward_chosen and reward_rejected are over desirable and over undesirable rows. reward_accuracy counts rows on their
+    side of the baseline, a tie as 1/2. kl is z_0 for kto; for bco the mean of log pi_ref(y) - log pi(y), as
+    `preference_metrics` has it.
+    """
+    desirable = counted * rows.desirable
+    threshold = beta * baseline if name == "kto" else baseline
+    right = 0.5 * (mx.sign(rows.signs * (rewards - threshold)) + 1)
+    drift = mx.broadcast_to(baseline, counted.shape) if name == "kto" else -mx.stop_gradient(rows.log_ratios)
+    return {
+        "desirable": desirable.sum(),
+        "reward_chosen": (desirable * rewards).sum(),
+        "reward_rejected": ((counted - desirable) * rewards).sum(),
+        "reward_accuracy": (counted * right).sum(),
+        "kl": (counted * drift).sum(),
+    }
 
 
 def sft_loss(token_logps_sum: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:

@@ -28,6 +28,7 @@ from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
 from lib.model import adapters, load
 from lib.system import hardware, model_folder, provenance
+from lib.training import losses
 
 ROOM = 10  # a model is read ahead where so many times its bytes are free: beside it another process trains
 
@@ -125,7 +126,7 @@ def state_of(config: Config) -> str:
         UserError: a file is missing.
     """
     settings = [config.data, config.model, config.evaluate]
-    kept = [part.model_dump(mode="json") for part in settings] + [config.record_kind, config.train.seed]
+    kept = [part.model_dump(mode="json") for part in settings] + [config.train.loss, config.train.seed]
     stamps = [(str(file), *_stamp(file)) for file in _files(config)]
     return json.dumps([kept, stamps])
 
@@ -146,8 +147,9 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     words = tokenizer_module.vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
-    data = open_training(config.data, config.record_kind, tokenizer, tell=say, **words)
-    valid = open_held_out(config.data, config.record_kind, tokenizer, tell=say, **words)
+    kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
+    data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
+    valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     return Inputs(tokenizer, data, valid, answer_questions.load_questions(config, tokenizer), tuple(messages))
 
 

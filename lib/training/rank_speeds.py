@@ -15,6 +15,7 @@ class RankReport:
 
     max_micro_batch_size: int | None  # that memory leaves
     round_end_seconds: float | None  # of the round before
+    rewards: list[float]  # train.loss=bco: sum and count of all rewards so far, as this rank's steps know them
     steps: int = 0
     tokens: int = 0
     timed_tokens: int = 0  # without the first step, which compiles

@@ -187,10 +187,11 @@ def add_as_needed(settings: Config, policy: nn.Module, world: World) -> AddRefer
             reference.update(tree_unflatten(list(start.items())))
             reference.eval()
             with world.workers.together("reference log-probabilities of a batch"):
-                logps = np.array(completion_logps(reference, arrays_of(batch.inputs)))
+                parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
+                columns = [np.array(completion_logps(reference, arrays_of(part.inputs))) for part in parts]
             reference.update(tree_unflatten(list(now.items())))
             policy.train()
-            yield batch, logps[: len(batch.rows)]
+            yield batch, np.concatenate(columns, axis=1)[: len(batch.rows)]
 
     return add
 

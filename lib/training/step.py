@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -27,21 +27,22 @@ from lib.model.logps import completion_logps
 from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
-from lib.training import losses
+from lib.training import baseline, losses
 
-# What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs for preference
-# losses, tokens for SFT); `pairs` divides the metrics.
-SUMS = ("loss", "count", "pairs", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
-REWARDS = SUMS[3:]
+# What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs or rows for
+# preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
+REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
+SUMS = ("loss", "count", "pairs", "desirable", *REWARDS)
 
 Metrics = dict[str, float | None]  # by name; None for what a loss does not have
 Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities, float32 [b, K]
 GradientsOf = Callable[
-    [StreamInputs, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
-]  # ((loss, SUMS), gradients)
+    [StreamInputs, mx.array | None, mx.array | None, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
+]  # (inputs, reference, labels, baseline) -> ((loss, SUMS), gradients)
 MeanOf = Callable[[Tree, mx.array], tuple[Tree, exchange.Arrays]]  # (mean gradients, squared norms by name)
+Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 Update = Callable[[Tree, Tree, mx.array], Tree]  # (parameters, gradients, norm) -> parameters
 
 
@@ -96,14 +97,21 @@ class OwnPart:
 
 
 def objective(
-    train: TrainSettings, policy_logps: mx.array, tokens: mx.array, reference_logps: mx.array | None
+    train: TrainSettings,
+    policy_logps: mx.array,
+    tokens: mx.array,
+    reference_logps: mx.array | None,
+    labels: mx.array | None = None,
+    baseline: mx.array | None = None,
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """The loss and the metrics of some examples.
 
     Args:
-        policy_logps: float32 [B, K], one column a completion: chosen and rejected, or one for SFT.
+        policy_logps: float32 [B, K], one column a completion: chosen and rejected, or one for SFT and for labels.
         tokens: [B, K], scored tokens; rows without any are padding, and count nowhere.
         reference_logps: float32 [B, K], or None for a loss that has no reference.
+        labels: bool [B], whether a completion is desirable; None for losses of pairs, and for SFT.
+        baseline: what such completions are compared with (lib/training/baseline.py).
 
     Returns:
         The losses, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
@@ -113,6 +121,14 @@ def objective(
     if train.loss == "sft":
         total, count = losses.sft_loss(policy_logps[:, 0], tokens[:, 0])
         return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
+    if train.loss == "kto" or train.loss == "bco":
+        assert reference_logps is not None and labels is not None and baseline is not None
+        ratios = mx.where(counted > 0, policy_logps[:, 0] - reference_logps[:, 0], 0.0)
+        rows = losses.Labelled(ratios, labels)
+        weights = losses.UnpairedOptions(train.beta, train.desirable_weight, train.undesirable_weight)
+        per_row, rewards = losses.unpaired_losses(train.loss, rows, baseline, weights)
+        metrics = losses.unpaired_metrics(train.loss, rows, rewards, baseline, train.beta, counted)
+        return per_row, {"loss": (counted * per_row).sum(), "count": pairs, "pairs": pairs, **metrics}
 
     tokens = mx.where(counted[:, None], tokens, 1)
 
@@ -141,6 +157,12 @@ def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
     for name in REWARDS:
         has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train.loss))
         means[name] = sums[name] / sums["pairs"] if has and sums["pairs"] else None
+    if train.loss in losses.UNPAIRED_LOSSES:
+        counts = {"reward_chosen": sums["desirable"], "reward_rejected": sums["pairs"] - sums["desirable"]}
+        means |= {name: sums[name] / count if count else None for name, count in counts.items()}
+        chosen, rejected = means["reward_chosen"], means["reward_rejected"]
+        means["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
+        means |= {"desirable": counts["reward_chosen"], "undesirable": counts["reward_rejected"]}
     return means
 
 
@@ -194,6 +216,12 @@ def _compiles(train: TrainSettings) -> bool:
     return train.compile if train.compile is not None else mx.default_device() == mx.gpu
 
 
+def _raise_failures(failure: str | None, ranks_bytes: Sequence[float]) -> None:
+    """Raises OutOfMemory on all ranks, where memory ran out on some. ranks_bytes: what each of those held; else 0."""
+    if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
+        raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
+
+
 def _tried(
     world: World, model: nn.Module, what: str, work: Callable[[], tuple[Tree | None, mx.array]]
 ) -> tuple[Tree | None, mx.array, str | None]:
@@ -242,11 +270,15 @@ class TrainStep:
     mean_of: MeanOf
     update: Update
     optimizer_state: list[Tree]  # one, which a compiled update reads and writes
+    rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
     shapes: set[object] = field(default_factory=set)  # of the batches so far
     last_started: float = field(default_factory=time.perf_counter)
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepResult:
-        """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too."""
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
+        """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too.
+
+        watching: looks at the memory after each micro-batch of a pass.
+        """
         started, bytes_before = time.perf_counter(), self.world.traffic.bytes_sent
         elapsed = started - self.last_started if self.world.rank == 0 else 0.0
         self.last_started = started
@@ -254,8 +286,12 @@ class TrainStep:
         self.model.train()
         if self.dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
             mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
-        gradients, own, failure = self._own_gradients(f"step {index + 1}", batches)
-        compute_seconds = time.perf_counter() - started
+        what, ratios, compared_with, waited_seconds = f"step {index + 1}", None, None, 0.0
+        if self.train.loss in losses.UNPAIRED_LOSSES:
+            batches, ratios, waited_seconds = self._log_ratios(what, batches, watching)
+            compared_with = mx.array(baseline.of_step(self.train, ratios, self.rewards))
+        gradients, own, failure = self._own_gradients(what, watching(iter(batches)), compared_with)
+        compute_seconds = time.perf_counter() - started - waited_seconds
 
         # Names are bound anew: a rank has no room for its own gradients beside the sum.
         gradients, totals, left_out = self._sum_over_ranks(gradients, own, compute_seconds, elapsed)
@@ -266,13 +302,14 @@ class TrainStep:
         values = totals.tolist()
         sums, by_rank = dict(zip(SUMS, values, strict=False)), values[len(SUMS) :]
         ranks_seconds, ranks_bytes = by_rank[: self.world.size], by_rank[self.world.size : -2]
-        if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
-            raise OutOfMemory(failure or "another rank's", tuple(failed), tuple(failed.values()))
+        _raise_failures(failure, ranks_bytes)
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
         rate = learning_rate(self.train, index, steps)
         if not skipped and sums["count"]:  # of a streamed batch every row may turn out to be left out
             self.feedback.update(left_out)
+            if ratios is not None:
+                baseline.count_rewards(self.train, ratios, self.rewards)
             self._apply(gradients, norm, rate)
         wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
         return StepResult(
@@ -295,12 +332,39 @@ class TrainStep:
             traces=len(self.shapes),
         )
 
-    def _own_gradients(self, what: str, batches: Iterable[MicroBatch]) -> tuple[Tree, OwnPart, str | None]:
+    def _log_ratios(
+        self, what: str, batches: Iterable[MicroBatch], watching: Watching
+    ) -> tuple[list[MicroBatch], mx.array, float]:
+        """The micro-batches, the sum and count of log ratios that a baseline is made of, and the seconds waited for it.
+
+        Raises:
+            OutOfMemory: on all ranks, where memory ran out on one of them.
+        """
+        taken: list[MicroBatch] = []
+        size, rank = self.world.size, self.world.rank
+
+        def work() -> tuple[None, mx.array]:
+            taken.extend(batches)
+            passed = watching(iter(taken))
+            return None, baseline.log_ratio_sums(self.model, passed, self.train, self.world.together, what)
+
+        _, sums, failure = _tried(self.world, self.model, what, work)
+        failed_bytes = [0.0] * size
+        failed_bytes[rank] = float(max(1, mx.get_peak_memory())) if failure is not None else 0.0
+        arrived = time.perf_counter()
+        totals = self.world.all_sum(mx.concatenate([sums[:2], mx.array(failed_bytes)]), "the baseline of a step")
+        mx.eval(totals)
+        _raise_failures(failure, totals[2:].tolist())
+        return taken, totals[:2], time.perf_counter() - arrived
+
+    def _own_gradients(
+        self, what: str, batches: Iterable[MicroBatch], compared_with: mx.array | None
+    ) -> tuple[Tree, OwnPart, str | None]:
         """This rank's part of the sum; zeros, and what went wrong, where memory ran out and others wait in the sum."""
         counted: list[Batch] = []
         tokens = padded_tokens = failed_bytes = 0
         gradients, sums, failure = _tried(
-            self.world, self.model, what, lambda: self._forward_backward(what, batches, counted)
+            self.world, self.model, what, lambda: self._forward_backward(what, batches, counted, compared_with)
         )
         if failure is not None:  # the others wait for this rank in the sum: it comes with nothing but that
             failed_bytes = max(1, mx.get_peak_memory())
@@ -312,7 +376,7 @@ class TrainStep:
         return gradients, OwnPart(sums, tokens, padded_tokens, failed_bytes), failure
 
     def _forward_backward(
-        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch]
+        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], compared_with: mx.array | None
     ) -> tuple[Tree | None, mx.array]:
         """Gradients and SUMS, summed over this rank's micro-batches and evaluated; `counted` gets the batches."""
         gradients: Tree | None = None
@@ -322,7 +386,10 @@ class TrainStep:
             counted.append(batch)
             with self.world.together(what):
                 (_, micro_sums), micro = self.gradients_of(
-                    arrays_of(batch.inputs), None if reference is None else mx.array(batch.padded(reference))
+                    arrays_of(batch.inputs),
+                    None if reference is None else mx.array(batch.padded(reference)),
+                    None if batch.labels is None else mx.array(batch.padded(batch.labels)),
+                    compared_with,
                 )
                 micro = tree_map(lambda g: g.astype(mx.float32), micro)
                 gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
@@ -374,10 +441,12 @@ def make_step(
         rank: among all ranks, which draw different dropout masks; by default world.rank.
     """
 
-    def forward(inputs: StreamInputs, reference: mx.array | None) -> tuple[mx.array, mx.array]:
+    def forward(
+        inputs: StreamInputs, reference: mx.array | None, labels: mx.array | None, compared_with: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
         logps = completion_logps(model, inputs)
         counts = inputs["mask"].sum(axis=-1)
-        _, sums = objective(train, logps, counts, reference)
+        _, sums = objective(train, logps, counts, reference, labels, compared_with)
         return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
 
     def mean_of(gradients: Tree, count: mx.array) -> tuple[Tree, exchange.Arrays]:

@@ -47,9 +47,11 @@ class Learner:
         world = run.world.workers if run.local_sgd is None else run.world.alone()
         rank = None if run.local_sgd is None else run.world.rank
         has_dropout = settings.model.dropout > 0
-        return train_step.make_step(
+        take_step = train_step.make_step(
             run.model, run.optimizer, settings.train, world, has_dropout, settings.sync, run.feedback, rank
         )
+        take_step.rewards = run.progress.rewards
+        return take_step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepResult:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0.
@@ -88,7 +90,7 @@ class Learner:
             try:
                 return out_of_memory.attempt(
                     lambda fitting=fitting: self.take_step(  # type: ignore[misc]
-                        index, steps, self.limit.watching(iter(self.add_reference(fitting)))
+                        index, steps, self.add_reference(fitting), self.limit.watching
                     )
                 )
             except OutOfMemory as error:

@@ -1,0 +1,19 @@
+"""What every section of the settings is, and the numbers that settings may be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Settings that belong together: frozen, without unknown names, each with its meaning behind it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)

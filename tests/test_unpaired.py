@@ -1,0 +1,578 @@
+"""KTO and BCO: losses and gradients against float64 and TRL, rows and their mismatched completions, whole runs."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from lib import errors
+from lib.config import load
+from lib.config.schema import Config, DataSettings, TrainSettings
+from lib.data.collate import collate
+from lib.data.dataset import Dataset, Example, load_dataset
+from lib.data.micro_batches import MicroBatches
+from lib.data.mismatched import partners, with_mismatched
+from lib.data.streaming import StreamedDataset, open_training
+from lib.distributed.world import World
+from lib.evaluate.command import main as evaluate
+from lib.plan.plan_warnings import uneven_labels
+from lib.training import baseline
+from lib.training.losses import UNPAIRED_LOSSES, Labelled, UnpairedOptions, kl_baseline, unpaired_losses
+from lib.training.step import SUMS, StepResult, make_step, means_of, objective
+from tests import float64, rounding, tiny
+from tests.test_losses import close, derivative64, log_sigmoid64
+from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
+from tests.test_step import means_of as finite_means
+
+BETA, WEIGHTS = 0.3, (1.25, 0.75)
+TRAIN = {"beta": BETA, "desirable_weight": WEIGHTS[0], "undesirable_weight": WEIGHTS[1]}
+
+
+# ---- The formulas
+
+
+def loss64(
+    name: str, ratio: float, desirable: bool, baseline: float, beta: float, weights: tuple[float, float]
+) -> float:
+    """One row's loss, from the papers."""
+    sign, weight = (1, weights[0]) if desirable else (-1, weights[1])
+    if name == "kto":
+        return weight * (1 - 1 / (1 + math.exp(-sign * beta * (ratio - baseline))))
+    return -weight * log_sigmoid64(sign * (beta * ratio - baseline))
+
+
+@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_values_and_gradients_match_float64(name: str, beta: float) -> None:
+    rng = np.random.default_rng(0)
+    points = [(float(np.float32(r)), bool(rng.random() < 0.5)) for r in rng.normal(0, 3, 20)]
+    ratios, desirable = mx.array([r for r, _ in points]), mx.array([label for _, label in points])
+    compared_with = float(np.float32(0.7))
+    options = UnpairedOptions(beta, *WEIGHTS)
+
+    def total(ratios: mx.array) -> mx.array:
+        return unpaired_losses(name, Labelled(ratios, desirable), mx.array(compared_with), options)[0].sum()
+
+    losses, rewards = unpaired_losses(name, Labelled(ratios, desirable), mx.array(compared_with), options)
+    assert losses.dtype == rewards.dtype == mx.float32
+    slopes = mx.grad(total)(ratios)
+    for label in (True, False):
+        chosen = [i for i, (_, own) in enumerate(points) if own == label]
+
+        def loss(ratio: float, compared_with: float, label: bool = label) -> float:
+            return loss64(name, ratio, label, compared_with, beta, WEIGHTS)
+
+        def slope(ratio: float, compared_with: float, label: bool = label) -> float:
+            return derivative64(lambda value: loss64(name, value, label, compared_with, beta, WEIGHTS), ratio)
+
+        of_label = [(points[i][0], compared_with) for i in chosen]
+        close(losses[mx.array(chosen)], loss, of_label)
+        close(slopes[mx.array(chosen)], slope, of_label)
+    close(rewards, lambda ratio: beta * ratio, [(ratio,) for ratio, _ in points])
+
+
+@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
+def test_extremes_stay_finite_and_small_gradients_keep_their_digits(name: str) -> None:
+    values = [-2e4, -50.0, -1e-6, 0.0, 1e-6, 50.0, 2e4]
+    rows = Labelled(mx.array(values), mx.array([True] * len(values)))
+
+    def total(ratios: mx.array) -> mx.array:
+        return unpaired_losses(name, Labelled(ratios, rows.desirable), mx.array(0.0), UnpairedOptions(1.0, 1, 1))[
+            0
+        ].sum()
+
+    slopes = mx.grad(total)(rows.log_ratios)
+    assert np.isfinite(np.array(total(rows.log_ratios))) and np.isfinite(np.array(slopes)).all()
+    assert slopes[5].item() == pytest.approx(-math.exp(-50.0), rel=1e-5)
+
+
+def test_the_baseline_is_never_negative_and_no_number_stays_none() -> None:
+    assert kl_baseline(-3.0, 4) == 0.0 and kl_baseline(3.0, 4) == 0.75 and kl_baseline(0.0, 0) == 0.0
+    assert math.isnan(kl_baseline(math.nan, 4)) and kl_baseline(math.inf, 4) == math.inf
+
+
+# From TRL's own trainers, KTOTrainer of 1.16.0 and BCOTrainer of 1.9.0: `python benchmarks/trl_unpaired.py kto`, `... bco`.
+POLICY = [-3.0, -1.5, -7.25, -4.0, -0.5, -6.0]
+REFERENCE = [-4.5, -1.0, -6.0, -6.5, -2.0, -5.75]
+LABELS = [True, False, False, True, True, False]
+MISMATCHED = ([-9.0, -6.0, -8.5, -7.0, -5.0, -9.5], [-9.5, -8.0, -8.0, -7.5, -6.5, -9.25])
+EARLIER_REWARDS = [0.5, -0.25, 0.125]
+TRL: dict[str, dict[str, Any]] = {
+    "kto": {
+        "loss": 0.4085310241347004,
+        "gradients": [
+            *(-0.015358896246370912, 0.009113019855015968, 0.008670846051152812),
+            *(-0.014451410085254687, -0.015358896246370912, 0.009215337747822547),
+        ],
+        "baseline": 0.625,
+    },
+    "bco": {
+        "loss": 0.5253299096541865,
+        "gradients": [
+            *(-0.02137979440183444, 0.021176080291164093, 0.01848698887726211),
+            *(-0.017812626728277343, -0.02137979440183444, 0.022096494730802607),
+        ],
+        "baseline": 0.15833333134651184,
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
+def test_loss_gradients_and_metrics_are_those_of_trl(name: str) -> None:
+    train = TrainSettings(loss=name, **(TRAIN if name == "kto" else {"beta": BETA}))
+    policy, reference = (
+        np.array([POLICY, MISMATCHED[0]], np.float32).T,
+        np.array([REFERENCE, MISMATCHED[1]], np.float32).T,
+    )
+    ratios = (policy - reference)[:, int(name == "kto")]
+    sums = mx.array([float(ratios.sum()), 6.0])
+    compared_with = mx.array(baseline.of_step(train, sums, [sum(EARLIER_REWARDS), 3.0]))
+
+    def total(logps: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        arguments = mx.stack([logps, mx.array(policy[:, 1])], axis=1), mx.ones((6, 2)), mx.array(reference)
+        _, sums = objective(train, *arguments, mx.array(LABELS), compared_with)
+        return sums["loss"] / sums["count"], sums
+
+    (loss, parts), gradients = mx.value_and_grad(total)(mx.array(policy[:, 0]))
+    assert loss.item() == pytest.approx(TRL[name]["loss"], rel=1e-5)
+    assert gradients.tolist() == pytest.approx(TRL[name]["gradients"], rel=1e-5)
+    assert compared_with.item() == pytest.approx(TRL[name]["baseline"], rel=1e-5)
+    means = means_of({key: parts[key].item() if key in parts else 0.0 for key in SUMS}, train)
+    assert means["reward_chosen"] == pytest.approx(0.55, rel=1e-5)
+    assert means["reward_rejected"] == pytest.approx(-0.2, rel=1e-5)
+    assert means["reward_margin"] == pytest.approx(0.75, rel=1e-5)
+    assert (means["desirable"], means["undesirable"]) == (3, 3)
+    if name == "kto":
+        assert means["kl"] == pytest.approx(0.625, rel=1e-5)
+
+
+def test_a_batch_of_one_label_has_no_reward_of_the_other() -> None:
+    train = TrainSettings(loss="kto")
+    arrays = mx.array([[-1.0, -2.0]]), mx.array([[3, 4]]), mx.array([[-1.5, -2.0]])
+    _, sums = objective(train, *arrays, mx.array([True]), mx.array(0.0))
+    means = means_of({key: sums[key].item() if key in sums else 0.0 for key in SUMS}, train)
+    assert means["reward_chosen"] == pytest.approx(0.05) and means["reward_rejected"] is means["reward_margin"] is None
+    assert means["reward_accuracy"] == 1.0
+
+
+# ---- A step
+
+
+def rows_of(count: int, seed: int = 3, longest: int = 5) -> list[Example]:
+    """Labelled rows of ragged lengths, each with another completion behind its own."""
+    rng = np.random.default_rng(seed)
+
+    def ids(shortest: int) -> np.ndarray:
+        return rng.integers(2, 20, rng.integers(shortest, longest + 1))
+
+    return [Example(i, ids(1), (ids(1), ids(1)), bool(i % 3)) for i in range(count)]
+
+
+def reference_logps(count: int) -> np.ndarray:
+    return -np.abs(np.random.default_rng(0).normal(9.0, 2.0, (count, 2))).astype(np.float32)
+
+
+def step_gradients(
+    model: Any, settings: Config, rows: list[Example], reference: np.ndarray, sizes: list[int], rewards: list[float]
+) -> tuple[StepResult, dict[str, np.ndarray]]:
+    """A step's result and its gradients; rewards: changed as the step does."""
+    spy, batches, start = Spy(learning_rate=0.0), [], 0
+    for size in sizes:
+        own = rows[start : start + size]
+        parts = [[dataclasses.replace(row, completions=row.completions[k : k + 1]) for row in own] for k in (0, 1)]
+        batch, mismatched = (collate(part, 4, True) for part in parts)
+        with_other = settings.train.loss == "kto"
+        batch = dataclasses.replace(batch, mismatched=mismatched if with_other else None)
+        batches.append((batch, reference[start : start + size, : 1 + with_other]))
+        start += size
+    step = make_step(model, spy, settings.train, World(), dropout=False)
+    step.rewards = rewards
+    result = step(0, 10, batches)
+    return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
+
+
+@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str) -> None:
+    words = [f"train.loss={loss}", "train.max_grad_norm=null", "train.beta=0.5"]
+    model, settings = build(tmp_path, *words, "train.desirable_weight=1.5", "train.undesirable_weight=0.8")
+    rows, reference = rows_of(3), reference_logps(3)
+    earlier = [1.5, 4.0]
+    result, gradients = step_gradients(model, settings, rows, reference, [2, 1], list(earlier))
+    parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
+
+    def ratios() -> np.ndarray:
+        weights = merged(parameters, settings.model.scale)
+        logps = [
+            [
+                float64.completion_logp(weights, e.prompt_ids.tolist(), c.tolist(), HEADS, KV_HEADS)
+                for c in e.completions
+            ]
+            for e in rows
+        ]
+        return np.array(logps) - reference.astype(np.float64)
+
+    def baseline64() -> float:
+        own, mismatched = ratios().T
+        return max(0.0, mismatched.mean()) if loss == "kto" else (earlier[0] + 0.5 * own.sum()) / (earlier[1] + 3)
+
+    held = baseline64()  # no gradient goes through it
+
+    def loss_now() -> float:
+        rates = zip(ratios()[:, 0], [row.label for row in rows], strict=True)
+        return float(np.mean([loss64(loss, ratio, bool(label), held, 0.5, (1.5, 0.8)) for ratio, label in rates]))
+
+    expected = {name: float64.numerical_gradient(loss_now, parameters[name]) for name in gradients}
+
+    def compute() -> list[rounding.Results]:
+        result, gradients = step_gradients(model, settings, rows, reference, [2, 1], list(earlier))
+        return [finite_means(result), gradients]
+
+    _, limits = rounding.expected_and_limits(model, compute)
+    found = [{"loss": result.means["loss"]}, gradients]
+    rounding.assert_within(found, [{"loss": np.array(loss_now())}, expected], limits)
+    if loss == "kto":
+        assert result.means["kl"] == pytest.approx(held, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path: Path, loss: str) -> None:
+    model, settings = build(tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", "train.beta=0.5")
+    rows, reference = rows_of(6), reference_logps(6) - 20  # so that the baseline is not 0
+
+    def compute() -> list[rounding.Results]:
+        rewards = [0.5, 2.0]
+        result, gradients = step_gradients(model, settings, rows, reference, [6], rewards)
+        return [finite_means(result) | {"rewards": rewards[0]}, gradients]
+
+    expected, limits = rounding.expected_and_limits(model, compute)
+    for sizes in ([1] * 6, [4, 2], [1, 5], [3, 2, 1]):
+        rewards = [0.5, 2.0]
+        result, gradients = step_gradients(model, settings, rows, reference, sizes, rewards)
+        rounding.assert_within([finite_means(result) | {"rewards": rewards[0]}, gradients], expected, limits)
+        assert rewards[1] == (8.0 if loss == "bco" else 2.0)
+
+
+@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+def test_a_step_that_is_not_finite_is_left_out_and_so_are_its_rewards(tmp_path: Path, loss: str) -> None:
+    model, settings = build(tmp_path, f"train.loss={loss}")
+    reference, rewards = reference_logps(3), [0.5, 2.0]
+    reference[1, -1 if loss == "kto" else 0] = np.nan  # kto: of a mismatched completion alone
+    step = make_step(model, Spy(learning_rate=0.0), settings.train, World(), dropout=False)
+    step.rewards = rewards
+    data = labelled_dataset(3)
+    make = MicroBatches(
+        with_mismatched(data, 64) if loss == "kto" else data,
+        reference[:, : 1 + (loss == "kto")],
+        settings,
+        4,
+        True,
+        False,
+    )
+    assert step(0, 10, make.of([np.arange(3)], 3)).skipped and rewards == [0.5, 2.0]
+
+
+# ---- Rows
+
+
+def labelled(count: int, seed: int = 0, vocab_size: int = 48, longest: int = 12) -> list[dict[str, Any]]:
+    """Tokenised records with labels, of ragged lengths; some prompts come twice."""
+    rng = random.Random(seed)
+
+    def ids(shortest: int) -> list[int]:
+        return [rng.randrange(2, vocab_size) for _ in range(rng.randint(shortest, longest))]
+
+    records: list[dict[str, Any]] = []
+    for i in range(count):
+        prompt = records[-1]["prompt_ids"] if i % 4 == 3 else ids(1)
+        records.append({"prompt_ids": prompt, "completion_ids": [*ids(1), 1], "label": rng.random() < 0.5})
+    return records
+
+
+def labelled_dataset(count: int) -> Dataset:
+    from lib.data.dataset import in_memory
+
+    records = labelled(count, vocab_size=20, longest=5)
+    pieces = [np.array(r[key], np.int32) for r in records for key in ("prompt_ids", "completion_ids")]
+    return in_memory("-", "unpaired", "-", pieces, 0, [], 0, [r["label"] for r in records])
+
+
+def read(folder: Path, records: list[Any], **settings: Any) -> Dataset:
+    path = tiny.write_jsonl(folder / "rows.jsonl", records)
+    data = DataSettings(train=str(path), cache_dir=str(folder / "cache"), **settings)
+    return load_dataset(str(path), data, "unpaired", None, eos_token_id=1, vocab_size=48)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 997])
+def test_every_row_gets_the_completion_of_another_prompt_and_each_is_taken_once(count: int) -> None:
+    others = partners(np.arange(count))
+    assert sorted(others.tolist()) == list(range(count)) and (others != np.arange(count)).all()
+    assert (others == partners(np.arange(count))).all()
+
+
+def test_rows_of_one_prompt_never_get_each_others_completion() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        keys = rng.integers(0, rng.integers(2, 6), rng.integers(2, 40))
+        if len(np.unique(keys)) > 1:
+            assert (keys[partners(keys)] != keys).all()
+    with pytest.raises(ValueError, match="the same prompt"):
+        partners(np.zeros(5))
+
+
+def test_mismatched_completions_keep_the_prompt_and_fit_the_length(tmp_path: Path) -> None:
+    plain = read(tmp_path, labelled(40), max_length=16)
+    data = with_mismatched(plain, 16)
+    assert data.completions_per_example == 2 and data.digest != plain.digest and len(data) == len(plain) == 40
+    cut = 0
+    for row, own in zip(data, plain, strict=True):
+        assert row.label == own.label and (row.prompt_ids == own.prompt_ids).all()
+        assert (row.completions[0] == own.completions[0]).all()
+        mismatched = row.completions[1]
+        assert 1 <= len(mismatched) <= 16 - len(row.prompt_ids)
+        sources = [e for e in plain if e.completions[0][: len(mismatched)].tolist() == mismatched.tolist()]
+        assert any(e.prompt_ids.tolist() != row.prompt_ids.tolist() for e in sources)
+        cut += all(len(e.completions[0]) > len(mismatched) for e in sources)
+    assert cut, "no completion was cut: the test tests nothing"
+    trained_prompts, seen, scored = data.trained
+    assert seen.shape == scored.shape == (40, 1) and (trained_prompts == plain.prompts).all()
+
+
+def test_streamed_rows_are_those_in_memory_with_the_same_mismatched_completions(tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "rows.jsonl", labelled(60))
+    settings = DataSettings(train=str(path), max_length=18, streaming=True, cache_dir=str(tmp_path / "cache"))
+    whole = with_mismatched(load_dataset(str(path), settings, "unpaired", None, eos_token_id=1), 18)
+    for _ in range(2):  # the second time from the cache
+        data = open_training(settings, "unpaired", None, tell=print, mismatched=True, eos_token_id=1)
+        assert isinstance(data, StreamedDataset) and data.pieces.shape == (60, 3)
+        for own, other in zip(data.examples(list(range(60))), whole, strict=True):
+            assert own.row == other.row and own.label == other.label
+            for one, two in zip(
+                (own.prompt_ids, *own.completions), (other.prompt_ids, *other.completions), strict=True
+            ):
+                assert one.tolist() == two.tolist()
+        assert (data.labels == whole.labels).all()
+    alone = open_training(settings, "unpaired", None, tell=print, eos_token_id=1)
+    assert alone.digest != data.digest and alone.completions_per_example == 1
+
+
+def test_a_streamed_row_whose_partner_is_left_out_gets_the_next_one(tmp_path: Path) -> None:
+    records = labelled(40)
+    path = tiny.write_jsonl(tmp_path / "rows.jsonl", records)
+    settings = DataSettings(train=str(path), streaming=True, longest=16, cache_dir=str(tmp_path / "cache"))
+    data = open_training(settings, "unpaired", None, tell=print, mismatched=True, eos_token_id=1)
+    usable = [i for i, r in enumerate(records) if len(r["prompt_ids"]) + len(r["completion_ids"]) <= 16]
+    assert 10 < len(usable) < 40
+    examples = data.examples(list(range(40)))
+    assert [e.row for e in examples] == usable and data.unwanted_count == 40 - len(usable)
+    for e in examples:
+        sources = [
+            i for i in usable if records[i]["completion_ids"][: len(e.completions[1])] == e.completions[1].tolist()
+        ]
+        assert any(records[i]["prompt_ids"] != records[e.row]["prompt_ids"] for i in sources)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_pair_gives_a_desirable_and_an_undesirable_row(tmp_path: Path, streaming: bool) -> None:
+    pairs = tiny.pairs(5)
+    path = tiny.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, *labelled(1, seed=9)])
+    settings = DataSettings(train=str(path), streaming=streaming, cache_dir=str(tmp_path / "cache"))
+    data = open_training(settings, "unpaired", None, tell=print, eos_token_id=1)
+    assert len(data) == 11 and "each pair gives two rows: chosen is desirable, rejected is not" in str(data)
+    assert f"11 rows ({5 + data[10].label} desirable, {6 - data[10].label} undesirable)" in str(data)
+    for i, pair in enumerate(pairs):
+        for row, column, label in ((2 * i, "chosen_ids", True), (2 * i + 1, "rejected_ids", False)):
+            assert data[row].prompt_ids.tolist() == pair["prompt_ids"]
+            assert data[row].completions[0].tolist() == pair[column] and data[row].label is label
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"label": None}, "column 'label' is null"),
+        ({"label": "yes"}, "column 'label' is \"yes\", not true or false"),
+        ({"label": 2}, "column 'label' is 2, not true or false"),
+        ({"label": []}, "column 'label' is [], not true or false"),
+        ({}, "no column 'label'"),
+        ({"rating": True}, "data.label=rating"),
+    ],
+)
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_what_is_no_label_is_one_clear_line(
+    tmp_path: Path, record: dict[str, Any], expected: str, streaming: str
+) -> None:
+    row = {"prompt_ids": [5, 6], "completion_ids": [7, 1]}
+    rows = [*labelled(4), row | record]
+    path = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
+    result = tiny.train(
+        tmp_path,
+        [*tiny.settings(tmp_path), "train.loss=kto", f"data.train={path}", f"data.streaming={streaming}"],
+        check=False,
+    )
+    assert result.returncode == 2 and expected in result.stderr and "rows.jsonl:5" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_labels_with_a_loss_of_pairs_name_the_loss_that_they_are_for(tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "rows.jsonl", labelled(4))
+    result = tiny.train(tmp_path, [*tiny.settings(tmp_path), f"data.train={path}"], check=False)
+    assert result.returncode == 2 and "train.loss=kto" in result.stderr
+
+
+def test_rows_of_a_single_prompt_are_refused_with_the_other_loss_named(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [5, 6], "completion_ids": [7 + i, 1], "label": bool(i % 2)} for i in range(8)]
+    path = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
+    for streaming in ("false", "true"):
+        words = [*tiny.settings(tmp_path), "train.loss=kto", f"data.train={path}", f"data.streaming={streaming}"]
+        result = tiny.train(tmp_path, words, check=False)
+        assert result.returncode == 2 and "all rows have the same prompt" in result.stderr
+        assert "train.loss=bco" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.loss=sigmoid", "train.desirable_weight=2"], "are for the losses kto and bco, not sigmoid"),
+        (["train.loss=kto", "train.rpo_alpha=1"], "train.loss is kto"),
+        (["train.loss=bco", "train.label_smoothing=0.1"], "not bco"),
+        (["train.loss=kto", "train.desirable_weight=0"], "train.desirable_weight"),
+    ],
+)
+def test_settings_that_do_not_belong_to_the_loss_are_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(errors.UserError, match=expected):
+        load.load(None, ["model.path=-", "data.train=-", *words])
+
+
+@pytest.mark.parametrize(
+    ("desirable", "weights", "expected"),
+    [
+        (50, (1, 1), None),
+        (60, (1, 1), None),
+        (
+            80,
+            (1, 1),
+            "80 rows are desirable and 20 are not: the desirable ones weigh 4 times as much; train.undesirable_weight=4",
+        ),
+        (10, (3, 1), "the undesirable ones weigh 3 times as much; train.desirable_weight=9 evens"),
+        (80, (1, 4), None),
+        (100, (1, 1), "all 100 rows are desirable"),
+        (0, (1, 1), "all 100 rows are undesirable"),
+    ],
+)
+def test_uneven_labels_are_told_with_the_weight_that_evens_them_out(
+    desirable: int, weights: tuple[float, float], expected: str | None
+) -> None:
+    train = TrainSettings(loss="kto", desirable_weight=weights[0], undesirable_weight=weights[1])
+    said = uneven_labels(100, desirable, train)
+    assert said is None if expected is None else said is not None and expected in said
+
+
+# ---- Runs
+
+
+def run_words(folder: Path, loss: str, **changes: Any) -> list[str]:
+    words = tiny.settings(folder, **changes)
+    tiny.write_jsonl(folder / "train.jsonl", labelled(21))
+    tiny.write_jsonl(folder / "valid.jsonl", labelled(7, seed=1))
+    return [*words, f"train.loss={loss}", "evaluate.samples=0"]
+
+
+@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path: Path, loss: str) -> None:
+    words = [*run_words(tmp_path, loss), "train.schedule=constant", "train.learning_rate=1e-2", "checkpoint.every=3"]
+    tiny.train(tmp_path, [*words, "run.name=whole", "train.steps=7"])
+    tiny.train(tmp_path, [*words, "run.name=halves", "train.steps=3"])
+    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/halves"), "train.steps=7"])
+    whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
+    assert tiny.difference(whole, halves) == 0.0 and tiny.figure_difference(whole, halves, "loss") == 0.0
+    state = json.loads((whole / "checkpoints/step-00000007/state.json").read_text())
+    assert state["rewards"][1] == (state["pairs"] if loss == "bco" else 0)
+
+
+@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+def test_a_streamed_run_ends_with_the_bits_of_one_in_memory(tmp_path: Path, loss: str) -> None:
+    """The reference is asked in each step, there, and once for all rows here."""
+    words = [*run_words(tmp_path, loss), "train.steps=3", "data.length_window=1", "plan.micro_batch_sizes=[3]"]
+    for name, streaming in (("memory", "false"), ("streamed", "true")):
+        tiny.train(
+            tmp_path, [*words, f"run.name={name}", f"data.streaming={streaming}", f"data.cache_dir={tmp_path}/c"]
+        )
+    rounding.assert_equal_runs(tmp_path / "runs/memory", [tmp_path / "runs/streamed"], ["loss", "kl"])
+
+
+def test_a_runs_records_have_the_fields_of_the_contract(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*run_words(tmp_path, "kto"), "train.steps=3", "run.name=run", "train.learning_rate=1e-2"])
+    for record in tiny.steps_of(tmp_path / "runs/run"):
+        assert {"loss", "kl", "reward_chosen", "reward_rejected", "reward_accuracy", "reward_margin"} <= record.keys()
+        assert record["desirable"] + record["undesirable"] == record["pairs"]
+    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
+    assert summary["loss"] is not None and summary["reward_accuracy"] is not None and summary["kl"] is not None
+
+
+@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path: Path, loss: str, capsys: Any) -> None:
+    tiny.train(tmp_path, [*run_words(tmp_path, loss), "train.steps=4", "run.name=run", "train.learning_rate=1e-2"])
+    out = tmp_path / "rows.jsonl"
+    capsys.readouterr()
+    assert evaluate(["--run", str(tmp_path / "runs/run"), "--per-pair", str(out)]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["label"] for line in lines] == [record["label"] for record in labelled(7, seed=1)]
+    assert list(lines[0]) == ["label", "policy_logp", "reference_logp", "reward", "loss"]
+    shift = figures["kl"] if loss == "kto" else np.mean([line["reward"] for line in lines])
+    for line in lines:
+        ratio = line["policy_logp"] - line["reference_logp"]
+        assert line["reward"] == pytest.approx(0.1 * ratio, rel=1e-5, abs=1e-7)
+        assert line["loss"] == pytest.approx(loss64(loss, ratio, line["label"], shift, 0.1, (1, 1)), rel=1e-5)
+    assert figures["loss"] == pytest.approx(np.mean([line["loss"] for line in lines]), rel=1e-6)
+    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
+    assert summary["loss"] == pytest.approx(figures["loss"], rel=1e-6)
+
+
+def test_scoring_a_file_of_labels_writes_rewards_without_a_loss(tmp_path: Path, capsys: Any) -> None:
+    tiny.train(tmp_path, [*run_words(tmp_path, "kto"), "train.steps=2", "run.name=run"])
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--run", str(tmp_path / "runs/run"), "--data", str(tmp_path / "valid.jsonl")]
+    assert evaluate([*arguments, "--score", "rewards", "--out", str(out), f"data.cache_dir={tmp_path}/c"]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (
+        len(lines) == 7
+        and {"row", "label", "policy_completion_logp", "reference_completion_logp", "reward"} <= lines[0].keys()
+    )
+    assert "loss" not in lines[0]
+
+
+@pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
+def test_a_step_that_runs_out_of_memory_is_taken_again_with_the_same_baseline(
+    tmp_path: Path, loss: str, monkeypatch: Any
+) -> None:
+    words = [*run_words(tmp_path, loss), "train.steps=3", "plan.micro_batch_sizes=[8]", "train.learning_rate=1e-2"]
+    tiny.train(tmp_path, [*words, "run.name=plain"])
+    sums, failures = baseline.log_ratio_sums, [1]
+
+    def fails_once(*arguments: Any) -> mx.array:
+        made = sums(*arguments)
+        if failures and failures.pop():
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        return made
+
+    monkeypatch.setattr(baseline, "log_ratio_sums", fails_once)
+    tiny.train(tmp_path, [*words, "run.name=again"])
+    assert not failures
+    rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/again"], ["loss"])
+
+
+@pytest.mark.parametrize(
+    "words", [["model.gradient_checkpointing=true"], ["data.shared_prompts=false"], ["train.compile=true"]], ids=str
+)
+def test_layouts_change_no_result(tmp_path: Path, words: list[str]) -> None:
+    common = [*run_words(tmp_path, "kto"), "train.steps=4", "train.learning_rate=1e-2"]
+    tiny.train(tmp_path, [*common, "run.name=plain"])
+    tiny.train(tmp_path, [*common, *words, "run.name=other"])
+    rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/other"], ["loss", "kl"])
