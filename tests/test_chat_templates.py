@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 from typing import Any
@@ -221,7 +222,10 @@ def test_a_template_of_a_file(tmp_path):
 def test_the_day_is_that_of_the_settings(name):
     chat = Chat([USER], ([GOOD],), "")
     assert any(day in decoded(name, chat)[0] for day in ("2024-07-26", "26 Jul 2024"))
-    assert any(day in decoded(name, chat, template_date="2026-11-22")[0] for day in ("2026-11-22", "22 Nov 2026"))
+    assert any(
+        day in decoded(name, chat, template_date=datetime.date(2026, 11, 22))[0]
+        for day in ("2026-11-22", "22 Nov 2026")
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ def test_a_row_in_colours():
     messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
     made = encode(name, Chat([USER], (messages,), "", ((True, False, True),)))
     assert isinstance(made, Encoded) and made.learnt is not None
-    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), (np.array(made.learnt[0]),))
+    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), learnt=(np.array(made.learnt[0]),))
     text = picture(example, chat_models.tokenizer_of(name), 0, "green").plain
     assert text.endswith(
         "assistant\n⟦The answer is 42.<|im_end|>⟧\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"

@@ -66,8 +66,8 @@ def template_of(settings: DataSettings) -> str | None:
 
 def arguments_at_inference(settings: DataSettings) -> JSON:
     """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it."""
-    date = datetime.date.fromisoformat(settings.template_date)
-    return {"enable_thinking": False, "date_string": date.strftime("%d %b %Y"), **settings.chat_template_kwargs}
+    date = settings.template_date.strftime("%d %b %Y")
+    return {"enable_thinking": False, "date_string": date, **settings.chat_template_kwargs}
 
 
 def inline_reasoning(message: Message) -> str | None:
@@ -103,7 +103,7 @@ class ChatTemplate:
         self.arguments_without_answer = arguments_at_inference(settings)
         """What a prompt alone is rendered with."""
         if self.is_used and "strftime_now" in self.text:
-            self._pin_date(datetime.date.fromisoformat(settings.template_date))
+            self._pin_date(settings.template_date)
 
     @property
     def has_marks(self) -> bool:
