@@ -108,7 +108,7 @@ class DataSettings(Section):
     """Use the tokenizer's chat template where it has one; or that of a file, e.g. template.jinja."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}, for training, evaluation and serving; a
-    row's own chat_template_kwargs come before them. enable_thinking is false, where it is not set and no answer thinks."""
+    row's own chat_template_kwargs come before them. Unless set, enable_thinking is true where an answer thinks."""
     template_date: datetime.date = datetime.date(2024, 7, 26)
     """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
     prompt: str = "prompt"

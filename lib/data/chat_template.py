@@ -151,9 +151,11 @@ class ChatTemplate:
 
     def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
         """Text of each conversation, or Unusable; those that share tools and arguments go in one call."""
-        result: list[str | Unusable] = [""] * len(conversations)
+        result: list[str | Unusable] = [""] * len(conversations)  # of no messages: nothing
         groups: dict[str, list[int]] = {}
-        for index, (_, tools, arguments) in enumerate(conversations):
+        for index, (messages, tools, arguments) in enumerate(conversations):
+            if not messages:
+                continue
             key = "" if arguments is self.arguments_without_answer and not tools else repr((tools, arguments))
             groups.setdefault(key, []).append(index)
         for indices in groups.values():
@@ -350,7 +352,8 @@ def _adaptations(chat: Chat) -> Iterator[Chat]:
         _arguments_as_text,
     ]
     for change in changes:
-        prompt, completions = change(chat.prompt), [*map(change, chat.completions)]
+        prompt = change(chat.prompt)
+        completions = [*chat.completions] if change is _fold_system else [*map(change, chat.completions)]
         if prompt != chat.prompt or completions != list(chat.completions):
             chat = dataclasses.replace(chat, prompt=prompt, completions=tuple(completions))
             yield chat

@@ -149,7 +149,15 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
         if not ids and name != "prompt_ids":
             raise Unusable(f"empty completion: {name!r} has no tokens")
     completions = tuple(record[name] for name in names)
-    return Tokens(record["prompt_ids"], completions, " + ".join(("prompt_ids", *names)))
+    columns = " + ".join(("prompt_ids", *names))
+    mask = record.get("completion_mask") if names == ("completion_ids",) else None
+    if mask is None:
+        return Tokens(record["prompt_ids"], completions, columns)
+    if not isinstance(mask, list) or any(bit not in (0, 1) for bit in mask) or len(mask) != len(completions[0]):
+        raise Unusable("completion_mask is not a list of 0 and 1, one for each of completion_ids")
+    if not any(mask):
+        raise Unusable("completion_mask has no 1: no token is learnt")
+    return Tokens(record["prompt_ids"], completions, f"{columns} + completion_mask", learnt=[*map(bool, mask)])
 
 
 # ---- Conversations
