@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from lib.config.schema import DataSettings
-from lib.data import index, inspect, record_files
+from lib.data import index, inspect, known_formats, record_files
 from lib.data.parse_records import parse
 from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
 from tests import tiny
@@ -847,3 +847,10 @@ def test_inspection_says_what_was_recognised_with_an_example(
         "rejected: No.",
     ):
         assert words in " ".join(said.split())
+
+
+def test_the_document_names_every_format() -> None:
+    document = (tiny.ROOT / "docs" / "data.md").read_text()
+    for known in known_formats.KNOWN_FORMATS:
+        assert known.name in document, known.name
+        assert all(f"`{column}`" in document for column in (*known.needs, *known.uses)), known.name
