@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.config.load import load
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.partition import model_shape_of
 from lib.plan.calibration import Link
 from lib.plan.cluster_plan import ClusterPlan
-from lib.plan.memory import MemoryModel, Rows
+from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes
 from lib.plan.memory_trace import Training
 from lib.plan.pipeline_costs import ASSUMED_LINK, block_weights
 from lib.plan.pipeline_cuts import Cut, CutCosts, Keeps, best_cut, cut_at, most_blocks
@@ -24,8 +26,11 @@ from lib.plan.pipeline_replan import moved_cut
 from lib.plan.pipeline_schedule import Hop, bound_seconds, depths, operations, step_seconds
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
+from lib.system import hardware
+from tests import tiny
 from tests.test_plan import LLAMA_8B
 from tests.test_replan import KEY, calibrated
+from tests.test_shard import folder, world  # noqa: F401
 
 LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
 LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
@@ -58,14 +63,15 @@ def test_the_schedule_by_hand() -> None:
     assert step_seconds([3], [5], [], depths(1), 4) == 32, "one stage works without a break"
 
 
-@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.integers(1, 20))
+@given(st.lists(st.tuples(seconds, st.floats(1, 3)), min_size=1, max_size=5), st.integers(1, 20))
 def test_without_links_the_bound_holds_and_equal_stages_reach_it(
     stages: list[tuple[float, float]], micro_batches: int
 ) -> None:
-    forward, backward = zip(*stages, strict=True)
+    """Backward takes as long as forward, or longer."""
+    forward, backward = zip(*((ahead, ahead * times) for ahead, times in stages), strict=True)
     hops, in_flight = [Hop()] * (len(stages) - 1), depths(len(stages))
     played = step_seconds(forward, backward, hops, in_flight, micro_batches)
-    totals = [sum(stage) for stage in stages]
+    totals = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
     assert micro_batches * max(totals) <= played * (1 + 1e-9)
     assert played <= bound_seconds(forward, backward, hops, in_flight, micro_batches) * (1 + 1e-9)
     equal = [1.0] * len(stages), [2.0] * len(stages), hops, in_flight, micro_batches
@@ -315,7 +321,9 @@ def test_auto_takes_the_faster_way_and_says_what_the_other_would_give() -> None:
     )
     names = [prediction.strategy.partition(",")[0] for prediction in plan.predictions]
     assert names == ["pipelined", "sharded", "independent"]
-    assert planned([14, 160], rates, "plan.micro_batch_sizes=[4,4]", link=fast).strategy == "sharded"
+    single = planned([18, 18], rates, "train.global_batch_size=1", link=fast)
+    assert single.strategy == "sharded", "one pair passes one stage after the other"
+    assert single.divided_instead.startswith("strategy=pipelined would give")
     unknown = planned(memory, rates, link=None)
     assert unknown.strategy == "pipelined" and "not calibrated, taken to carry 110 MB/s" in unknown.warnings[-1]
     nobody = planned(memory, [None, None])
@@ -368,3 +376,43 @@ def test_blocks_move_when_a_host_slows_for_good() -> None:
     slower = [seconds * (1 + rank) for rank, seconds in enumerate(as_planned)]
     less_room = moved_cut(tight, [slower] * 4, settings, 100)
     assert less_room is None or less_room.blocks[0] <= most_blocks(tight.cut_costs)[0] if tight.cut_costs else False
+
+
+MACS = (("m4-max", "Apple M4 Max", 128 * GB), ("m3-ultra", "Apple M3 Ultra", 512 * GB))
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_two_macs_plan_a_pipeline(
+    world: World,  # noqa: F811
+    folder: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """--dry-run of a 70B model on ranks that call themselves an M4 Max and an M3 Ultra; no weights are there."""
+    import train as script
+
+    name, chip, size = MACS[world.rank]
+    mac = hardware.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
+    monkeypatch.setattr(hardware, "identify", lambda host: mac)
+    monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: metal_limit_bytes(size))
+    monkeypatch.setattr("lib.distributed.world.host_name", lambda: name)
+    if world.rank == 0:
+        tiny.model_folder(folder / "llama", **LLAMA_70B)
+        ids = [{"prompt_ids": [1] * 500, "chosen_ids": [2] * 500, "rejected_ids": [3] * 300}] * 80
+        tiny.write_jsonl(folder / "macs.jsonl", ids)
+    world.gather_text("written")
+    words = [f"model.path={folder / 'llama'}", "model.random_init=true", "model.dtype=bfloat16"]
+    words += [f"data.train={folder / 'macs.jsonl'}", "train.global_batch_size=16", "run.name=macs"]
+    words += [f"run.dir={folder / 'runs'}", f"data.cache_dir={folder / 'data'}"]
+    words += [f"plan.calibration_dir={folder / 'none'}"]
+    capsys.readouterr()
+    script.train(load(None, words), world, resume=False, dry_run=True)
+    script.train(load(None, [*words, "strategy=pipelined", "plan.shares=[30,50]"]), world, resume=False, dry_run=True)
+    if world.rank == 0:
+        shown = capsys.readouterr().out
+        by_plan, by_hand = shown.split("dry run: nothing is trained or written")[:2]
+        assert "pipelined, because host m4-max" in by_plan and "strategy=sharded" in by_plan, by_plan
+        assert "not calibrated, taken to carry 110 MB/s" in " ".join(by_plan.split()), by_plan
+        assert "1-30 (30)" in by_hand and "31-80 (50)" in by_hand, by_hand
+        assert not (folder / "runs").exists()
+    world.gather_text("checked")

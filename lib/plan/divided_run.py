@@ -13,7 +13,7 @@ from lib.plan.cluster_plan import ClusterPlan, Prediction
 from lib.plan.divide_work import plan_sharded
 from lib.plan.pipeline_costs import ASSUMED_LINK
 from lib.plan.pipeline_plan import pipeline_costs, plan_pipelined
-from lib.plan.predictions import Cluster, predict_sharded, sharded_tokens
+from lib.plan.predictions import Cluster, predict_sharded, sharded_tokens, slower
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
 
 DIVIDED = ("pipelined", "sharded")
@@ -125,15 +125,23 @@ def _plan_sharded(config: Config, cluster: Cluster) -> ClusterPlan:
     curves = cluster.of_this_model(run.key)
     if run.block_shape is not None:  # beside a pipeline, with what is assumed of it
         sums = sums or ASSUMED_LINK.seconds
-        curves = curves if all(curves) else _assumed_curves(config, cluster)
+        curves = _curves_beside_a_pipeline(config, cluster, curves, plan.gradient_checkpointing)
     return replace(plan, predictions=(predict_sharded(plan, run.shape, curves, sharded_tokens(run), sums),))
 
 
-def _assumed_curves(config: Config, cluster: Cluster) -> list[BatchCurve | None]:
-    """What the whole model would take on each host by what the costs of a pipeline's stages rest on."""
+def _curves_beside_a_pipeline(
+    config: Config, cluster: Cluster, curves: list[BatchCurve | None], turned_on: bool
+) -> list[BatchCurve | None]:
+    """What the whole model takes on each host, or would take by what the costs of a pipeline's stages rest on.
+
+    turned_on: gradient checkpointing, which the curves were measured without.
+    """
     costs = pipeline_costs(config, cluster)
-    sizes, recomputes = (1, DEFAULT_MICRO_BATCH_SIZE), bool(config.model.gradient_checkpointing)
-    return [costs.whole_curve(rank, sizes, recomputes) for rank in range(len(cluster.hosts))]
+    if not all(curves):
+        sizes, recomputes = (1, DEFAULT_MICRO_BATCH_SIZE), bool(config.model.gradient_checkpointing)
+        curves = [costs.whole_curve(rank, sizes, recomputes) for rank in range(len(cluster.hosts))]
+    factor = costs.whole_operations(1, turned_on) / costs.whole_operations(1, False)
+    return [curve and slower(curve, factor) for curve in curves]
 
 
 def _instead(best: _Way, other: _Way) -> str:

@@ -17,7 +17,7 @@ from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, split_evenly_sized
 
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
 DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
-WORTH_IT = 0.02  # of a step's time, that more micro-batches in flight have to save
+WORTH_IT = 0.01  # of a step's time, that more micro-batches in flight have to save
 SPEEDS: dict[Speed, str] = {
     "curves": "by the hosts' curves",
     "products": "by the hosts' matrix-product rates",
