@@ -402,9 +402,9 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ([PAIR], "preference", ["a list instead of a JSON object"]),
     (b"[", "preference", ["every line has to hold one {...}"]),
     (
-        {"question": "a", "chosen": "b", "rejected": "c"},
+        {"problem": "a", "chosen": "b", "rejected": "c"},
         "preference",
-        ["no column 'prompt'", "data.prompt=question?"],
+        ["no column 'prompt'", "did you mean data.prompt=problem?"],
     ),
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
@@ -421,9 +421,9 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (PAIR | {"prompt": []}, "preference", ["'prompt' is an empty list"]),
     (PAIR | {"prompt": ["a"]}, "preference", ["prompt[0] is a string"]),
     (
-        PAIR | {"prompt": [{"from": "human", "value": "a"}]},
+        PAIR | {"prompt": [{"speaker": "human", "value": "a"}]},
         "preference",
-        ["prompt[0] has no 'role'", "from, value"],
+        ["prompt[0] has no 'role'", "speaker, value"],
     ),
     (PAIR | {"prompt": [USER, GOOD]}, "preference", ["the prompt ends with an assistant message"]),
     (PAIR | {"rejected": PAIR["chosen"]}, "preference", ["'chosen' is equal to 'rejected'"]),
@@ -436,17 +436,18 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ({"text": ["a"]}, "sft", ["column 'text' is a list, not a string"]),
     ({"messages": [GOOD]}, "sft", ["one message"]),
     ({"messages": "hi"}, "sft", ["'messages' is a string"]),
-    ({"messages": [USER, GOOD, USER]}, "sft", ["the prompt ends with an assistant"]),
-    ({"messages": [USER, USER]}, "sft", ["from 'user', not from 'assistant'"]),
+    ({"messages": [USER, GOOD, USER]}, "sft", ["'messages' ends with a message of 'user'"]),
+    ({"messages": [USER, USER]}, "sft", ["nothing is learnt behind it: take that message off"]),
+    ({"messages": [USER, GOOD, GOOD]}, "sft", ["the prompt ends with an assistant"]),
     ({"messages": [USER, GOOD, USER, GOOD]}, "sft", ["4 messages needs a chat template"]),
-    ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "preference", ["differ before their last message"]),
+    ({"chosen": [USER, GOOD], "rejected": [GOOD, BAD]}, "preference", ["no first message in common"]),
     (
         {"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         "preference",
         ["not in the conversation"],
     ),
     (
-        PAIR | {"chosen": [BAD, USER, GOOD]},
+        PAIR | {"chosen": [USER | {"content": "Else?"}, USER, GOOD]},
         "preference",
         ["'chosen' has 3 messages that do not begin with the prompt"],
     ),
@@ -543,10 +544,10 @@ def test_unreadable_files_each_give_one_line(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     assert "parquet" in read_error(tmp_path / "bad.parquet")
     pyarrow.parquet.write_table(
-        pyarrow.table({"question": ["a"], "chosen": ["b"], "rejected": ["c"]}), tmp_path / "q.parquet"
+        pyarrow.table({"topic": ["a"], "chosen": ["b"], "rejected": ["c"]}), tmp_path / "q.parquet"
     )
     message = read_error(tmp_path / "q.parquet")
-    assert "q.parquet:1: no column 'prompt' (columns: question, chosen, rejected)" in message
+    assert "q.parquet:1: no column 'prompt' (columns: topic, chosen, rejected)" in message
 
 
 def test_text_needs_a_tokenizer_and_an_end_token(tmp_path):

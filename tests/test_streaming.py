@@ -335,7 +335,7 @@ def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
 ) -> None:
     monkeypatch.setattr(hub_datasets, "SHARD_BYTES", 1500)
     streams = iter([Stream(60, breaks_at=33), Stream(60, breaks_at=50), Stream(60)])
-    monkeypatch.setattr(hub_datasets, "_open", lambda *_: next(streams))
+    monkeypatch.setattr(hub_datasets, "open_stream", lambda *_: next(streams))
     for _ in range(2):
         with pytest.raises(UserError, match="hf://x/y: the stream broke off .reset by peer.; start again"):
             open_streamed(tmp_path, "hf://x/y")
@@ -348,7 +348,7 @@ def test_a_stream_is_spooled_to_shards_and_goes_on_where_it_broke_off(
 
 
 def test_a_stream_stops_at_the_limit_and_at_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_datasets, "_open", lambda *_: Stream(60))
+    monkeypatch.setattr(hub_datasets, "open_stream", lambda *_: Stream(60))
     with pytest.raises(UserError, match=r"more than data.spool_limit_gb allows .* take fewer with \?rows=N"):
         open_streamed(tmp_path, "hf://x/y", spool_limit_gb=2e-6)
     assert len(open_streamed(tmp_path, "hf://x/y?rows=7")) == 7
@@ -365,7 +365,7 @@ def test_ranks_of_one_host_fetch_a_stream_once(tmp_path: Path, monkeypatch: pyte
                 both.wait(0.2)  # until the other one writes, too, if it is let
             return super().__iter__()
 
-    monkeypatch.setattr(hub_datasets, "_open", lambda *_: Slow(60))
+    monkeypatch.setattr(hub_datasets, "open_stream", lambda *_: Slow(60))
     told = list[str]()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(sources.files_of, "hf://x/y", settings_of(tmp_path, "-"), told.append) for _ in range(2)]

@@ -113,11 +113,21 @@ class DataSettings(Section):
     completion: str = "completion"
     """Column of the completion (SFT)."""
     messages: str = "messages"
-    """Column of a conversation (SFT); the last assistant message is learnt."""
+    """Column of a conversation (SFT); data.learn says what of it is learnt."""
     text: str = "text"
     """Column of plain text (SFT)."""
     label: str = "label"
     """Column of unpaired feedback: true for a desirable completion, false for another."""
+    system: str = "system"
+    """Column of a system prompt beside the prompt or the conversation."""
+    tools: str = "tools"
+    """Column of the tools that the model may call: a list of definitions, or its JSON text."""
+    learn: Literal["last", "assistant", "all"] = "last"
+    """What SFT learns of a conversation: the assistant's last message, all of the assistant's, or every message.
+    Messages with a weight of 0 or 1, as OpenAI's files have them, say it themselves."""
+    ignore: tuple[str, ...] = ()
+    """Columns, and fields of messages, to leave out on purpose, e.g. [system, label]: one that means something and that
+    nothing reads stops the run otherwise."""
     length_multiple: Positive | None = None
     """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow,
     and 16 on a CPU."""

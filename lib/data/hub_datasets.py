@@ -1,7 +1,8 @@
-"""Data sets of the Hugging Face hub, or in one of its local folders, streamed into JSON lines on the disk.
+"""Data sets of the Hugging Face hub, or in a local folder of the same layout, streamed into JSON lines on the disk.
 
 hf://OWNER/NAME, hf://OWNER/NAME?config=C&split=S&revision=R&rows=N, hf:///local/folder?split=S. Shards are written one
 after the other, and after each the stream's position: a download that broke off goes on from the last whole shard.
+hub_files.py knows which files are a configuration's split.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Protocol, TypedDict
 from urllib.parse import parse_qsl
 
 from lib.config.schema import DataSettings
+from lib.data.hub_files import open_stream, reason
 from lib.data.record_formats import JSON
 from lib.errors import UserError
 from lib.system import files
@@ -42,7 +44,7 @@ class State(TypedDict):
 
 
 class Stream(Protocol):
-    """What is needed of a streamed data set of `datasets`."""
+    """Records, with a position from which they go on."""
 
     def __iter__(self) -> Iterator[JSON]: ...
     def state_dict(self) -> object: ...
@@ -60,13 +62,13 @@ def fetch(source: str, settings: DataSettings, tell: Callable[[str], None]) -> l
     One process of a host at a time may call this.
 
     Raises:
-        UserError: no such data set, no `datasets` package, or more than data.spool_limit_gb.
+        UserError: no such data set, or more than data.spool_limit_gb.
     """
     folder = folder_of(source, settings)
     if not _state(folder)["done"]:
         name, options = parse(source)
         rows = int(options.pop("rows")) if "rows" in options else None
-        stream = _open(source, name, options)
+        stream = open_stream(source, name, options)
         tell(f"fetching {source} to {folder}")
         keep(stream, source, folder, settings.spool_limit_gb, rows)
     return [folder / shard["name"] for shard in _state(folder)["shards"]]
@@ -85,24 +87,6 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
         what = f"no option {', '.join(unknown)}" if unknown else "no name" if not name else "rows is no number"
         raise UserError(f"{source}: {what}; a data set is hf://OWNER/NAME?config=C&split=S&revision=R&rows=N")
     return name, options
-
-
-def _open(source: str, name: str, options: dict[str, str]) -> Stream:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{source}: Hugging Face data sets need a package: pip install datasets") from None
-    try:
-        return datasets.load_dataset(
-            name,
-            options.get("config"),
-            split=options.get("split", "train"),
-            revision=options.get("revision"),
-            streaming=True,
-        )
-    except Exception as error:  # the library raises a dozen unrelated types: not found, no such split, offline
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{source}: cannot be opened: {reason}") from None
 
 
 def keep(stream: Stream, source: str, folder: Path, limit_gb: float, rows: int | None = None) -> None:
@@ -153,8 +137,9 @@ def _write_shard(path: Path, stream: Iterable[JSON], source: str, room: float) -
         except UserError:
             raise
         except Exception as error:  # what a network can do
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"{source}: the stream broke off ({reason}); start again, it goes on there") from None
+            raise UserError(
+                f"{source}: the stream broke off ({reason(error)}); start again, it goes on there"
+            ) from None
         file.flush()
         files.flush(file.fileno())
     if count:

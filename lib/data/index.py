@@ -23,8 +23,9 @@ from typing import IO, TypedDict
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import record_files, record_formats
-from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
+from lib.data import record_files
+from lib.data.parse_rows import parse_rows
+from lib.data.record_formats import Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 
 # Larger sources are read as they are needed, smaller ones whole.
@@ -62,12 +63,7 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
     elif isinstance(record, Plain):
         prompt, rest = record.prompt or "", "\0".join(record.completions)
     else:
-        messages = record.prompt
-        only = messages[0]
-        # A prompt is the same one whether it came as a string or as the user's only message.
-        plain = len(messages) == 1 and only.get("role") == "user" and isinstance(only["content"], str)
-        prompt = only["content"] if plain else json.dumps(messages, sort_keys=True, default=str)
-        rest = "\0".join(message["content"] for answer in record.completions for message in answer)
+        prompt, rest = _text_of_chat(record)
     if record.label is not None:  # the same answer, called good here and bad there, is two records
         rest += f"\0{record.label}"
     if not prompt:  # plain text: all of it is what it is about
@@ -75,6 +71,27 @@ def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
         return key, key
     encoded = prompt.encode()
     return _hash(encoded), _hash(encoded + b"\0" + rest.encode())
+
+
+def _text_of_chat(chat: Chat) -> tuple[str, str]:
+    """All that is trained of a conversation, as text: what is asked, and what is learnt."""
+    messages = chat.prompt
+    only = messages[0] if len(messages) == 1 else None
+    # A prompt is the same one whether it came as a string or as the user's only message.
+    is_plain = only is not None and only["role"] == "user" and only.keys() == _PLAIN and not _extras(chat)
+    asked = (*messages, *_extras(chat))
+    prompt = only["content"] if is_plain and only else json.dumps(asked, sort_keys=True, default=str)
+    if chat.learnt is None and all(len(answer) == 1 and answer[0].keys() == _PLAIN for answer in chat.completions):
+        return prompt, "\0".join(answer[0]["content"] for answer in chat.completions)
+    return prompt, json.dumps([chat.completions, chat.learnt], sort_keys=True, default=str)
+
+
+_PLAIN = {"role", "content"}
+
+
+def _extras(chat: Chat) -> list[object]:
+    """What is rendered besides the messages."""
+    return [extra for extra in (chat.tools, chat.template_arguments) if extra]
 
 
 def _hash(text: bytes) -> int:
@@ -88,13 +105,28 @@ def sizes_of(record: Tokens | Plain | Chat) -> tuple[int, int, int]:
     elif isinstance(record, Plain):
         pieces = [len(record.prompt or ""), *map(len, record.completions)]
     else:
-        pieces = [sum(len(str(message["content"])) for message in record.prompt)]
-        pieces += [sum(len(str(message["content"])) for message in answer) for answer in record.completions]
+        extras = len(json.dumps(_extras(record))) if record.tools else 0
+        pieces = [sum(map(_characters, record.prompt)) + extras]
+        pieces += [sum(map(_characters, answer)) for answer in record.completions]
     prompt, first, second = [*pieces, 0, 0][:3]
     return prompt, first, second
 
 
+def _characters(message: Message) -> int:
+    if len(message) == 2:  # a role and a content, which is a string
+        return len(message["content"])
+    return sum(len(field if isinstance(field, str) else json.dumps(field)) for field in message.values() if field)
+
+
 # ---- One file's index
+
+
+class Seen(TypedDict):
+    """The records of one format."""
+
+    count: int
+    first: int
+    """The first one's number in the index."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +143,8 @@ class Index:
     """Size and modification time (ns) of the file that was indexed; None where it was unpacked."""
     digest: str
     """sha256 of the usable records' lines."""
-    columns: str
+    formats: dict[str, Seen]
+    """What its records were recognised as."""
     unusable: list[str]
     """`file:line: why`, the first few."""
     unusable_count: int
@@ -128,8 +161,7 @@ def index(
         UserError: the file cannot be read, or has no records.
         OSError: data.cache_dir is full or not writable.
     """
-    names = [getattr(settings, name) for name in record_formats.OTHER_NAMES]
-    key = hashlib.sha256(repr((str(file.resolve()), kind, names, VERSION)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((str(file.resolve()), kind, Columns.of(settings), VERSION)).encode()).hexdigest()[:24]
     folder = Path(settings.cache_dir) / f"index-{key}"
     now = file.stat()
     is_long = now.st_size > STREAMED_BYTES
@@ -151,7 +183,7 @@ def index(
         np.memmap(folder / ENTRIES, ENTRY, "r") if meta["count"] else np.zeros(0, ENTRY),
         None if meta["unpacked"] else (meta["size"], meta["modified_ns"]),
         meta["digest"],
-        meta["columns"],
+        meta["formats"],
         meta["unusable"],
         meta["unusable_count"],
         folder / UNUSABLE,
@@ -168,12 +200,12 @@ class Meta(TypedDict):
     bytes: int
     count: int
     digest: str
-    columns: str
+    formats: dict[str, Seen]
     unusable: list[str]
     unusable_count: int
 
 
-VERSION = 2  # of what an index holds
+VERSION = 3  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 
@@ -192,7 +224,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     unpacks = file.suffix in (".gz", ".parquet")
-    digest, columns, named = hashlib.sha256(), dict[str, None](), list[str]()
+    digest, formats, named = hashlib.sha256(), dict[str, Seen](), list[str]()
     count = unusable_count = written = 0
     with contextlib.ExitStack() as stack:
         entries = stack.enter_context((folder / ENTRIES).open("wb"))
@@ -202,7 +234,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
             try:
                 if isinstance(record, Unusable):
                     raise record
-                parsed = record_formats.parse_rows(record, settings, kind)
+                rows = parse_rows(record, settings, kind)
             except Unusable as why:
                 unusable_count += 1
                 unusable.write(f"{file}:{line}: {why}\n")
@@ -213,10 +245,10 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 raw = raw if raw.endswith(b"\n") else raw + b"\n"
                 offset = written
                 written += lines.write(raw)
-            for row in parsed:
+            for row in rows:
                 label = -1 if row.label is None else int(row.label)
                 entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(row), *sizes_of(row), label))
-                columns[row.columns] = None
+                formats.setdefault(row.columns, {"count": 0, "first": count})["count"] += 1
                 count += 1
             digest.update(raw)
     meta: Meta = {
@@ -227,7 +259,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
         "bytes": written,
         "count": count,
         "digest": digest.hexdigest(),
-        "columns": "; ".join(columns),
+        "formats": formats,
         "unusable": named,
         "unusable_count": unusable_count,
     }

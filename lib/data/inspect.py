@@ -1,6 +1,7 @@
 """What there is in a data set before anything is trained on it.
 
-Counts, lengths, duplicates, pairs that look wrong, and three rows as the model sees them.
+Counts, lengths, duplicates, pairs that look wrong, what each format was recognised as with an example, and, given a
+model, three rows as it sees them.
 
     python -m lib.data --inspect FILES [--model M] [--picture lengths.png] [key=value ...]
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,8 +24,8 @@ from rich.text import Text
 from lib.config import command_line, help, load
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
-from lib.data.dataset import Pieces, parse, tokenised
-from lib.data.record_formats import RecordKind, Unusable, Unwanted
+from lib.data.dataset import Pieces, Record, parse, tokenised
+from lib.data.record_formats import Chat, Message, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder, Tokenizer
 from lib.errors import UserError
@@ -33,6 +35,8 @@ from lib.system.terminal import Voice
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 NAMED = 5
 SHOWN = 3
+SHOWN_CHARACTERS = 400
+COLOURS = ("green", "red")
 
 
 @command_errors.reported
@@ -109,6 +113,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
     if picture is not None:
         _draw(Path(picture), lengths, unit, data.max_length if with_model else None)
         say.line(f"histogram: {picture}")
+    _show_formats(say, records, data, kind)
     if tokenizer is not None:
         _show_rows(say, records, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
 
@@ -162,10 +167,10 @@ def _facts(
 ) -> list[tuple[str, str]]:
     prompts, contents = records.column("prompt_key")[kept], records.column("content_key")[kept]
     distinct = len(np.unique(contents))
-    columns = dict.fromkeys(index.columns for index in records.indices if index.columns)
+    formats = dict.fromkeys(name for index in records.indices for name in index.formats)
     facts = [
         ("files", f"{len(records.indices):,}"),
-        ("usable", f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {'; '.join(columns)}"),
+        ("usable", f"{len(kept):,} {'pairs' if kind == 'preference' else 'examples'} from {'; '.join(formats)}"),
         ("unusable", f"{unusable:,}"),
         ("duplicates", f"{len(kept) - distinct:,} (data.deduplicate)"),
         ("distinct prompts", f"{len(np.unique(prompts)):,}"),
@@ -178,6 +183,57 @@ def _facts(
         below = int((prompts < np.uint64(sources.hash_limit(data.holdout))).sum())
         facts.append(("held out", f"{below:,} (data.holdout={data.holdout:g})"))
     return facts
+
+
+def _show_formats(say: Voice, records: Records, data: DataSettings, kind: RecordKind) -> None:
+    """What the records were recognised as, how many of each, and the first of them as it is read."""
+    counts, first = dict[str, int](), dict[str, int]()
+    for start, index in zip(records.starts, records.indices, strict=False):
+        for name, seen in index.formats.items():
+            counts[name] = counts.get(name, 0) + seen["count"]
+            first.setdefault(name, start + seen["first"])
+    for name, count in counts.items():
+        record = parse(records, first[name], data, kind)
+        say.line("")
+        say.line(f"{name}, {count:,} rows, the first: {records.location(first[name])}", "bold")
+        for title, text, style in _as_read(record):
+            shown = " ".join(text.split())
+            shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]} ..."
+            say.line(Text(f"  {title}: ").append(shown, style=style))
+    say.line("")
+
+
+def _as_read(record: Record | Unusable) -> Iterator[tuple[str, str, str]]:
+    """Title, text and style of each part of a record."""
+    if isinstance(record, Unusable):
+        yield "unusable", str(record), "magenta"
+        return
+    names = ("chosen", "rejected") if len(record.completions) > 1 else ("completion",)
+    if isinstance(record, Chat):
+        if record.tools:
+            yield "tools", ", ".join(tool["function"]["name"] for tool in record.tools), "dim"
+        for message in record.prompt:
+            yield message["role"], _said(message), "dim"
+        flags = record.learnt or tuple((False,) * (len(answer) - 1) + (True,) for answer in record.completions)
+        for name, colour, answer, learnt in zip(names, COLOURS, record.completions, flags, strict=False):
+            for message, is_learnt in zip(answer, learnt, strict=True):
+                title = name if is_learnt and message["role"] == "assistant" else message["role"]
+                yield title, _said(message), colour if is_learnt else "dim"
+    else:
+        if record.prompt is not None:
+            yield "prompt", str(record.prompt), "dim"
+        for name, colour, text in zip(names, COLOURS, record.completions, strict=False):
+            yield name, str(text), colour
+    if record.label is not None:
+        yield "label", "desirable" if record.label else "undesirable", "bold"
+
+
+def _said(message: Message) -> str:
+    """A message's content and, where there are any, its tool calls and other fields."""
+    others = {name: field for name, field in message.items() if name not in ("role", "content")}
+    return " ".join(
+        [*filter(None, [message["content"]]), *([json.dumps(others, ensure_ascii=False)] if others else [])]
+    )
 
 
 def _show_percentiles(say: Voice, lengths: dict[str, np.ndarray], unit: str) -> None:

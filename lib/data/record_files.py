@@ -10,12 +10,13 @@ import gzip
 import json
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from lib.config.schema import DataSettings
-from lib.data.record_formats import ANSWER, JSON, OTHER_NAMES, TOKEN_COLUMNS, Unusable, name_of_type
+from lib.data.known_formats import columns_read
+from lib.data.record_formats import ANSWER, JSON, TOKEN_COLUMNS, Columns, Unusable, name_of_type
 from lib.errors import UserError
 
 # A longer line is an error in the file; it is never in memory as a whole.
@@ -48,28 +49,27 @@ def read(path: str, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusab
     if file.is_dir():
         raise UserError(f"{path} is a folder; name a file: .jsonl, .jsonl.gz or .parquet")
     require(file)
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file, settings)
-    else:
-        for line, _, _, record in scan(file, settings):
-            yield line, record
+    for line, _, _, record in scan(file, settings, with_raw=False):
+        yield line, record
 
 
-def scan(file: Path, settings: DataSettings) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
+def scan(
+    file: Path, settings: DataSettings, with_raw: bool = True
+) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
     """Yield (line, offset in bytes, raw line, record) in a file's order; of parquet each row as a line of JSON."""
     try:
         if file.suffix == ".parquet":
-            for line, record in _read_parquet(file, settings):
+            for line, record in read_parquet(file, {*columns_read(Columns.of(settings)), *TOKEN_COLUMNS, ANSWER}):
                 values = {} if isinstance(record, Unusable) else {k: v for k, v in record.items() if v is not None}
-                yield line, 0, json.dumps(values, default=str).encode(), record
+                yield line, 0, json.dumps(values, default=str).encode() if with_raw else b"", record
         elif file.suffix == ".gz":
             with gzip.open(file, "rb") as stream:
-                yield from _scan_json_lines(cast(IO[bytes], stream))
+                yield from scan_json_lines(cast(IO[bytes], stream))
         else:
             with file.open("rb") as stream:
-                yield from _scan_json_lines(stream)
+                yield from scan_json_lines(stream)
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
 
 
 def refusal(first: str, count: int) -> str:
@@ -92,7 +92,8 @@ def _names_beside(file: Path) -> list[str]:
         return []
 
 
-def _scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
+def scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, JSON | Unusable]]:
+    """Yield (line, offset in bytes, raw line, record); a damaged gzip stream yields its reason, and ends."""
     line = offset = 0
     try:
         while raw := stream.readline(LINE_BYTES + 1):
@@ -138,7 +139,8 @@ def parse_json(raw: bytes) -> JSON | Unusable:
     return record
 
 
-def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSON | Unusable]]:
+def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -> Iterator[tuple[int, JSON | Unusable]]:
+    """Yield (row, record); the columns that are not `known` are named, and not read."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -149,18 +151,25 @@ def _read_parquet(file: Path, settings: DataSettings) -> Iterator[tuple[int, JSO
         # Not read in advance: a row group may be of any size.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
             names = table.schema_arrow.names
-            known = {getattr(settings, name) for name in OTHER_NAMES} | {*TOKEN_COLUMNS, ANSWER}
-            wanted = [name for name in names if name in known]
+            wanted = [name for name in names if known is None or name in known]
             for batch in table.iter_batches(batch_size=1024, columns=wanted):
                 for row in range(batch.num_rows):
                     line += 1
                     try:
-                        values = {name: batch.column(i)[row].as_py() for i, name in enumerate(wanted)}
+                        values = {name: _without_nulls(batch.column(i)[row].as_py()) for i, name in enumerate(wanted)}
                     except UnicodeDecodeError as error:
                         yield line, Unusable(f"not valid UTF-8 at byte {error.start + 1} of a string")
                     else:
                         yield line, dict.fromkeys(names) | values
     except pyarrow.ArrowException as error:
         yield line + 1, Unusable(f"not a readable parquet file: {str(error).splitlines()[0]}")
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or str(error).splitlines()[0]}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of parquet without the fields that are null: each object of a column has the fields of all of them.
+
+    Items of lists stay: a list has only what was written.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

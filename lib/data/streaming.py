@@ -19,10 +19,10 @@ import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import index as index_module
-from lib.data import record_files, record_formats, sources
+from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
 from lib.data.mismatched import fitted, partners, same_prompt, with_mismatched
-from lib.data.record_formats import RecordKind, Unusable, Unwanted
+from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.token_cache import TokenCache
 from lib.data.tokenize import Encoder, Tokenizer, Vocabulary
@@ -148,7 +148,7 @@ def _choose(
 
 
 def _columns(records: Records) -> str:
-    return "; ".join(dict.fromkeys(index.columns for index in records.indices if index.columns))
+    return "; ".join(dict.fromkeys(name for index in records.indices for name in index.formats))
 
 
 class StreamedDataset(Sized):
@@ -187,8 +187,9 @@ class StreamedDataset(Sized):
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
         what = [kind, settings.max_length, settings.shortest, settings.longest, settings.chat_template, vocab_size]
-        names = [getattr(settings, name) for name in record_formats.OTHER_NAMES]
-        made_by = hashlib.sha256(repr([what, names, None if encoder is None else encoder.fingerprint()]).encode())
+        made_by = hashlib.sha256(
+            repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
+        )
         for index in records.indices:
             made_by.update(f"{index.digest} {len(index.entries)}".encode())
         self._cache: TokenCache | None = TokenCache(

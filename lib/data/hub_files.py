@@ -1,0 +1,262 @@
+"""Which files of a data set's repository are a configuration's split, and their records one after the other.
+
+A repository is one of the Hugging Face hub, or a local folder of the same layout. Its README.md may name
+configurations and their files (huggingface.co/docs/hub/datasets-manual-configuration); otherwise a configuration is a
+folder, and words in the names of files and folders say of which split they are.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import yaml
+
+from lib.data import record_files
+from lib.data.record_formats import JSON, Unusable
+from lib.errors import UserError
+
+ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet")
+# A split by the words that name it in files and folders.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+# Where the hub keeps what it has made of data sets that come in other forms: CONFIG/SPLIT/0000.parquet.
+CONVERTED = "refs/convert/parquet"
+
+
+class Repository:
+    """The files of a data set.
+
+    Args:
+        where: a local folder, or a data set's name on the hub.
+        revision: of the hub's data set; by default its newest.
+
+    Raises:
+        OSError, ValueError, huggingface_hub's errors: it cannot be read.
+    """
+
+    def __init__(self, where: str, revision: str | None):
+        self.root: str = where
+        self._open: Callable[[str], IO[bytes]] = _open_local
+        if is_local(where):
+            names = [file.relative_to(where).as_posix() for file in Path(where).rglob("*") if file.is_file()]
+        else:
+            from huggingface_hub import HfApi, HfFileSystem
+            from huggingface_hub.hf_api import RepoFile
+
+            hub = HfApi()
+            # By its commit, so that a download which goes on later has the same files.
+            commit = hub.repo_info(where, revision=revision, repo_type="dataset").sha
+            tree = hub.list_repo_tree(where, recursive=True, revision=commit, repo_type="dataset")
+            names = [file.path for file in tree if isinstance(file, RepoFile)]
+            self.root = f"datasets/{where}@{commit}"
+            files = HfFileSystem()
+            self._open = lambda path: cast(IO[bytes], files.open(path, "rb"))
+        self.names = sorted(names)
+
+    def read(self, name: str) -> bytes:
+        with self._open(f"{self.root}/{name}") as file:
+            return file.read()
+
+    def stream(self, names: Sequence[str]) -> FileStream:
+        return FileStream([f"{self.root}/{name}" for name in names], self._open)
+
+
+def _open_local(path: str) -> IO[bytes]:
+    return Path(path).open("rb")
+
+
+def is_local(where: str) -> bool:
+    return where.startswith(("/", ".", "~"))
+
+
+def open_stream(source: str, where: str, options: dict[str, str]) -> FileStream:
+    """The records of a split.
+
+    options: config, split (by default train) and revision. Raises UserError, which names what there is instead.
+    """
+    where = str(Path(where).expanduser()) if is_local(where) else where
+    if is_local(where) and not Path(where).is_dir():
+        raise UserError(f"{source}: there is no folder {where}")
+    try:
+        repository = Repository(where, options.get("revision"))
+        if not any(map(_is_data, repository.names)) and not is_local(where) and "revision" not in options:
+            repository = Repository(where, CONVERTED)
+        card = repository.read("README.md").decode() if "README.md" in repository.names else ""
+    except Exception as error:  # not found, not allowed, offline: a dozen unrelated types
+        raise UserError(f"{source}: cannot be opened: {reason(error)}") from None
+    try:
+        names = files_of_split(repository.names, card, options.get("config"), options.get("split", "train"))
+    except ValueError as why:
+        raise UserError(f"{source}: {why}") from None
+    return repository.stream(names)
+
+
+def reason(error: Exception) -> str:
+    """An error's first line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+# ---- Which files
+
+
+def files_of_split(names: Sequence[str], card: str, config: str | None, split: str) -> list[str]:
+    """The files of a configuration's split, by the repository's file names and its README.md.
+
+    Raises ValueError, which names the configurations, splits or files that there are.
+    """
+    named = {str(entry.get("config_name")): entry for entry in _configurations(card) if entry.get("data_files")}
+    if named and (config is None or config in named):
+        return _of_card(names, _chosen(named, config), split)
+    data = [name for name in names if _is_data(name)]
+    if config is not None:
+        inside = [name for name in data if name.startswith(f"{config}/")]
+        if not inside:
+            folders = sorted({name.partition("/")[0] for name in data if "/" in name})
+            raise ValueError(f"no config {config!r}; there are {', '.join([*named, *folders]) or 'none'}")
+        data = inside
+    by_split: dict[str, list[str]] = {}
+    for name in data:
+        by_split.setdefault(_split_of(name) or "", []).append(name)
+    if set(by_split) <= {""}:  # no name says anything: all of it is for training
+        by_split = {"train": by_split.get("", [])}
+    by_split.pop("", None)
+    if not by_split.get(split):
+        there = ", ".join(name for name, files in by_split.items() if files)
+        raise ValueError(
+            f"no split {split!r}; there are {there}" if there else f"no file of it ends with {', '.join(ENDINGS)}"
+        )
+    return by_split[split]
+
+
+def _configurations(card: str) -> list[dict[str, Any]]:
+    """What the front matter of a README.md says of configurations."""
+    front = re.match(r"---\r?\n(.*?)\n---", card, re.DOTALL)
+    try:
+        known = yaml.safe_load(front[1]) if front else None
+    except yaml.YAMLError:
+        return []
+    entries = known.get("configs") if isinstance(known, dict) else None
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def _chosen(named: dict[str, dict[str, Any]], config: str | None) -> dict[str, Any]:
+    """The configuration that is asked for, or the one that is meant where none is."""
+    if config is not None:
+        return named[config]
+    default = [entry for name, entry in named.items() if entry.get("default") or name == "default"]
+    if not default and len(named) > 1:
+        raise ValueError(f"name one of its configurations with ?config=: {', '.join(named)}")
+    return (default or list(named.values()))[0]
+
+
+def _of_card(names: Sequence[str], entry: dict[str, Any], split: str) -> list[str]:
+    """The files that a configuration of the README.md gives a split."""
+    given = entry["data_files"]
+    if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
+        given = [{"split": "train", "path": given}]
+    folder = str(entry.get("data_dir") or "").strip("/")
+    paths = {str(part.get("split", "train")): part.get("path") for part in given}
+    if split not in paths:
+        raise ValueError(f"no split {split!r}; there are {', '.join(paths)}")
+    patterns = paths[split] if isinstance(paths[split], list) else [paths[split]]
+    patterns = [f"{folder}/{pattern}" if folder else str(pattern) for pattern in patterns]
+    found = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+    if unread := [name for name in found if not _is_data(name)]:
+        raise ValueError(f"{unread[0]} is not read; only {', '.join(ENDINGS)} are")
+    if not found:
+        raise ValueError(f"no file is named {', '.join(patterns)}, as its README.md says of split {split!r}")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a file fits a glob whose `**` crosses folders and whose `*` does not."""
+    parts = re.split(r"(\*\*/?|\*|\?|\[[^]]+\])", pattern)
+    crossing = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    expression = "".join(
+        crossing.get(part) or (fnmatch.translate(part)[4:-3] if part.startswith("[") else re.escape(part))
+        for part in parts
+    )
+    return re.fullmatch(expression, name) is not None
+
+
+def _is_data(name: str) -> bool:
+    return (
+        name.endswith(ENDINGS)
+        and not any(part.startswith(".") for part in name.split("/"))
+        and (name.rpartition("/")[2] not in ("dataset_infos.json", "dataset_info.json", "state.json", "config.json"))
+    )
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a file's name or a folder says, the innermost first: `data/train-00000-of-00002.parquet`."""
+    for part in reversed(name.split("/")):
+        words = re.split(r"[^a-z0-9]+|(?<=[a-z])(?=[0-9])", part.lower())
+        for split, known in SPLIT_WORDS.items():
+            if set(words) & set(known):
+                return split
+    return None
+
+
+# ---- Their records
+
+
+class FileStream:
+    """The records of files, in their order, and the position up to which they were taken."""
+
+    def __init__(self, paths: Sequence[str], open_file: Callable[[str], IO[bytes]]):
+        self.paths = list(paths)
+        self._open = open_file
+        self._file = self._row = 0
+
+    def state_dict(self) -> object:
+        return {"paths": self.paths, "file": self._file, "row": self._row}
+
+    def load_state_dict(self, state: object) -> None:
+        known = cast(dict[str, Any], state)
+        self.paths, self._file, self._row = known["paths"], known["file"], known["row"]
+
+    def __iter__(self) -> Iterator[JSON]:
+        """Raises UserError for a line that is no record."""
+        while self._file < len(self.paths):
+            path = self.paths[self._file]
+            with self._open(path) as file:
+                for row, (line, record) in enumerate(_records(path, file)):
+                    if row < self._row:
+                        continue
+                    if isinstance(record, Unusable):
+                        raise UserError(f"{path}:{line}: {record}")
+                    self._row = row + 1
+                    yield record
+            self._file, self._row = self._file + 1, 0
+
+
+def _records(path: str, file: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]]:
+    """Line and record of a file in any of the forms that are read; a .json file may be one list of records."""
+    if path.endswith(".parquet"):
+        yield from record_files.read_parquet(file)
+        return
+    lines = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else io.BufferedReader(cast(io.RawIOBase, file))
+    if path.endswith((".json", ".json.gz")):
+        start = lines.read(1)
+        while start.isspace():
+            start = lines.read(1)
+        lines.seek(0)
+        if start == b"[":
+            records = json.loads(lines.read())
+            yield from (
+                (row, record if isinstance(record, dict) else Unusable("no {...}"))
+                for row, record in enumerate(records, 1)
+            )
+            return
+    yield from ((line, record) for line, _, _, record in record_files.scan_json_lines(cast(IO[bytes], lines)))

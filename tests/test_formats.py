@@ -1,0 +1,847 @@
+"""Data sets in the shapes in which they are published: what is recognised, what it becomes, and what stops the run.
+
+Every record here was written for these tests, in the columns and the nesting of the data set that its test names.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lib.config.schema import DataSettings
+from lib.data import index, inspect, record_files
+from lib.data.parse_records import parse
+from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
+from tests import tiny
+
+
+def read(record: dict[str, Any], kind: RecordKind = "preference", **settings: Any) -> Tokens | Plain | Chat:
+    return parse(record, DataSettings(train="-", **settings), kind)
+
+
+def reason(record: dict[str, Any], kind: RecordKind = "preference", **settings: Any) -> str:
+    with pytest.raises(Unusable) as error:
+        read(record, kind, **settings)
+    return str(error.value)
+
+
+def user(text: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **fields}
+
+
+def assistant(text: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Today's weather in a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
+CALL_AS_TEXT = CALL | {"function": {"name": "weather", "arguments": '{"town": "Bonn"}'}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": '{"sky": "grey"}'}
+
+# ---- Every format: its records as they are published, the name that it is told by, and what becomes of them.
+
+HH = {
+    "chosen": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: In Europe.",
+    "rejected": "\n\nHuman: Name a river.\n\nAssistant: The Rhine.\n\nHuman: Where?\n\nAssistant: Look it up.",
+}
+ULTRAFEEDBACK = {
+    "source": "sharegpt",
+    "instruction": "Name a river.",
+    "models": ["a", "b", "c"],
+    "completions": [
+        {
+            "annotations": {"helpfulness": {"Rating": "3", "Rationale": "Fair"}},
+            "custom_system_prompt": "Be brief.",
+            "model": model,
+            "principle": "helpfulness",
+            "response": text,
+            "critique": "Fine",
+            "fine-grained_score": score,
+            "overall_score": score,
+        }
+        for model, text, score in (("a", "Some river.", 4.0), ("b", "The Rhine.", 8.5), ("c", "No.", 1.0))
+    ],
+    "correct_answers": ["None"],
+    "incorrect_answers": ["None"],
+}
+ULTRAFEEDBACK_BINARIZED = {
+    "prompt": "Name a river.",
+    "prompt_id": "f0e37e9f",
+    "chosen": [user("Name a river."), assistant("The Rhine.")],
+    "rejected": [user("Name a river."), assistant("No.")],
+    "messages": [user("Name a river."), assistant("The Rhine.")],
+    "score_chosen": 8.5,
+    "score_rejected": 1.0,
+}
+NECTAR = {
+    "prompt": "\n\nHuman: Name a river.\n\nAssistant: ",
+    "answers": [
+        {"answer": "Some river.", "model": "a", "rank": 2.0},
+        {"answer": "The Rhine.", "model": "b", "rank": 1.0},
+        {"answer": "No.", "model": "c", "rank": 3.0},
+    ],
+    "turns": 1,
+    "num_responses": 3,
+    "source": ["lmsys-chat-1m"],
+    "good_natured": True,
+}
+HELPSTEER2_PREFERENCE = {
+    "split": "train",
+    "prompt": "Name a river.",
+    "response_1": "No.",
+    "response_2": "The Rhine.",
+    "preference_strength": 2,
+    "preference_statement": "Response 2 is better.",
+    "preference_elaboration": "It answers.",
+    "three_most_similar_preferences": [{"statement": "2 is better", "elaboration": "", "strength": 2}],
+    "all_preferences_unprocessed": [{"strength": 2}],
+}
+HELPSTEER3 = {
+    "domain": "general",
+    "language": "english",
+    "context": [user("Hello"), assistant("Hi!"), user("Name a river.")],
+    "response1": "The Rhine.",
+    "response2": "No.",
+    "overall_preference": -2,
+    "individual_preference": [{"score": -2, "reasoning": "It answers.", "feedback1": "Good", "feedback2": "Bad"}],
+}
+SHP = {
+    "post_id": "x1",
+    "domain": "askgeography_test",
+    "upvote_ratio": 0.9,
+    "history": "Name a river.",
+    "c_root_id_A": "a1",
+    "c_root_id_B": "b1",
+    "created_at_utc_A": 1600000000,
+    "created_at_utc_B": 1600000001,
+    "score_A": 3,
+    "score_B": 30,
+    "human_ref_A": "No.",
+    "human_ref_B": "The Rhine.",
+    "labels": 0,
+    "seconds_difference": 1.0,
+    "score_ratio": 10.0,
+}
+SAFE_RLHF = {
+    "prompt": "Name a river.",
+    "response_0": "The Rhine.",
+    "response_1": "No.",
+    "is_response_0_safe": True,
+    "is_response_1_safe": True,
+    "better_response_id": 0,
+    "safer_response_id": 1,
+}
+ORCA = {"system": "Be brief.", "question": "Name a river.", "chosen": "The Rhine.", "rejected": "No."}
+DISTILABEL = {
+    "system": "Be brief.",
+    "input": "Name a river.",
+    "chosen": "The Rhine.",
+    "rejected": "No.",
+    "generations": ["The Rhine.", "No."],
+    "order": ["a", "b"],
+    "rating": [9.0, 2.0],
+    "status": "tie",
+    "in_gsm8k_train": False,
+}
+ALPACA_PAIR = {"instruction": "Name one.", "input": "A river", "chosen": "The Rhine.", "rejected": "No."}
+SHAREGPT_PAIR = {
+    "conversations": [{"from": "human", "value": "Name a river."}],
+    "chosen": {"from": "gpt", "value": "The Rhine."},
+    "rejected": {"from": "gpt", "value": "No."},
+}
+OPENAI_PREFERENCE = {
+    "input": {"messages": [user("Name a river.")], "tools": [], "parallel_tool_calls": True},
+    "preferred_output": [assistant("The Rhine.")],
+    "non_preferred_output": [assistant("No.")],
+}
+TULU_PREFERENCE = {
+    "id": "t1",
+    "source": "ultrafeedback",
+    "prompt": "Name a river.",
+    "chosen": [user("Name a river."), assistant("The Rhine.")],
+    "rejected": [user("Name a river."), assistant("No.")],
+    "chosen_model": "a",
+    "rejected_model": "b",
+    "chosen_rating": 4.5,
+    "rejected_rating": 2.0,
+}
+
+ASKED = [user("Name a river.")]
+ANSWERS = ("The Rhine.", "No.")
+PAIRS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], tuple[str, str]]] = {
+    "hh-rlhf": (
+        HH,
+        "Anthropic hh-rlhf (chosen, rejected)",
+        [user("Name a river."), assistant("The Rhine."), user("Where?")],
+        ("In Europe.", "Look it up."),
+    ),
+    "UltraFeedback": (ULTRAFEEDBACK, "UltraFeedback (instruction, completions)", ASKED, ANSWERS),
+    "UltraFeedback binarized": (ULTRAFEEDBACK_BINARIZED, "prompt + chosen + rejected", ASKED, ANSWERS),
+    "Nectar": (NECTAR, "Nectar (prompt, answers)", ASKED, ANSWERS),
+    "HelpSteer2": (
+        HELPSTEER2_PREFERENCE,
+        "HelpSteer2 preference (prompt, response_1, response_2, preference_strength)",
+        ASKED,
+        ANSWERS,
+    ),
+    "HelpSteer3": (
+        HELPSTEER3,
+        "HelpSteer3 (context, response1, response2, overall_preference)",
+        [user("Hello"), assistant("Hi!"), user("Name a river.")],
+        ANSWERS,
+    ),
+    "SHP": (SHP, "SHP (history, human_ref_A, human_ref_B, labels)", ASKED, ANSWERS),
+    "PKU-SafeRLHF": (
+        SAFE_RLHF,
+        "PKU-SafeRLHF (prompt, response_0, response_1, better_response_id)",
+        ASKED,
+        ANSWERS,
+    ),
+    "orca_dpo_pairs": (
+        ORCA,
+        "orca_dpo_pairs (question, chosen, rejected, system)",
+        [system("Be brief."), *ASKED],
+        ANSWERS,
+    ),
+    "distilabel": (
+        DISTILABEL,
+        "distilabel pairs (input, chosen, rejected, system)",
+        [system("Be brief."), *ASKED],
+        ANSWERS,
+    ),
+    "Alpaca pairs": (
+        ALPACA_PAIR,
+        "Alpaca pairs (instruction, chosen, rejected, input)",
+        [user("Name one.\nA river")],
+        ANSWERS,
+    ),
+    "ShareGPT pairs": (SHAREGPT_PAIR, "ShareGPT pairs (conversations, chosen, rejected)", ASKED, ANSWERS),
+    "OpenAI preference": (
+        OPENAI_PREFERENCE,
+        "OpenAI preference (input, preferred_output, non_preferred_output)",
+        ASKED,
+        ANSWERS,
+    ),
+    "Tulu preference": (TULU_PREFERENCE, "prompt + chosen + rejected", ASKED, ANSWERS),
+    "pairs with a system column": (
+        {
+            "id": "x",
+            "source": "y",
+            "system": "Be brief.",
+            "prompt": "Name a river.",
+            "chosen": "The Rhine.",
+            "rejected": "No.",
+        },
+        "prompt + chosen + rejected + system",
+        [system("Be brief."), *ASKED],
+        ANSWERS,
+    ),
+    "transcript as a prompt": (
+        {"prompt": "\n\nHuman: Name a river.\n\nAssistant:", "chosen": "The Rhine.", "rejected": "No."},
+        "prompt + chosen + rejected",
+        ASKED,
+        ANSWERS,
+    ),
+}
+
+
+def as_chat(parsed: Tokens | Plain | Chat) -> Chat:
+    """A record's messages, whichever form it has."""
+    assert not isinstance(parsed, Tokens)
+    if isinstance(parsed, Chat):
+        return parsed
+    assert parsed.prompt is not None
+    answers = tuple([assistant(text)] for text in parsed.completions)
+    return Chat([user(parsed.prompt)], answers, parsed.columns, label=parsed.label)  # type: ignore[list-item, arg-type]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_published_pairs_are_read_whole_and_told_by_name(name: str) -> None:
+    record, told, prompt, answers = PAIRS[name]
+    chat = as_chat(read(record))
+    assert chat.columns == told and chat.prompt == prompt
+    assert [answer for (answer,) in chat.completions] == [assistant(text) for text in answers]
+    assert chat.learnt is None and not chat.tools
+    assert as_chat(read(record, "prompt")).prompt == prompt
+    alone = as_chat(read(record, "sft"))
+    assert alone.prompt == prompt and alone.completions == ([assistant(answers[0])],)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_published_pairs_are_the_same_as_parquet(name: str, tmp_path: Path) -> None:
+    """Parquet gives each object the fields of all objects in its column, and null where one has none."""
+    record, told, prompt, answers = PAIRS[name]
+    other = json.loads(json.dumps(record))
+    if isinstance(other.get("input"), dict):
+        other["input"]["messages"][0]["name"] = "Ann"
+    for column in ("context", "chosen", "conversations"):
+        if isinstance(other.get(column), list):
+            other[column][0] = {**other[column][0], "name": "Ann"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record, other]), tmp_path / "a.parquet")
+    settings = DataSettings(train="-", ignore=("name",))
+    for path in (tmp_path / "a.parquet", tiny.write_jsonl(tmp_path / "a.jsonl", [record, other])):
+        (_, first), (_, second) = record_files.read(str(path), settings)
+        assert isinstance(first, dict) and isinstance(second, dict)
+        for row in (first, second):
+            chat = as_chat(parse(row, settings, "preference"))
+            assert (chat.columns, chat.prompt) == (told, prompt)
+            assert chat.completions == tuple([assistant(text)] for text in answers)
+
+
+ALPACA = {"instruction": "Name one.", "input": "A river", "output": "The Rhine.", "text": "Below is an instruction ..."}
+HISTORY = {
+    "instruction": "Where?",
+    "input": "",
+    "output": "In Europe.",
+    "system": "Be brief.",
+    "history": [["Name a river.", "The Rhine."]],
+}
+SHAREGPT = {
+    "id": "s1",
+    "system": "Be brief.",
+    "tools": json.dumps([WEATHER["function"]]),
+    "conversations": [
+        {"from": "human", "value": "The weather in Bonn?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"town": "Bonn"}}'},
+        {"from": "observation", "value": '{"sky": "grey"}'},
+        {"from": "gpt", "value": "It is grey."},
+    ],
+}
+OPENAI = {
+    "messages": [
+        system("Be brief."),
+        user("The weather in Bonn?"),
+        {"role": "assistant", "tool_calls": [CALL_AS_TEXT]},
+        RESULT,
+        assistant("It is grey."),
+    ],
+    "tools": [WEATHER],
+    "parallel_tool_calls": False,
+}
+CAPYBARA = {
+    "source": "Airoboros",
+    "conversation": [
+        {"input": "Name a river.", "output": "The Rhine."},
+        {"input": "Where?", "output": "In Europe."},
+    ],
+}
+TURNS = [user("Name a river."), assistant("The Rhine."), user("Where?")]
+BARE_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}
+SINGLES: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
+    "Alpaca": (ALPACA, "Alpaca (instruction, output, input)", [user("Name one.\nA river")], "The Rhine."),
+    "Alpaca without input": (
+        ALPACA | {"input": ""},
+        "Alpaca (instruction, output, input)",
+        [user("Name one.")],
+        "The Rhine.",
+    ),
+    "LLaMA-Factory": (
+        HISTORY,
+        "Alpaca (instruction, output, input, history, system)",
+        [system("Be brief."), *TURNS],
+        "In Europe.",
+    ),
+    "Dolly": (
+        {
+            "instruction": "Name the river.",
+            "context": "The Rhine flows through Bonn.",
+            "response": "The Rhine.",
+            "category": "closed_qa",
+        },
+        "Dolly (instruction, response, context)",
+        [user("Name the river.\n\nThe Rhine flows through Bonn.")],
+        "The Rhine.",
+    ),
+    "HelpSteer2": (
+        {
+            "prompt": "Name a river.\n<extra_id_1>Assistant\nThe Rhine.\n<extra_id_1>User\nWhere?",
+            "response": "In Europe.",
+            **dict.fromkeys(("helpfulness", "correctness", "coherence", "complexity", "verbosity"), 4),
+        },
+        "HelpSteer (prompt, response, helpfulness)",
+        TURNS,
+        "In Europe.",
+    ),
+    "ShareGPT": (
+        SHAREGPT,
+        "ShareGPT (conversations, system, tools)",
+        [
+            system("Be brief."),
+            user("The weather in Bonn?"),
+            assistant(None, tool_calls=[BARE_CALL]),
+            {"role": "tool", "content": '{"sky": "grey"}'},
+        ],
+        "It is grey.",
+    ),
+    "OpenAI": (
+        OPENAI,
+        "OpenAI fine-tuning (messages, tools)",
+        [
+            system("Be brief."),
+            user("The weather in Bonn?"),
+            assistant(None, tool_calls=[CALL]),
+            RESULT,
+        ],
+        "It is grey.",
+    ),
+    "Capybara": (CAPYBARA, "Capybara, LMSYS-Chat (conversation)", TURNS, "In Europe."),
+    "LMSYS-Chat": (
+        {"conversation_id": "c", "model": "m", "conversation": [*TURNS, assistant("In Europe.")], "turn": 2},
+        "Capybara, LMSYS-Chat (conversation)",
+        TURNS,
+        "In Europe.",
+    ),
+    "Tulu": (
+        {"id": "t1", "messages": [*TURNS, assistant("In Europe.")], "source": "flan"},
+        "messages",
+        TURNS,
+        "In Europe.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_published_answers_are_read_whole_and_told_by_name(name: str) -> None:
+    record, told, prompt, answer = SINGLES[name]
+    chat = as_chat(read(record, "sft"))
+    assert chat.columns == told and chat.prompt == prompt
+    assert chat.completions == ([assistant(answer)],) and chat.learnt is None
+    assert chat.tools == ([WEATHER] if "tools" in record else None)
+    assert as_chat(read(record, "prompt")).prompt == prompt
+    assert "train.loss=sft" in reason(record)
+
+
+LABELLED: dict[str, tuple[dict[str, Any], str]] = {
+    "KTO": ({"prompt": "Name a river.", "completion": "The Rhine.", "label": True}, "prompt + completion + label"),
+    "kto-mix-14k": (
+        {"prompt": [user("Name a river.")], "completion": [assistant("The Rhine.")], "label": True},
+        "prompt + completion + label",
+    ),
+    "a conversation and its label": (
+        {"messages": [user("Name a river."), assistant("The Rhine.")], "label": True},
+        "messages + label",
+    ),
+    "what a conversation was answered": (
+        {"messages": [user("Name a river.")], "completion": "The Rhine.", "label": True},
+        "messages + completion + label",
+    ),
+    "LLaMA-Factory": (
+        {"instruction": "Name a river.", "input": "", "output": "The Rhine.", "kto_tag": True},
+        "Alpaca KTO (instruction, output, kto_tag, input)",
+    ),
+    "LLaMA-Factory, ShareGPT": (
+        {
+            "conversations": [{"from": "human", "value": "Name a river."}, {"from": "gpt", "value": "The Rhine."}],
+            "kto_tag": True,
+        },
+        "ShareGPT KTO (conversations, kto_tag)",
+    ),
+    "LLaMA-Factory, messages": (
+        {"messages": [user("Name a river."), assistant("The Rhine.")], "kto_tag": True},
+        "OpenAI messages KTO (messages, kto_tag)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labelled_answers_are_recognised(name: str) -> None:
+    record, told = LABELLED[name]
+    column = "label" if "label" in record else "kto_tag"
+    for value, label in ((True, True), (False, False), (1, True), (0, False)):
+        chat = as_chat(read(record | {column: value}, "unpaired"))
+        assert chat.label is label and chat.columns == told
+        assert chat.prompt == ASKED and chat.completions == ([assistant("The Rhine.")],)
+    for value in (2, "yes", [], -1):
+        assert f"the label is {json.dumps(value)}, not true or false" in reason(record | {column: value}, "unpaired")
+    assert "label" in reason({k: v for k, v in record.items() if k != column}, "unpaired")
+    # With another loss the label would be lost, and that is said.
+    assert f"column '{column}' would be lost" in reason(record, "sft")
+    assert f"set train.loss=kto, or leave it out with data.ignore=[{column}]" in reason(record, "sft")
+    assert as_chat(read(record, "sft", ignore=[column])).prompt == ASKED
+    assert "labelled answers are not pairs: train.loss=kto" in reason(record)
+
+
+def test_a_tokenised_record_has_a_label_too() -> None:
+    parsed = read({"prompt_ids": [1], "completion_ids": [2], "label": False}, "unpaired")
+    assert parsed == Tokens([1], ([2],), "prompt_ids + completion_ids", label=False)
+
+
+# ---- Which answer is the better one
+
+
+@pytest.mark.parametrize(
+    "record, change",
+    [
+        (HELPSTEER2_PREFERENCE, {"preference_strength": -1}),
+        (HELPSTEER3, {"overall_preference": 3}),
+        (SHP, {"labels": 1}),
+        (SAFE_RLHF, {"better_response_id": 1}),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str, Any], change: dict[str, Any]) -> None:
+    chosen, rejected = as_chat(read(record)).completions
+    assert as_chat(read(record | change)).completions == (rejected, chosen)
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        (HELPSTEER2_PREFERENCE | {"preference_strength": 0}, "'preference_strength' is 0, a tie"),
+        (HELPSTEER3 | {"overall_preference": "1"}, "'overall_preference' is a string, not a number"),
+        (SHP | {"labels": 2}, "'labels' is 2, not 0 or 1"),
+        (SAFE_RLHF | {"better_response_id": -1}, "'better_response_id' is -1"),
+        (ULTRAFEEDBACK | {"completions": ULTRAFEEDBACK["completions"][:1]}, "1 answers with a overall_score"),
+        (
+            ULTRAFEEDBACK | {"completions": [ULTRAFEEDBACK["completions"][0]] * 2},
+            "every answer in 'completions' has overall_score 4.0",
+        ),
+        (ULTRAFEEDBACK | {"completions": "none"}, "'completions' is not a list of answers"),
+        (NECTAR | {"answers": []}, "'answers' is not a list of answers"),
+        (ALPACA_PAIR | {"input": 3}, "'input' is a number, not a string"),
+        (ORCA | {"system": ["a"]}, "'system' is a list, not a string"),
+        (OPENAI_PREFERENCE | {"input": {"messages": None}}, "'input' is not an object with messages"),
+        (HH | {"rejected": "no transcript"}, "no column 'prompt' (columns: chosen, rejected)"),
+        (HH | {"rejected": HH["chosen"]}, "'chosen' is equal to 'rejected'"),
+        (HH | {"rejected": "\n\nHuman: Else?\n\nAssistant: Yes."}, "no first message in common"),
+    ],
+)
+def test_a_record_without_a_preference_says_why(record: dict[str, Any], words: str) -> None:
+    assert words in reason(record)
+
+
+# ---- Nothing is lost without a word
+
+
+@pytest.mark.parametrize(
+    "record, kind, column",
+    [
+        (ORCA | {"history": [["a", "b"]]}, "preference", "history"),
+        (ORCA | {"input": "x"}, "preference", "input"),
+        (ORCA | {"label": 0}, "preference", "label"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "context": "d"}, "preference", "context"),
+        ({"prompt": "a", "completion": "b", "weight": 0.5}, "sft", "weight"),
+        ({"text": "a", "system": "b"}, "sft", "system"),
+        ({"text": "a", "label": 0}, "sft", "label"),
+        ({"messages": [user("a"), assistant("b")], "images": ["x.png"]}, "sft", "images"),
+        ({"prompt": "a", "input": "b"}, "prompt", "input"),
+        ({"instruction": "a", "context": "c", "output": "b"}, "sft", "context"),
+    ],
+)
+def test_a_column_that_would_be_lost_stops_the_run(record: dict[str, Any], kind: RecordKind, column: str) -> None:
+    assert f"column {column!r} would be lost" in reason(record, kind) and f"data.ignore=[{column}]" in reason(
+        record, kind
+    )
+    without = {name: value for name, value in record.items() if name != column}
+    assert read(record, kind, ignore=[column]) == read(without, kind)
+    for nothing in (None, "", " \n", [], {}):
+        empty = {
+            name: value for name, value in read(record | {column: nothing}, kind).__dict__.items() if name != "columns"
+        }
+        assert empty == {name: value for name, value in read(without, kind).__dict__.items() if name != "columns"}
+
+
+def test_a_named_column_wins_over_every_format() -> None:
+    record = ALPACA | {"question": "Which?", "answer": "This."}
+    assert read(record, "sft", prompt="question", completion="answer", ignore=["input"]) == Plain(
+        "Which?", ("This.",), "question + answer"
+    )
+    # The text of a transcript stays a text.
+    parsed = read({"ask": "\n\nHuman: a\n\nAssistant:", "chosen": "b", "rejected": "c"}, prompt="ask")
+    assert isinstance(parsed, Plain) and parsed.prompt == "\n\nHuman: a\n\nAssistant:"
+    system_prompt = {"prompt": "a", "completion": "b", "system_prompt": "Be brief."}
+    assert "set data.system=system_prompt, or" in reason(system_prompt, "sft")
+    assert as_chat(read(system_prompt, "sft", system="system_prompt")).prompt == [system("Be brief."), user("a")]
+
+
+def test_two_system_prompts_have_to_agree() -> None:
+    record = {"messages": [system("Be brief."), *TURNS, assistant("In Europe.")], "system": "Be brief."}
+    assert as_chat(read(record, "sft")).prompt == [system("Be brief."), *TURNS]
+    assert "says something else than the conversation's own" in reason(record | {"system": "Be long."}, "sft")
+    assert as_chat(read(record | {"system": "Be long."}, "sft", ignore=["system"])).prompt[0] == system("Be brief.")
+
+
+# ---- What is learnt of a conversation
+
+LONG = [system("Be brief."), user("a"), assistant("b"), user("c"), assistant("d")]
+
+
+@pytest.mark.parametrize(
+    "weights, learn, first, learnt",
+    [
+        ({}, "last", 4, None),
+        ({}, "assistant", 2, (True, False, True)),
+        ({}, "all", 0, (True,) * 5),
+        ({2: 0}, "last", 4, None),
+        ({2: 1, 4: 1}, "last", 2, (True, False, True)),
+        ({4: 0}, "last", 2, None),
+        ({2: 0, 4: 1}, "assistant", 4, None),
+        ({1: 0, 2: 1}, "all", 0, (True, False, True, True, True)),
+    ],
+)
+def test_what_is_learnt_of_a_conversation(
+    weights: dict[int, int], learn: str, first: int, learnt: tuple[bool, ...] | None
+) -> None:
+    messages = [message | ({"weight": weights[i]} if i in weights else {}) for i, message in enumerate(LONG)]
+    chat = as_chat(read({"messages": messages}, "sft", learn=learn))
+    count = 1 if learnt is None else len(learnt)
+    assert chat.prompt == LONG[:first] and chat.completions == (LONG[first : first + count],)
+    assert chat.learnt == (None if learnt is None else (learnt,))
+
+
+@pytest.mark.parametrize(
+    "messages, learn, words",
+    [
+        (
+            [*LONG, user("e")],
+            "last",
+            "ends with a message of 'user', and nothing is learnt behind it: take that message off",
+        ),
+        ([*LONG, user("e")], "assistant", "ends with a message of 'user'"),
+        ([user("a"), assistant("b", weight=0)], "last", "nothing of 'messages' is learnt: every message"),
+        ([user("a"), assistant("b", weight=0.5)], "last", "messages[1].weight is 0.5, not 0 or 1"),
+        ([user("a"), assistant(" ")], "assistant", "empty completion"),
+        ([user("a"), assistant(None)], "last", "messages[1] has no content and no tool_calls"),
+        ([user("a"), {"role": "assistant"}], "last", "messages[1] has no content and no tool_calls (it has: role)"),
+        ([user({"text": "a"}), assistant("b")], "last", "messages[0].content is an object, not a string"),
+        ([user("a"), assistant("b", reasoning_content="\ud800")], "last", "half a surrogate pair"),
+    ],
+)
+def test_a_conversation_that_cannot_be_learnt_says_why(messages: list[Any], learn: str, words: str) -> None:
+    assert words in reason({"messages": messages}, "sft", learn=learn)
+
+
+def test_pairs_that_differ_before_their_last_message_share_what_is_common() -> None:
+    first = [user("a"), assistant("b"), user("c"), assistant("d")]
+    second = [user("a"), assistant("x"), user("c"), assistant("y")]
+    chat = as_chat(read({"chosen": first, "rejected": second}))
+    assert chat.prompt == [user("a")] and chat.completions == (first[1:], second[1:])
+    assert chat.learnt == ((True, False, True), (True, False, True))
+    longer = as_chat(read({"chosen": first[:2], "rejected": second}))
+    assert longer.completions == (first[1:2], second[1:]) and longer.learnt == ((True,), (True, False, True))
+
+
+def test_a_completion_may_be_several_messages() -> None:
+    steps = [assistant(None, tool_calls=[CALL]), RESULT, assistant("It is grey.")]
+    chat = as_chat(read({"prompt": "The weather?", "completion": steps, "tools": [WEATHER]}, "sft"))
+    assert chat.prompt == [user("The weather?")] and chat.completions == (steps,)
+    assert chat.learnt == ((True, False, True),) and chat.tools == [WEATHER]
+    assert "'weight' of a message is for SFT" in reason(
+        {"prompt": [user("a", weight=1)], "chosen": "b", "rejected": "c"}
+    )
+
+
+# ---- Messages and tools
+
+
+def test_messages_in_every_spelling_become_the_same() -> None:
+    expected = as_chat(read(OPENAI, "sft"))
+    spellings = [
+        OPENAI | {"messages": [m | {"content": m.get("content")} for m in OPENAI["messages"]]},
+        OPENAI | {"messages": [m | {"name": None, "function_call": None} for m in OPENAI["messages"]]},
+        OPENAI
+        | {
+            "messages": [
+                m
+                if not isinstance(m.get("content"), str)
+                else m | {"content": [{"type": "text", "text": m["content"]}]}
+                for m in OPENAI["messages"]
+            ]
+        },
+        OPENAI | {"tools": json.dumps([WEATHER])},
+        OPENAI | {"tools": [json.dumps(WEATHER)]},
+        OPENAI | {"tools": [WEATHER["function"]]},
+    ]
+    for record in spellings:
+        chat = as_chat(read(record, "sft"))
+        assert (chat.prompt, chat.completions, chat.tools) == (expected.prompt, expected.completions, expected.tools)
+    older = {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"town": "Bonn"}'}}
+    chat = as_chat(
+        read(
+            {"messages": [user("a"), older, {"role": "function", "name": "weather", "content": "x"}, assistant("b")]},
+            "sft",
+        )
+    )
+    assert chat.prompt[1] == assistant(None, tool_calls=[BARE_CALL]) and chat.prompt[2]["role"] == "tool"
+
+
+def test_arguments_are_parsed_once_and_their_nulls_are_theirs() -> None:
+    text = json.dumps({"town": json.dumps({"name": "Bonn"}), "day": None})
+    messages = [user("a"), assistant(None, tool_calls=[{"name": "weather", "arguments": text}])]
+    chat = as_chat(read({"messages": messages}, "sft"))
+    (answer,) = chat.completions[0]
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"town": '{"name": "Bonn"}', "day": None}  # type: ignore[typeddict-item]
+    schema = {
+        "name": "f",
+        "description": None,
+        "parameters": {"properties": {"a": {"default": None, "enum": [None, 1]}, "b": None}},
+    }
+    (tool,) = as_chat(read(OPENAI | {"tools": [schema]}, "sft")).tools or []
+    assert tool["function"] == {"name": "f", "parameters": {"properties": {"a": {"default": None, "enum": [None, 1]}}}}
+
+
+def test_parquet_gives_tools_and_calls_no_fields_that_they_lack(tmp_path: Path) -> None:
+    other_tool = {
+        "type": "function",
+        "function": {"name": "sum", "parameters": {"type": "object", "properties": {"n": {"type": "number"}}}},
+    }
+    other_call = {"type": "function", "function": {"name": "sum", "arguments": {"n": 3}}}
+    rows = [
+        {"messages": [user("a"), assistant(None, tool_calls=[CALL]), RESULT, assistant("b")], "tools": [WEATHER]},
+        {
+            "messages": [user("a"), assistant(None, tool_calls=[other_call]), RESULT, assistant("b")],
+            "tools": [other_tool],
+        },
+        {"messages": [user("a"), assistant("b")], "tools": []},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
+    expected = [as_chat(parse(row, settings, "sft")) for row in rows]
+    read_back = [
+        as_chat(parse(row, settings, "sft")) for _, row in record_files.read(str(tmp_path / "a.parquet"), settings)
+    ]  # type: ignore[arg-type]
+    assert [(c.prompt, c.completions, c.tools) for c in read_back] == [
+        (c.prompt, c.completions, c.tools) for c in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"tools": "[{"}, "tools is a string that is not JSON"),
+        ({"tools": {"name": "f"}}, "'tools' is an object, not a list of tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is no function with a name"),
+        ({"tools": [3]}, "tools[0] is no function with a name"),
+        (
+            {"messages": [user("a"), assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]},
+            "arguments is a string that is not JSON",
+        ),
+        (
+            {"messages": [user("a"), assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "3"}}])]},
+            "arguments is a number, not an object",
+        ),
+        ({"messages": [user("a"), assistant(None, tool_calls=["f"])]}, "tool_calls[0] has no function with a name"),
+        (
+            {"messages": [user("a"), assistant(None, tool_calls={"name": "f"})]},
+            "tool_calls is an object, not a list of calls",
+        ),
+        (
+            {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}]), assistant("b")]},
+            "messages[0].content[0] is of type 'image_url', and only text",
+        ),
+        ({"messages": [user(["a"]), assistant("b")]}, "messages[0].content[0] is of type 'a string'"),
+        ({"chat_template_kwargs": 3}, "'chat_template_kwargs' is a number, not an object"),
+    ],
+)
+def test_what_is_no_message_or_tool_is_named(change: dict[str, Any], words: str) -> None:
+    assert words in reason({"messages": [user("a"), assistant("b")]} | change, "sft")
+
+
+def test_an_unknown_speaker_is_named() -> None:
+    record = {"conversations": [{"from": "narrator", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    assert "conversations[0] is from 'narrator'; known are human, gpt" in reason(record, "sft")
+    assert "conversations[0].value is null" in reason({"conversations": [{"from": "human"}]}, "sft")
+    calls = [{"from": "human", "value": "a"}, {"from": "function_call", "value": "weather"}]
+    assert "conversations[1].value is a string that is not JSON" in reason({"conversations": calls}, "sft")
+
+
+def test_a_row_has_template_arguments_of_its_own() -> None:
+    record = {
+        "messages": [user("a"), assistant("b")],
+        "chat_template_kwargs": {"enable_thinking": False, "other": None},
+    }
+    assert as_chat(read(record, "sft")).template_arguments == {"enable_thinking": False}
+    assert as_chat(read(record, "sft", ignore=["chat_template_kwargs"])).template_arguments == {}
+
+
+# ---- Duplicates
+
+
+def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
+    base = {"messages": [user("a"), assistant("b", tool_calls=[CALL]), RESULT, assistant("d")]}
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (base, {}),
+        (base | {"tools": [WEATHER]}, {}),
+        (base | {"system": "Be brief."}, {}),
+        (base | {"chat_template_kwargs": {"enable_thinking": False}}, {}),
+        (base, {"learn": "assistant"}),
+        (base, {"learn": "all"}),
+        ({"messages": [user("a"), assistant("b", tool_calls=[BARE_CALL]), RESULT, assistant("d")]}, {}),
+        ({"messages": [user("a"), assistant("b", tool_calls=[CALL])]}, {}),
+        ({"messages": [user("a"), assistant("b", tool_calls=[CALL], reasoning_content="c")]}, {}),
+        ({"messages": [user("a"), assistant("b")]}, {}),
+    ]
+    keys = [index.keys_of(read(row, "sft", **settings))[1] for row, settings in rows]
+    assert len(set(keys)) == len(keys)
+    plain = {"prompt": "a", "completion": "b"}
+    assert index.keys_of(read(plain, "sft")) == index.keys_of(read(rows[-1][0], "sft"))
+    labelled = [index.keys_of(read(plain | {"label": label}, "unpaired"))[1] for label in (True, False)]
+    assert len({*labelled, keys[-1]}) == 3
+
+
+# ---- Messages that lead
+
+
+@pytest.mark.parametrize(
+    "record, kind, words",
+    [
+        (
+            {"conversations": [{"from": "human", "value": "a"}]},
+            "preference",
+            "ShareGPT has one answer a record, not a pair: train.loss=sft",
+        ),
+        ({"dialogue": [user("a")]}, "sft", "did you mean data.messages=dialogue?"),
+        ({"convos": 1}, "sft", "name yours with data.completion=COLUMN data.prompt=COLUMN"),
+        ({"problem": "a", "solution": "b"}, "sft", "did you mean data.completion=solution data.prompt=problem?"),
+        (
+            {"question": "a", "better": "b", "worse": "c"},
+            "preference",
+            "did you mean data.chosen=better data.rejected=worse data.prompt=question?",
+        ),
+        (
+            {"question": "a", "better": "b", "bad": "c"},
+            "preference",
+            "name yours with data.chosen=better data.rejected=COLUMN data.prompt=question",
+        ),
+        ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "did you mean data.label=labl?"),
+    ],
+)
+def test_other_columns_are_told_with_the_words_to_type(record: dict[str, Any], kind: RecordKind, words: str) -> None:
+    assert words in reason(record, kind) and f"(columns: {', '.join(record)})" in reason(record, kind)
+
+
+def test_inspection_says_what_was_recognised_with_an_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    tiny.write_jsonl(folder / "a.jsonl", [HH, {"chosen": HH["rejected"], "rejected": HH["chosen"]}])
+    tiny.write_jsonl(folder / "b.jsonl", [ORCA])
+    assert inspect.main(["--inspect", str(folder), f"data.cache_dir={tmp_path}/cache"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "Anthropic hh-rlhf (chosen, rejected), 2 rows",
+        "orca_dpo_pairs (question, chosen, rejected, system), 1 rows",
+        f"{folder}/b.jsonl:1",
+        "system: Be brief.",
+        "user: Name a river.",
+        "chosen: The Rhine.",
+        "rejected: No.",
+    ):
+        assert words in " ".join(said.split())

@@ -1,0 +1,236 @@
+"""hf://...: which files are a split, and the real huggingface_hub library against a stand-in of the hub's interface."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lib.config.schema import DataSettings
+from lib.data import hub_datasets, hub_files, sources
+from lib.errors import UserError
+from tests.tiny import ROOT
+
+SHA = "5" * 40
+
+
+def pair(i: int) -> dict[str, str]:
+    return {"prompt": f"What is {i} + 1?", "chosen": f"{i + 1}", "rejected": "No."}
+
+
+PAIRS = [pair(i) for i in range(40)]
+
+
+def json_lines(rows: list[Any]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def parquet(rows: list[Any]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer, row_group_size=4)
+    return buffer.getvalue()
+
+
+# What repositories look like: files by their names, and the rows of a split as the source's options ask for it.
+REPOSITORIES: dict[str, tuple[dict[str, bytes], dict[str, list[Any]]]] = {
+    "parquet": (
+        {
+            "data/train-00000-of-00002.parquet": parquet(PAIRS[:20]),
+            "data/train-00001-of-00002.parquet": parquet(PAIRS[20:]),
+            "data/test-00000-of-00001.parquet": parquet(PAIRS[:3]),
+            "README.md": b"# No front matter",
+        },
+        {"": PAIRS, "?split=test": PAIRS[:3], "?rows=5": PAIRS[:5]},
+    ),
+    "folders": (
+        {
+            "harmless-base/train.jsonl.gz": gzip.compress(json_lines(PAIRS[:10])),
+            "harmless-base/test.jsonl.gz": gzip.compress(json_lines(PAIRS[10:12])),
+            "helpful-base/train.jsonl.gz": gzip.compress(json_lines(PAIRS[20:30])),
+            "red-team-attempts/red_team_attempts.jsonl.gz": gzip.compress(json_lines([{"transcript": "x"}])),
+        },
+        {
+            "": PAIRS[:10] + PAIRS[20:30],
+            "?config=helpful-base": PAIRS[20:30],
+            "?config=harmless-base&split=test": PAIRS[10:12],
+        },
+    ),
+    "card": (
+        {
+            "README.md": b"---\nlicense: mit\nconfigs:\n- config_name: one\n  data_files:\n  - split: train\n    path: one/*.jsonl\n"
+            b"  - split: hidden\n    path: [extra/b.jsonl, extra/c.jsonl]\n- config_name: two\n  default: true\n  data_dir: two\n"
+            b"  data_files: '**'\n---\n# Text",
+            "one/a.jsonl": json_lines(PAIRS[:2]),
+            "one/deep/a.jsonl": json_lines(PAIRS[:1]),
+            "extra/b.jsonl": json_lines(PAIRS[2:4]),
+            "extra/c.jsonl": json_lines(PAIRS[4:5]),
+            "two/x/d.jsonl": json_lines(PAIRS[5:8]),
+        },
+        {"": PAIRS[5:8], "?config=one": PAIRS[:2], "?config=one&split=hidden": PAIRS[2:5], "?config=two": PAIRS[5:8]},
+    ),
+    "list": (
+        {"alpaca_data.json": json.dumps(PAIRS, indent=1).encode(), "dataset_infos.json": b"{}"},
+        {"": PAIRS, "?split=train&rows=40": PAIRS},
+    ),
+}
+WRONG = [
+    (
+        "parquet?split=validation",
+        "no split 'validation'; there are train, test|no split 'validation'; there are test, train",
+    ),
+    ("parquet?config=nope", "no config 'nope'; there are data"),
+    ("card?config=nope", "no config 'nope'; there are one, two, extra, one, two"),
+    ("card?split=hidden", "no split 'hidden'; there are train"),
+    ("nowhere", "cannot be opened: |there is no folder"),
+]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The parts of the hub's HTTP interface that reading a public data set takes."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
+        name = next((name for name in REPOSITORIES if f"/ann/{name}" in path), "")
+        files = REPOSITORIES[name][0] if name else {}
+        if not name:
+            self.send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, with_body)
+        elif "/resolve/" in path:
+            content = files[path.partition(f"/resolve/{SHA}/")[2]]
+            headers = {"ETag": '"e"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            if asked := self.headers.get("Range"):
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                part = content[int(first) : int(last) + 1 if last else None]
+                headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+                self.send(206, part, headers, with_body)
+            else:
+                self.send(200, content, headers, with_body)
+        elif "/tree/" in path or "/paths-info/" in path:
+            tree = [{"type": "file", "oid": "0", "size": len(content), "path": file} for file, content in files.items()]
+            self.send(200, json.dumps(tree).encode(), {}, with_body)
+        else:
+            self.send(200, json.dumps({"id": f"ann/{name}", "sha": SHA, "siblings": []}).encode(), {}, with_body)
+
+    def send(self, status: int, content: bytes, headers: dict[str, str], with_body: bool) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+READ = """
+import json, sys
+from lib.config.schema import DataSettings
+from lib.data import sources, record_files
+from lib.errors import UserError
+settings = DataSettings(train="-", cache_dir=sys.argv[1])
+for source in sys.argv[2:]:
+    try:
+        rows = [record for file in sources.files_of(source, settings) for _, record in record_files.read(str(file), settings)]
+    except UserError as error:
+        rows = str(error)
+    print(json.dumps(rows))
+"""
+
+
+def test_the_real_library_reads_every_layout_from_a_hub(tmp_path: Path) -> None:
+    asked = [
+        (f"hf://ann/{name}{options}", rows)
+        for name, (_, all_) in REPOSITORIES.items()
+        for options, rows in all_.items()
+    ]
+    wrong = [f"hf://ann/{name}" for name, _ in WRONG]
+    with served() as address:
+        known = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **known, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        command = [sys.executable, "-c", READ, str(tmp_path / "cache"), *[source for source, _ in asked], *wrong]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for (source, rows), answer in zip(asked, answers, strict=False):
+        assert answer == rows, source
+    for (name, words), answer in zip(WRONG, answers[len(asked) :], strict=True):
+        assert isinstance(answer, str) and any(word in answer for word in words.split("|")), (name, answer)
+        assert "\n" not in answer
+
+
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    files, asked = REPOSITORIES[name]
+    for path, content in files.items():
+        file = tmp_path / name / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
+    for options, rows in asked.items():
+        shards = sources.files_of(f"hf://{tmp_path}/{name}{options}", settings)
+        assert [json.loads(line) for shard in shards for line in shard.read_text().splitlines()] == rows
+    for wrong, words in WRONG:
+        if wrong.startswith(name):
+            with pytest.raises(UserError) as error:
+                sources.files_of(f"hf://{tmp_path}/{wrong}", settings)
+            assert any(word in str(error.value) for word in words.split("|"))
+
+
+def test_a_stream_goes_on_at_its_row(tmp_path: Path) -> None:
+    for i, content in enumerate((parquet(PAIRS[:20]), parquet(PAIRS[20:]))):
+        (tmp_path / f"train-{i}.parquet").write_bytes(content)
+    for taken in (0, 7, 20, 33, 40):
+        first = hub_files.open_stream("s", str(tmp_path), {})
+        rows = [row for _, row in zip(range(taken), first, strict=False)]
+        second = hub_files.open_stream("s", str(tmp_path), {})
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [*rows, *second] == PAIRS, taken
+
+
+def test_a_broken_line_of_a_hub_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]) + b"{broken\n")
+    settings = DataSettings(train="-", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"train.jsonl:3: broken JSON"):
+        hub_datasets.fetch(f"hf://{tmp_path}", settings, print)
+    with pytest.raises(UserError, match="there is no folder /no/where"):
+        hub_datasets.fetch("hf:///no/where", settings, print)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no file of it ends with .jsonl"):
+        hub_datasets.fetch(f"hf://{tmp_path}/empty", settings, print)
