@@ -102,8 +102,13 @@ class DataSettings(Section):
     """Most tokens of prompt and completion together; longer rows lose the beginning of their prompt."""
     skip_invalid: bool = False
     """Leave out unusable rows, counted and named, instead of refusing the file."""
-    chat_template: bool = True
-    """Use the tokenizer's chat template where it has one."""
+    chat_template: bool | str = True
+    """Use the tokenizer's chat template where it has one; or that of a file, e.g. template.jinja."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, e.g. {enable_thinking: true}, for training, evaluation and serving; a
+    row's own chat_template_kwargs come before them. By default enable_thinking is true for rows that think alone."""
+    template_date: str = "2024-07-26"
+    """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
     prompt: str = "prompt"
     """Column of the prompt."""
     chosen: str = "chosen"

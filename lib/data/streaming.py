@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -24,8 +23,9 @@ from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_da
 from lib.data.mismatched import fitted, partners, same_prompt, with_mismatched
 from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
+from lib.data.text_tokens import Tokenizer
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder, Tokenizer, Vocabulary
+from lib.data.tokenize import Encoder, Vocabulary
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -59,7 +59,7 @@ def open_training(
     records, rows = _choose(settings, kind, held_out=False, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
+        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     name, vocab_size = " + ".join(weights), vocabulary.get("vocab_size")
     return StreamedDataset(name, records, rows, settings, kind, encoder, vocab_size, mismatched)
 
@@ -99,7 +99,7 @@ def _held_out(
     records, rows = _choose(settings, kind, held_out=True, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
+        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
     skipped: list[str] = []
     labels: list[bool] = []
@@ -186,7 +186,7 @@ class StreamedDataset(Sized):
         self.skipped_count = sum(index.unusable_count for index in records.indices)
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
-        what = [kind, settings.max_length, settings.shortest, settings.longest, settings.chat_template, vocab_size]
+        what = [kind, settings.max_length, settings.shortest, settings.longest, vocab_size]
         made_by = hashlib.sha256(
             repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
         )
@@ -251,13 +251,13 @@ class StreamedDataset(Sized):
             UserError: a row cannot be used, unless settings.skip_invalid; a file is no longer what was indexed.
         """
         numbers = self.rows[list(rows)].tolist()
-        kept = self._pieces_of(numbers)
-        examples = []
-        for row, number in zip(rows, numbers, strict=True):
-            if (pieces := kept[number]) is not None:
-                label = None if self.labels is None else bool(self.labels[row])
-                examples.append(Example(row, pieces[0], tuple(pieces[1:]), label))
-        return self._with_mismatched(examples) if self.has_mismatched else examples
+        known = self._pieces_of(numbers)
+        numbered = zip(rows, numbers, strict=True)
+        kept = {row: pieces for row, number in numbered if (pieces := known[number]) is not None}
+        if self.has_mismatched:
+            kept = self._with_mismatched(kept)
+        labels = {row: None if self.labels is None else bool(self.labels[row]) for row in kept}
+        return [Example.of(row, kept[row], labels[row]) for row in rows if row in kept]
 
     def _pieces_of(self, numbers: Sequence[int]) -> dict[int, Pieces | None]:
         """Some records' prompts and own completions; None for one that is left out."""
@@ -274,9 +274,9 @@ class StreamedDataset(Sized):
             self._put(number, result[0])
         return kept
 
-    def _with_mismatched(self, examples: list[Example]) -> list[Example]:
-        """With another prompt's completion each; where its row is left out, that of the row after it."""
-        others = {example.row: int(self._partners[example.row]) for example in examples}
+    def _with_mismatched(self, kept: dict[int, Pieces]) -> dict[int, Pieces]:
+        """Rows' pieces with another prompt's completion each; where its row is left out, that of the row after it."""
+        others = {row: int(self._partners[row]) for row in kept}
         known: dict[int, Pieces | None] = {}
         for _ in range(len(self)):
             known |= self._pieces_of([n for n in self.rows[list(others.values())].tolist() if n not in known])
@@ -290,12 +290,11 @@ class StreamedDataset(Sized):
             others |= {row: int(self._partners[other]) for row, other in lost.items()}
         else:
             raise same_prompt(self.path)
-        result = []
-        for example in examples:
-            pieces = known[int(self.rows[others[example.row]])]
-            assert pieces is not None
-            mismatched = fitted(example.prompt_ids, pieces[1], self.settings.max_length)
-            result.append(replace(example, completions=(*example.completions, mismatched)))
+        result = {}
+        for row, own in kept.items():
+            theirs = known[int(self.rows[others[row]])]
+            assert theirs is not None
+            result[row] = [*own, fitted(own[0], theirs[1], self.settings.max_length)]
         return result
 
     def _leave_out(self, number: int, why: Unusable) -> None:
