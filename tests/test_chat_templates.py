@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 from typing import Any
@@ -17,6 +18,7 @@ from lib.data.record_formats import Chat, Unusable
 from lib.data.streaming import open_training
 from lib.data.template_facts import facts_of, picture
 from lib.data.tokenize import Encoder
+from lib.errors import UserError
 from tests import chat_models, chat_rows
 
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
@@ -73,12 +75,17 @@ def test_the_reference_is_what_transformers_makes_today(name):
     )
 
 
-@pytest.mark.parametrize("name", MARKED)
-@pytest.mark.parametrize("kind", ["single", "turns", "system and turns", "thinking in turns"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        (name, kind)
+        for name in MARKED
+        for kind in ("single", "turns", "system and turns", "thinking in turns")
+        if "error" not in GOLDEN[f"{name} {kind}"]  # Gemma's refuses system prompts
+    ],
+)
 def test_what_a_template_marks_is_learnt_as_with_assistant_only_loss(name, kind):
     row, theirs = chat_rows.rows()[kind], GOLDEN[f"{name} {kind}"]
-    if "error" in theirs:
-        pytest.xfail("the template refuses it")
     messages = [*row["prompt"], *row["completions"][0]]
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     learnt = tuple(message["role"] == "assistant" for message in messages[first:])
@@ -141,8 +148,10 @@ def test_turns_are_learnt_where_a_template_marks_none():
     assert both[2] == ["The answer is 42.<|im_end|>Yes.<|im_end|>"]
     assert decoded(name, Chat([USER], (messages,), "", ((True, False, False),)))[2] == ["The answer is 42.<|im_end|>"]
     assert decoded(name, Chat([USER], (messages,), ""))[2] == ["Yes.<|im_end|>"]
-    whole = decoded(name, Chat([USER], (messages,), "", ((True, True, True),)))[2][0]
-    assert "Sure?" in whole and "Yes.<|im_end|>" in whole
+    prompt, texts, learnt = decoded(name, Chat([USER], (messages,), "", ((True, True, True),)))
+    assert learnt == texts and texts[0].endswith("Sure?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>")
+    every = decoded(name, Chat([], ([USER, *messages],), "", ((True,) * 4,)))
+    assert every[0] == "" and every[1] == every[2] == [prompt + texts[0]]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MARKED])
@@ -221,7 +230,10 @@ def test_a_template_of_a_file(tmp_path):
 def test_the_day_is_that_of_the_settings(name):
     chat = Chat([USER], ([GOOD],), "")
     assert any(day in decoded(name, chat)[0] for day in ("2024-07-26", "26 Jul 2024"))
-    assert any(day in decoded(name, chat, template_date="2026-11-22")[0] for day in ("2026-11-22", "22 Nov 2026"))
+    assert any(
+        day in decoded(name, chat, template_date=datetime.date(2026, 11, 22))[0]
+        for day in ("2026-11-22", "22 Nov 2026")
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +257,7 @@ def test_a_row_in_colours():
     messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
     made = encode(name, Chat([USER], (messages,), "", ((True, False, True),)))
     assert isinstance(made, Encoded) and made.learnt is not None
-    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), (np.array(made.learnt[0]),))
+    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), learnt=(np.array(made.learnt[0]),))
     text = picture(example, chat_models.tokenizer_of(name), 0, "green").plain
     assert text.endswith(
         "assistant\n⟦The answer is 42.<|im_end|>⟧\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
@@ -277,6 +289,21 @@ def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
     for other in batches[1:]:
         for key, value in one.inputs.items():
             assert np.array_equal(value, other.inputs[key]), key
+
+
+def test_tokens_of_ones_own_may_have_a_mask(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    record = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9, 10], "completion_mask": [1, 0, 0, 1]}
+    file.write_text(json.dumps(record) + "\n")
+    settings = DataSettings(train=str(file))
+    (example,) = load_dataset(str(file), settings, "sft", None, eos_token_id=1)
+    assert example.completions[0].tolist() == [7, 8, 9, 10]
+    batch = collate([example], 16, True)
+    assert batch.targets[batch.logp_indices[batch.mask]].tolist() == [7, 10] and batch.completion_tokens == 2
+    for mask in ([1, 0, 0], [0, 0, 0, 0], [1, 0, 2, 0], "1001"):
+        file.write_text(json.dumps(record | {"completion_mask": mask}) + "\n")
+        with pytest.raises(UserError, match=r"rows.jsonl:1: completion_mask"):
+            load_dataset(str(file), settings, "sft", None, eos_token_id=1)
 
 
 def test_a_template_of_its_own_end_ends_generation():

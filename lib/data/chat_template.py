@@ -66,8 +66,8 @@ def template_of(settings: DataSettings) -> str | None:
 
 def arguments_at_inference(settings: DataSettings) -> JSON:
     """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it."""
-    date = datetime.date.fromisoformat(settings.template_date)
-    return {"enable_thinking": False, "date_string": date.strftime("%d %b %Y"), **settings.chat_template_kwargs}
+    date = settings.template_date.strftime("%d %b %Y")
+    return {"enable_thinking": False, "date_string": date, **settings.chat_template_kwargs}
 
 
 def inline_reasoning(message: Message) -> str | None:
@@ -103,7 +103,7 @@ class ChatTemplate:
         self.arguments_without_answer = arguments_at_inference(settings)
         """What a prompt alone is rendered with."""
         if self.is_used and "strftime_now" in self.text:
-            self._pin_date(datetime.date.fromisoformat(settings.template_date))
+            self._pin_date(settings.template_date)
 
     @property
     def has_marks(self) -> bool:
@@ -151,9 +151,11 @@ class ChatTemplate:
 
     def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
         """Text of each conversation, or Unusable; those that share tools and arguments go in one call."""
-        result: list[str | Unusable] = [""] * len(conversations)
+        result: list[str | Unusable] = [""] * len(conversations)  # of no messages: nothing
         groups: dict[str, list[int]] = {}
-        for index, (_, tools, arguments) in enumerate(conversations):
+        for index, (messages, tools, arguments) in enumerate(conversations):
+            if not messages:
+                continue
             key = "" if arguments is self.arguments_without_answer and not tools else repr((tools, arguments))
             groups.setdefault(key, []).append(index)
         for indices in groups.values():
@@ -350,7 +352,8 @@ def _adaptations(chat: Chat) -> Iterator[Chat]:
         _arguments_as_text,
     ]
     for change in changes:
-        prompt, completions = change(chat.prompt), [*map(change, chat.completions)]
+        prompt = change(chat.prompt)
+        completions = [*chat.completions] if change is _fold_system else [*map(change, chat.completions)]
         if prompt != chat.prompt or completions != list(chat.completions):
             chat = dataclasses.replace(chat, prompt=prompt, completions=tuple(completions))
             yield chat

@@ -156,11 +156,12 @@ class ChatTokens:
     def _finish(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool] | None]:
         """A completion up to its end of turn, and which of its tokens are learnt, None for all. Raises Unusable."""
         answer = made.chat.completions[k]
-        learnt = None if made.chat.learnt is None else made.chat.learnt[k]
-        if len(answer) > 1 or (learnt is not None and not all(learnt)):
+        learnt = self._learnt(made.chat, k)
+        is_whole = all(learnt) and not all(map(_is_model, answer))  # data.learn=all: every token, headers, too
+        if not is_whole and (len(answer) > 1 or not all(learnt)):
             return self._finish_turns(made, k, start, ids)
         ids = self._ended(ids)
-        written = self._written_by_template(made.wholes[k], start, answer[0])
+        written = start if is_whole else self._written_by_template(made.wholes[k], start, answer[0])
         if written == start:
             return ids, None
         count = len(ids) - len(self._ended(self.tokens.behind([(made.wholes[k], written)])[0]))

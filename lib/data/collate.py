@@ -138,15 +138,12 @@ def collate_trained(
     """`collate` for a training step: a mismatched completion, the last of each example, is a batch of its own."""
     if not has_mismatched:
         return collate(examples, length_multiple, shared_prompts, shapes)
-    own, mismatched = ([_only(example, part) for example in examples] for part in (slice(-1), slice(-1, None)))
+    own = [Example.of(example.row, example.stored[:-1], example.label) for example in examples]
+    mismatched = [
+        Example.of(example.row, [example.prompt_ids, example.stored[-1]], example.label) for example in examples
+    ]
     batch = collate(own, length_multiple, shared_prompts, shapes)
     return replace(batch, mismatched=collate(mismatched, length_multiple, shared_prompts))
-
-
-def _only(example: Example, part: slice) -> Example:
-    """The example with some of its completions."""
-    learnt = None if example.learnt is None else example.learnt[part]
-    return replace(example, completions=example.completions[part], learnt=learnt)
 
 
 class _Sequences:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index, record_files, sources
+from lib.data import index, parse_records, record_files, sources
 from lib.data.chat_tokens import Encoded
-from lib.data.parse_rows import parse_rows
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
@@ -43,10 +42,10 @@ class Example:
     completions: tuple[np.ndarray, ...]
     """int32 [C_k] each, the end token included: one for SFT and labels, (chosen, rejected) for preferences. With
     `has_mismatched` of the data set another prompt's completion comes last."""
-    learnt: tuple[np.ndarray, ...] | None = None
-    """bool [C_k] each: the tokens that are trained on; None for all."""
     label: bool | None = None
     """Of unpaired feedback: whether the completion is desirable."""
+    learnt: tuple[np.ndarray, ...] | None = None
+    """bool [C_k] each: the tokens that are trained on; None for all."""
 
     @classmethod
     def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None = None) -> Example:
@@ -54,8 +53,17 @@ class Example:
         prompt, *completions = pieces
         learnt = tuple(piece >= 0 for piece in completions)
         if all(mask.all() for mask in learnt):
-            return cls(row, prompt, tuple(completions), None, label)
-        return cls(row, prompt, tuple(np.where(piece < 0, ~piece, piece) for piece in completions), learnt, label)
+            return cls(row, prompt, tuple(completions), label)
+        ids = tuple(np.where(mask, piece, ~piece) for mask, piece in zip(learnt, completions, strict=True))
+        return cls(row, prompt, ids, label, learnt)
+
+    @property
+    def stored(self) -> list[np.ndarray]:
+        """The pieces that it is made of."""
+        if self.learnt is None:
+            return [self.prompt_ids, *self.completions]
+        both = zip(self.learnt, self.completions, strict=True)
+        return [self.prompt_ids, *(np.where(mask, ids, ~ids) for mask, ids in both)]
 
     @property
     def scored_indices(self) -> list[np.ndarray]:
@@ -172,8 +180,8 @@ class Dataset(Sized):
             raise IndexError(f"row {row} of {len(self)}")
         width = 1 + self.completions_per_example
         bounds = self.bounds[row * width : (row + 1) * width + 1]
-        pieces = [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-        return Example.of(int(row), pieces, None if self.labels is None else bool(self.labels[row]))
+        label = None if self.labels is None else bool(self.labels[row])
+        return Example.of(int(row), [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)], label)
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -325,21 +333,21 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
 def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
     for line, record in record_files.read(str(file), settings):
-        for row in [record] if isinstance(record, Unusable) else rows_of(record, settings, kind):
+        for row in [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind):
             yield f"{file}:{line}", row
 
 
-def rows_of(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
     """The form of each row that a record gives, or why it has none."""
     try:
-        return parse_rows(record, settings, kind)
+        return parse_records.parse_rows(record, settings, kind)
     except Unusable as why:
         return [why]
 
 
 def parse(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The form of an indexed record, or why it has none."""
-    rows, label = rows_of(records[number], settings, kind), records.label(number)
+    rows, label = parse_rows(records[number], settings, kind), records.label(number)
     return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
 
 

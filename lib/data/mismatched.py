@@ -58,15 +58,14 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
         UserError: all rows have the same prompt.
     """
     numbers: dict[bytes, int] = {}
-    stored = np.split(dataset.tokens, dataset.bounds[1:-1])  # prompt, completion, prompt, completion, ...
-    prompts, completions = stored[::2], stored[1::2]
-    keys = np.array([numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts])
+    rows = list(dataset)
+    keys = np.array([numbers.setdefault(row.prompt_ids.tobytes(), len(numbers)) for row in rows])
     try:
         others = partners(keys)
     except ValueError:
         raise same_prompt(dataset.path) from None
     pieces = []
-    for prompt, own, other in zip(prompts, completions, others.tolist(), strict=True):
-        pieces += [prompt, own, fitted(prompt, completions[other], max_length)]
+    for row, other in zip(rows, others.tolist(), strict=True):
+        pieces += [*row.stored, fitted(row.prompt_ids, rows[other].stored[1], max_length)]
     packed = pack(dataset.kind, pieces, dataset.labels)
     return replace(dataset, **packed._asdict(), has_mismatched=True)

@@ -40,7 +40,8 @@ def encode_records(
     result: list[Encoded | Unusable] = []
     for record in parsed:
         if isinstance(record, Tokens):
-            result.append(Encoded(record.prompt, list(record.completions)))
+            learnt = None if record.learnt is None or all(record.learnt) else [record.learnt]
+            result.append(Encoded(record.prompt, list(record.completions), learnt))
         else:
             result.append(record if isinstance(record, Unusable) else next(encoded))
     return result
