@@ -24,6 +24,9 @@ class RunSettings(Section):
     """The run's folder inside run.dir; by default the configuration's name and the time."""
     log_every: Positive = 10
     """Steps between two plain progress lines, where the output is not a terminal."""
+    pages: bool = True
+    """Leave curves.png, report.html and a model card in the run's folder when it ends; `python -m lib.dashboard
+    --export RUN` makes them later."""
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
@@ -213,7 +216,8 @@ class PlanSettings(Section):
 
     shares: tuple[Natural, ...] | None = None
     """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else
-    equal. With strategy=sharded: each rank's weight in the division of the model."""
+    equal. With strategy=sharded: each rank's weight in the division of the model; with pipelined: each rank's blocks,
+    which add up to the model's."""
     micro_batch_sizes: tuple[Positive, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
     memory_limit_gb: PositiveFloat | dict[str, PositiveFloat] | None = None
@@ -253,7 +257,8 @@ class SyncSettings(Section):
     """A rank that waits longer than this for the others ends with a message."""
     compression: Literal["none", "bf16", "int8", "topk"] = "none"
     """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent
-    later (error feedback)."""
+    later (error feedback). With strategy=pipelined: how activations and their gradients travel; what is left out is
+    lost, and is the records' `sent_error`."""
     topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
@@ -338,11 +343,11 @@ class Config(Section):
     model: ModelSettings
     data: DataSettings
     train: TrainSettings = TrainSettings()
-    strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
+    strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"
     """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
-    own pairs and merges now and then, `sharded` gives each a part of the model; `auto`: sharded where the model does
-    not fit every host, else independent (synchronous with plan.shares, or checkpoint.max_lost_seconds). A resumed run
-    keeps its strategy."""
+    own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
+    blocks; `auto`: the faster of these two where the model does not fit every host, else independent (synchronous with
+    plan.shares, or checkpoint.max_lost_seconds). A resumed run keeps its strategy."""
     plan: PlanSettings = PlanSettings()
     cost: CostSettings = CostSettings()
     sync: SyncSettings = SyncSettings()
@@ -362,27 +367,28 @@ class Config(Section):
             )
         if (self.serve.tls_certificate is None) != (self.serve.tls_key is None):
             raise ValueError("serve.tls_certificate and serve.tls_key belong together; give both or neither")
-        is_sharded = self.strategy == "sharded"
-        if is_sharded:
+        has_replicas = self.strategy not in ("sharded", "pipelined")
+        if not has_replicas:
+            self._parts_are_possible()
+        if self.strategy == "sharded":
             self._sharding_is_possible()
         elif self.model.shard_vocabulary:
             raise ValueError(
-                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, "
-                "where every rank has the whole model"
+                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, which divides no vocabulary"
             )
         if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
             raise ValueError(
                 "checkpoint.max_lost_seconds is not for strategy=independent: "
                 "independent ranks are saved at steps of their own; leave it out, and give checkpoint.every"
             )
-        if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
+        if plan.shares is not None and has_replicas and sum(plan.shares) != batch:
             raise ValueError(
                 f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, "
                 f"but train.global_batch_size is {batch}; make them equal"
             )
         if (
             plan.shares is not None
-            and not is_sharded
+            and has_replicas
             and plan.micro_batch_sizes is not None
             and len(plan.shares) != len(plan.micro_batch_sizes)
         ):
@@ -421,17 +427,22 @@ class Config(Section):
             )
         return self
 
-    def _sharding_is_possible(self) -> None:
+    def _parts_are_possible(self) -> None:
+        """Of sharded and pipelined runs: every rank has a part of one model."""
         if self.plan.shares is not None and 0 in self.plan.shares:
             raise ValueError(
-                f"plan.shares {list(self.plan.shares)}: with strategy=sharded every rank keeps a part; "
+                f"plan.shares {list(self.plan.shares)}: with strategy={self.strategy} every rank keeps a part; "
                 "leave the rank out"
             )
         if len(set(self.plan.micro_batch_sizes or ())) > 1:
             raise ValueError(
                 f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: "
-                "with strategy=sharded all ranks run the same batches; give one size"
+                f"with strategy={self.strategy} all ranks run the same batches; give one size"
             )
+        if self.strategy == "pipelined" and self.sync.compression == "topk":
+            raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
+
+    def _sharding_is_possible(self) -> None:
         if self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(
                 f"train.optimizer={self.train.optimizer} looks at whole matrices, "

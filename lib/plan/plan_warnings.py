@@ -37,7 +37,7 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
 def slow_shares(config: Config, plan: ClusterPlan) -> str | None:
     """Configured shares, often equal ones, that make a step longer than the hosts' curves allow."""
     curves = [curve for curve in plan.curves if curve is not None]
-    if config.plan.shares is None or plan.division or len(curves) < len(plan.ranks):
+    if config.plan.shares is None or plan.divides_model or len(curves) < len(plan.ranks):
         return None
     hosts = [rank.host for rank in plan.ranks]
     best = plan_cluster(
@@ -94,7 +94,7 @@ def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:
 def not_calibrated(config: Config, plan: ClusterPlan) -> str | None:
     """Several hosts, and no curve says what each can do."""
     unknown = [rank.host for rank, curve in zip(plan.ranks, plan.curves, strict=True) if curve is None]
-    if plan.division or not unknown or len({rank.host for rank in plan.ranks}) == 1:
+    if plan.divides_model or not unknown or len({rank.host for rank in plan.ranks}) == 1:
         return None
     names = ", ".join(dict.fromkeys(unknown))
     if config.plan.shares is not None:

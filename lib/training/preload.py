@@ -102,7 +102,7 @@ def read(words: Sequence[str]) -> None:
     data = None if is_streamed(config.data) else _read(config)
     model = None
     free = hardware.free_memory_bytes() if hardware.mlx_device()[0] == "cpu" else None  # a GPU's is not the host's
-    if free is not None and config.strategy != "sharded":
+    if free is not None and config.strategy not in ("sharded", "pipelined"):
         model = load.load(config.model, config.train.seed, lazy=True)
         if is_small(sum(array.nbytes for _, array in tree_flatten(model.parameters())), free):
             adapters.make_trainable(model, config.model, config.train.seed)
