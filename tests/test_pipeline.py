@@ -202,6 +202,8 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
         ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "train.optimizer=muon"),
         ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
         ("model.method=lora", "train.loss=ipo", "train.compile=true", "model.dropout=0.1"),
+        ("model.method=lora", "train.loss=kto", "train.learning_rate=1e-2"),
+        ("model.method=lora", "train.loss=bco", "train.learning_rate=1e-2"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )

@@ -163,7 +163,8 @@ def labelled_kind(settings: Config, folder: Path) -> Kind:
     has_template = (folder / "chat_template.jinja").exists() or (
         stored.exists() and json.loads(stored.read_text()).get("chat_template") is not None
     )
-    return "chat" if has_template and settings.data.chat_template is not False else "text"
+    wanted = settings.data.chat_template  # false, true for the model's own, or a file
+    return "chat" if isinstance(wanted, str) or (wanted and has_template) else "text"
 
 
 async def _serve(
