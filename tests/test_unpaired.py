@@ -392,37 +392,35 @@ def test_a_pair_gives_a_desirable_and_an_undesirable_row(tmp_path: Path, streami
             assert data[row].completions[0].tolist() == pair[column] and data[row].label is label
 
 
+@pytest.mark.parametrize("row", [{"prompt_ids": [5, 6], "completion_ids": [7, 1]}, {"prompt": "a", "completion": "b"}])
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({"label": None}, "column 'label' is null"),
-        ({"label": "yes"}, "column 'label' is \"yes\", not true or false"),
-        ({"label": 2}, "column 'label' is 2, not true or false"),
-        ({"label": []}, "column 'label' is [], not true or false"),
+        ({"label": None}, "label"),
+        ({"label": "yes"}, 'is "yes", not true or false'),
+        ({"label": 2}, "is 2, not true or false"),
+        ({"label": []}, "is [], not true or false"),
         ({}, "no column 'label'"),
-        ({"rating": True}, "data.label=rating"),
+        ({"rating": True}, "data.label="),
     ],
 )
-@pytest.mark.parametrize("streaming", ["false", "true"])
+@pytest.mark.parametrize("streaming", [False, True])
 def test_what_is_no_label_is_one_clear_line(
-    tmp_path: Path, record: dict[str, Any], expected: str, streaming: str
+    tmp_path: Path, row: dict[str, Any], record: dict[str, Any], expected: str, streaming: bool
 ) -> None:
-    row = {"prompt_ids": [5, 6], "completion_ids": [7, 1]}
-    rows = [*labelled(4), row | record]
+    path = tiny.write_jsonl(tmp_path / "rows.jsonl", [*labelled(4), row | record])
+    settings = DataSettings(train=str(path), streaming=streaming, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(errors.UserError) as told:
+        open_training(settings, "unpaired", None, tell=print, eos_token_id=1)
+    assert expected in str(told.value) and "rows.jsonl:5" in str(told.value)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_labels_with_a_loss_of_pairs_name_the_loss_that_they_are_for(tmp_path: Path, text: bool) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": True}] if text else labelled(4)
     path = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
-    result = tiny.train(
-        tmp_path,
-        [*tiny.settings(tmp_path), "train.loss=kto", f"data.train={path}", f"data.streaming={streaming}"],
-        check=False,
-    )
-    assert result.returncode == 2 and expected in result.stderr and "rows.jsonl:5" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_labels_with_a_loss_of_pairs_name_the_loss_that_they_are_for(tmp_path: Path) -> None:
-    path = tiny.write_jsonl(tmp_path / "rows.jsonl", labelled(4))
     result = tiny.train(tmp_path, [*tiny.settings(tmp_path), f"data.train={path}"], check=False)
-    assert result.returncode == 2 and "train.loss=kto" in result.stderr
+    assert result.returncode == 2 and "train.loss=kto" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_rows_of_a_single_prompt_are_refused_with_the_other_loss_named(tmp_path: Path) -> None:

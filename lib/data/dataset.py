@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index, parse_records, record_files, sources
+from lib.data import index, record_files, sources
+from lib.data.parse_rows import parse_rows
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
@@ -291,21 +292,21 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
 def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
     for line, record in record_files.read(str(file), settings):
-        for row in [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind):
+        for row in [record] if isinstance(record, Unusable) else rows_of(record, settings, kind):
             yield f"{file}:{line}", row
 
 
-def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+def rows_of(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
     """The form of each row that a record gives, or why it has none."""
     try:
-        return parse_records.parse_rows(record, settings, kind)
+        return parse_rows(record, settings, kind)
     except Unusable as why:
         return [why]
 
 
 def parse(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The form of an indexed record, or why it has none."""
-    rows, label = parse_rows(records[number], settings, kind), records.label(number)
+    rows, label = rows_of(records[number], settings, kind), records.label(number)
     return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
 
 

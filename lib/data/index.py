@@ -23,7 +23,8 @@ from typing import IO, TypedDict
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import parse_records, record_files
+from lib.data import record_files
+from lib.data.parse_rows import parse_rows
 from lib.data.record_formats import Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 
@@ -233,7 +234,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
             try:
                 if isinstance(record, Unusable):
                     raise record
-                parsed = parse_records.parse_rows(record, settings, kind)
+                rows = parse_rows(record, settings, kind)
             except Unusable as why:
                 unusable_count += 1
                 unusable.write(f"{file}:{line}: {why}\n")
@@ -244,7 +245,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 raw = raw if raw.endswith(b"\n") else raw + b"\n"
                 offset = written
                 written += lines.write(raw)
-            for row in parsed:
+            for row in rows:
                 label = -1 if row.label is None else int(row.label)
                 entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(row), *sizes_of(row), label))
                 formats.setdefault(row.columns, {"count": 0, "first": count})["count"] += 1
