@@ -85,7 +85,7 @@ def _message(message: JSON, where: str, ignore: Collection[str]) -> Message:
 def _from_sharegpt(fields: JSON, where: str) -> JSON:
     """A message {from, value} as {role, content}."""
     speaker, value = fields.pop("from"), fields.pop("value", None)
-    if speaker not in ROLES and speaker not in KNOWN_ROLES:
+    if not isinstance(speaker, str) or (speaker not in ROLES and speaker not in KNOWN_ROLES):
         raise Unusable(f"{where} is from {speaker!r}; known are {', '.join([*ROLES, *sorted(KNOWN_ROLES)])}")
     if not isinstance(value, str):
         raise Unusable(f"{where}.value is {name_of_type(value)}, not a string")
@@ -117,6 +117,7 @@ def _check_calls(value: object, where: str) -> list[JSON]:
         if function is not call:
             checked = {key: item for key, item in call.items() if item is not None} | checked
         calls.append(checked)
+    check_unicode(json.dumps(calls, ensure_ascii=False), where)
     return calls
 
 
@@ -151,6 +152,7 @@ def check_tools(value: object, name: str) -> list[JSON] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unusable(f"{name}[{index}] is no function with a name")
         tools.append(_without_nulls(tool if function is not tool else {"type": "function", "function": tool}))
+    check_unicode(json.dumps(tools, ensure_ascii=False), name)
     return tools
 
 
