@@ -62,9 +62,9 @@ class TextTokens:
         of them before `start` on is enough.
         """
         cuts = [self._last_special(text, start) for text, start in texts]
-        for (text, start), cut in zip(texts, cuts, strict=True):
-            if text[cut:start] not in self._heads:
-                self._heads[text[cut:start]] = self.ids([text[cut:start]])[0]
+        heads = dict.fromkeys(text[cut:start] for (text, start), cut in zip(texts, cuts, strict=True))
+        missing = [head for head in heads if head not in self._heads]
+        self._heads |= zip(missing, self.ids(missing), strict=True)
         tails = self.ids([text[cut:] for (text, _), cut in zip(texts, cuts, strict=True)])
         found = []
         for (text, start), cut, ids in zip(texts, cuts, tails, strict=True):

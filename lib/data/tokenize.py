@@ -142,13 +142,13 @@ class Encoder:
             return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
         if self.template.is_used:
             return example
-        content = example.prompt[0]["content"]
         count = len(example.prompt) + max(map(len, example.completions), default=1)
-        if count > 2 or not isinstance(content, str):
-            return Unusable(
-                f"a conversation of {count} messages needs a chat template, and the "
-                "tokenizer has none or data.chat_template is false"
-            )
+        messages = [*example.prompt, *(message for answer in example.completions for message in answer)]
+        has_text = all(isinstance(message.get("content"), str) for message in messages)
+        if count != 2 or not example.prompt or not has_text or example.tools:
+            what = "a chat with tools" if example.tools or not has_text else f"a conversation of {count} messages"
+            return Unusable(f"{what} needs a chat template, and the tokenizer has none or data.chat_template is false")
+        content = example.prompt[0]["content"]
         return Plain(content, tuple(answer["content"] for (answer,) in example.completions), example.columns)
 
     def _encode_plain(self, examples: Sequence[Plain]) -> list[Encoded]:
