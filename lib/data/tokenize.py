@@ -10,12 +10,9 @@ from lib.config.schema import DataSettings
 from lib.data.chat_template import ChatTemplate
 from lib.data.chat_tokens import ChatTokens, Encoded
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
-from lib.data.text_tokens import TextTokens, Tokenizer
+from lib.data.text_tokens import SPECIMEN, TextTokens, Tokenizer
 from lib.data.truncate import prompt_room, shorten
 from lib.errors import UserError
-
-# Of a tokenizer that cannot be written down, this text's tokens have to do.
-SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
 
 
 class Vocabulary(TypedDict):
