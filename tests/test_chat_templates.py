@@ -231,6 +231,18 @@ def test_a_template_of_a_file(tmp_path):
     assert prompt == "[user] What is 12 + 30?<|im_end|>[assistant] " and completions == ["The answer is 42.<|im_end|>"]
 
 
+def test_a_model_may_have_templates_by_name():
+    """As Command-R has one for tools; each is given the day of the settings."""
+    tokenizer = chat_models.tokenizer_of("meta-llama-Llama-3.2-3B-Instruct")
+    dated = "{{ strftime_now('%Y') }}: {{ messages[0].content }}{% if tools %} TOOLS{% endif %}"
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": dated}
+    encoder = chat_rows.encoder_of(tokenizer, chat_models.registry()["meta-llama-Llama-3.2-3B-Instruct"])
+    plain, with_tools = encoder.encode([Chat([USER], (), ""), Chat([USER], (), "", tools=chat_rows.TOOLS)])
+    assert isinstance(plain, Encoded) and isinstance(with_tools, Encoded)
+    assert "<|start_header_id|>" in tokenizer.decode(plain.prompt)
+    assert tokenizer.decode(with_tools.prompt) == "2024: What is 12 + 30? TOOLS"
+
+
 @pytest.mark.parametrize("name", ["openai-gpt-oss-120b", "meta-llama-Llama-3.2-3B-Instruct"])
 def test_the_day_is_that_of_the_settings(name):
     chat = Chat([USER], ([GOOD],), "")
@@ -333,11 +345,14 @@ def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_pa
 def test_serving_renders_prompts_as_the_run_did(tmp_path):
     base = {"model": {"path": str(tmp_path)}, "data": {"train": "none"}}
     given = ["data.chat_template_kwargs={enable_thinking: true}", f"data.chat_template={tmp_path}/mine.jinja"]
+    (tmp_path / "mine.jinja").write_text("{{ date_string }} {{ messages[0].content }}")
     (recipe,) = recipes(load_settings(None, given, base), tmp_path).values()
     assert recipe is not None
     words = dict(zip(recipe.words, recipe.words[1:], strict=False))
     assert words["--chat-template"] == f"{tmp_path}/mine.jinja"
     assert json.loads(words["--chat-template-args"]) == {"enable_thinking": True, "date_string": "26 Jul 2024"}
+    (other,) = recipes(load_settings(None, [], base), tmp_path, tmp_path).values()
+    assert other is not None and json.loads(other.words[-1]) == {"enable_thinking": False}
     (plain,) = recipes(load_settings(None, [], base), None).values()
     assert plain is not None and "--chat-template-args" not in plain.words
 
