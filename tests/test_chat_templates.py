@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lib.config.load import load as load_settings
 from lib.config.schema import DataSettings
 from lib.data.chat_tokens import Encoded
 from lib.data.collate import collate
@@ -18,7 +20,10 @@ from lib.data.record_formats import Chat, Unusable
 from lib.data.streaming import open_training
 from lib.data.template_facts import facts_of, picture
 from lib.data.tokenize import Encoder
+from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
+from lib.serve import backend_process
+from lib.serve.command import recipes
 from tests import chat_models, chat_rows
 
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
@@ -226,6 +231,18 @@ def test_a_template_of_a_file(tmp_path):
     assert prompt == "[user] What is 12 + 30?<|im_end|>[assistant] " and completions == ["The answer is 42.<|im_end|>"]
 
 
+def test_a_model_may_have_templates_by_name():
+    """As Command-R has one for tools; each is given the day of the settings."""
+    tokenizer = chat_models.tokenizer_of("meta-llama-Llama-3.2-3B-Instruct")
+    dated = "{{ strftime_now('%Y') }}: {{ messages[0].content }}{% if tools %} TOOLS{% endif %}"
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": dated}
+    encoder = chat_rows.encoder_of(tokenizer, chat_models.registry()["meta-llama-Llama-3.2-3B-Instruct"])
+    plain, with_tools = encoder.encode([Chat([USER], (), ""), Chat([USER], (), "", tools=chat_rows.TOOLS)])
+    assert isinstance(plain, Encoded) and isinstance(with_tools, Encoded)
+    assert "<|start_header_id|>" in tokenizer.decode(plain.prompt)
+    assert tokenizer.decode(with_tools.prompt) == "2024: What is 12 + 30? TOOLS"
+
+
 @pytest.mark.parametrize("name", ["openai-gpt-oss-120b", "meta-llama-Llama-3.2-3B-Instruct"])
 def test_the_day_is_that_of_the_settings(name):
     chat = Chat([USER], ([GOOD],), "")
@@ -304,6 +321,40 @@ def test_tokens_of_ones_own_may_have_a_mask(tmp_path):
         file.write_text(json.dumps(record | {"completion_mask": mask}) + "\n")
         with pytest.raises(UserError, match=r"rows.jsonl:1: completion_mask"):
             load_dataset(str(file), settings, "sft", None, eos_token_id=1)
+
+
+def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_path):
+    """Phi-3's config.json names <|endoftext|>, its generation_config.json <|end|>: both end an answer."""
+    name = "microsoft-Phi-3.5-mini-instruct"
+    tokenizer = chat_models.tokenizer_of(name)
+    tokenizer.save_pretrained(tmp_path)
+    text, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|end|>"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": text, "vocab_size": 2000}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn]}))
+    settings = load_settings(None, [], {"model": {"path": str(tmp_path)}, "data": {"train": "none"}})
+    wrapped = load_tokenizer_of(settings.model)
+    assert wrapped is not None and {text, turn} <= set(wrapped.eos_token_ids)
+    encoder = Encoder(wrapped, settings.data, text)
+    (made,) = encoder.encode([Chat([USER], ([GOOD],), "")])
+    assert isinstance(made, Encoded) and made.completions[0][-1] == turn and text not in made.completions[0]
+    server = SimpleNamespace(load=lambda path, **options: (None, SimpleNamespace(eos_token_ids={turn}), {}))
+    backend_process._stop_at_every_end(server)
+    assert server.load(str(tmp_path), return_config=True)[1].eos_token_ids == {text, turn}
+
+
+def test_serving_renders_prompts_as_the_run_did(tmp_path):
+    base = {"model": {"path": str(tmp_path)}, "data": {"train": "none"}}
+    given = ["data.chat_template_kwargs={enable_thinking: true}", f"data.chat_template={tmp_path}/mine.jinja"]
+    (tmp_path / "mine.jinja").write_text("{{ date_string }} {{ messages[0].content }}")
+    (recipe,) = recipes(load_settings(None, given, base), tmp_path).values()
+    assert recipe is not None
+    words = dict(zip(recipe.words, recipe.words[1:], strict=False))
+    assert words["--chat-template"] == f"{tmp_path}/mine.jinja"
+    assert json.loads(words["--chat-template-args"]) == {"enable_thinking": True, "date_string": "26 Jul 2024"}
+    (other,) = recipes(load_settings(None, [], base), tmp_path, tmp_path).values()
+    assert other is not None and json.loads(other.words[-1]) == {"enable_thinking": False}
+    (plain,) = recipes(load_settings(None, [], base), None).values()
+    assert plain is not None and "--chat-template-args" not in plain.words
 
 
 def test_a_template_of_its_own_end_ends_generation():

@@ -64,10 +64,13 @@ def template_of(settings: DataSettings) -> str | None:
         raise UserError(f"data.chat_template={settings.chat_template}: cannot be read: {error}") from None
 
 
-def arguments_at_inference(settings: DataSettings) -> JSON:
-    """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it."""
-    date = settings.template_date.strftime("%d %b %Y")
-    return {"enable_thinking": False, "date_string": date, **settings.chat_template_kwargs}
+def arguments_at_inference(settings: DataSettings, template: str) -> JSON:
+    """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it.
+
+    template: its text, or any that has it in it: the day is given to a template that asks for one.
+    """
+    date = {"date_string": settings.template_date.strftime("%d %b %Y")} if "date_string" in template else {}
+    return {"enable_thinking": False, **date, **settings.chat_template_kwargs}
 
 
 def inline_reasoning(message: Message) -> str | None:
@@ -98,12 +101,16 @@ class ChatTemplate:
         stored = getattr(tokenizer, "chat_template", None)
         has_template = getattr(tokenizer, "has_chat_template", stored is not None)
         self.is_used = own is not None or (bool(settings.chat_template) and has_template)
-        self.text = own if own is not None else str(stored)
+        # Some models have several, by name: transformers takes that of tools where there are any.
+        named = {"default": own or stored} if own is not None or not isinstance(stored, dict) else stored
+        self._texts = [str(text) for text in named.values()]
+        self.text = str(named.get("default", self._texts[0]))
         self._options: JSON = {"tokenize": False} | ({} if own is None else {"chat_template": own})
-        self.arguments_without_answer = arguments_at_inference(settings)
+        self.arguments_without_answer = arguments_at_inference(settings, " ".join(self._texts))
         """What a prompt alone is rendered with."""
-        if self.is_used and "strftime_now" in self.text:
-            self._pin_date(settings.template_date)
+        for text in self._texts if self.is_used else ():
+            if "strftime_now" in text:
+                _pin_date(text, settings.template_date)
 
     @property
     def has_marks(self) -> bool:
@@ -113,7 +120,7 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """What decides the text of a conversation."""
         return json.dumps(
-            [self.text, self.arguments_without_answer, self.settings.template_date], sort_keys=True, default=str
+            [self._texts, self.arguments_without_answer, self.settings.template_date], sort_keys=True, default=str
         )
 
     def arguments(self, chat: Chat) -> JSON:
@@ -289,19 +296,20 @@ class ChatTemplate:
         )
         return [(begin, end) for begin, end in made[1][0]]
 
-    def _pin_date(self, date: datetime.date) -> None:
-        """Makes the template's strftime_now say this date: else tomorrow's tokens would be others.
 
-        Raises:
-            UserError: the template cannot be parsed.
-        """
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+def _pin_date(text: str, date: datetime.date) -> None:
+    """Makes a template's strftime_now say this date: else tomorrow's tokens would be others.
 
-        try:
-            compiled: Any = _compile_jinja_template(self.text)  # kept by its text: what transformers renders with
-        except Exception as error:
-            raise UserError(f"data.chat_template: not a template: {error}") from None
-        compiled.globals["strftime_now"] = lambda format: date.strftime(format)
+    Raises:
+        UserError: the template cannot be parsed.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        compiled: Any = _compile_jinja_template(text)  # kept by its text: what transformers renders with
+    except Exception as error:
+        raise UserError(f"data.chat_template: not a template: {error}") from None
+    compiled.globals["strftime_now"] = lambda format: date.strftime(format)
 
 
 def _lost(made: Rendering) -> str | None:

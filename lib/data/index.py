@@ -58,7 +58,7 @@ assert _ENTRY_STRUCT.size == ENTRY.itemsize
 def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
     """64-bit hashes: of the prompt, and of the prompt with its completions."""
     if isinstance(record, Tokens):
-        prompt, rest = repr(record.prompt), repr(record.completions)
+        prompt, rest = repr(record.prompt), f"{record.completions!r}{record.learnt or ''}"
     elif isinstance(record, Plain):
         prompt, rest = record.prompt or "", "\0".join(record.completions)
     else:

@@ -35,11 +35,29 @@ class TextTokens:
         """Ids of each text."""
         if not texts:
             return []
+        if self._is_plain:
+            made = self.inner.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in made]
         if self._is_fast:
-            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-            found: list[list[int]] = self.inner(list(texts), **options)["input_ids"]
-            return found
+            return self._ids(list(texts))
         return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        found: list[list[int]] = self.inner(texts, **options)["input_ids"]
+        return found
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether transformers does nothing of its own around the tokenizers library, which alone is quicker.
+
+        It is without truncation and padding from the first call through transformers on.
+        """
+        if not self._is_fast or not hasattr(getattr(self.inner, "backend_tokenizer", None), "encode_batch_fast"):
+            return False
+        theirs = self._ids([SPECIMEN])
+        alone = self.inner.backend_tokenizer.encode_batch_fast([SPECIMEN], add_special_tokens=False)
+        return [encoding.ids for encoding in alone] == theirs
 
     def starts(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text, and for each the character that it begins at.
@@ -62,9 +80,9 @@ class TextTokens:
         of them before `start` on is enough.
         """
         cuts = [self._last_special(text, start) for text, start in texts]
-        for (text, start), cut in zip(texts, cuts, strict=True):
-            if text[cut:start] not in self._heads:
-                self._heads[text[cut:start]] = self.ids([text[cut:start]])[0]
+        heads = dict.fromkeys(text[cut:start] for (text, start), cut in zip(texts, cuts, strict=True))
+        missing = [head for head in heads if head not in self._heads]
+        self._heads |= zip(missing, self.ids(missing), strict=True)
         tails = self.ids([text[cut:] for (text, _), cut in zip(texts, cuts, strict=True)])
         found = []
         for (text, start), cut, ids in zip(texts, cuts, tails, strict=True):
@@ -146,5 +164,7 @@ class TextTokens:
         return (anchor, "\n") if is_needed else ([], "")
 
 
+# Text of many kinds: where two tokenizers are to be told apart, its tokens have to do.
+SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
 # Characters before a completion in which its last special token is looked for.
 NEAR = 400

@@ -10,12 +10,9 @@ from lib.config.schema import DataSettings
 from lib.data.chat_template import ChatTemplate
 from lib.data.chat_tokens import ChatTokens, Encoded
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
-from lib.data.text_tokens import TextTokens, Tokenizer
+from lib.data.text_tokens import SPECIMEN, TextTokens, Tokenizer
 from lib.data.truncate import prompt_room, shorten
 from lib.errors import UserError
-
-# Of a tokenizer that cannot be written down, this text's tokens have to do.
-SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
 
 
 class Vocabulary(TypedDict):
@@ -142,13 +139,13 @@ class Encoder:
             return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
         if self.template.is_used:
             return example
-        content = example.prompt[0]["content"]
         count = len(example.prompt) + max(map(len, example.completions), default=1)
-        if count > 2 or not isinstance(content, str):
-            return Unusable(
-                f"a conversation of {count} messages needs a chat template, and the "
-                "tokenizer has none or data.chat_template is false"
-            )
+        messages = [*example.prompt, *(message for answer in example.completions for message in answer)]
+        has_text = all(isinstance(message.get("content"), str) for message in messages)
+        if count != 2 or not example.prompt or not has_text or example.tools:
+            what = "a chat with tools" if example.tools or not has_text else f"a conversation of {count} messages"
+            return Unusable(f"{what} needs a chat template, and the tokenizer has none or data.chat_template is false")
+        content = example.prompt[0]["content"]
         return Plain(content, tuple(answer["content"] for (answer,) in example.completions), example.columns)
 
     def _encode_plain(self, examples: Sequence[Plain]) -> list[Encoded]:

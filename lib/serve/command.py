@@ -108,8 +108,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(f"serve.host={host} serve.port={port}: {reason}; serve.port=0 takes a free port") from None
 
 
-def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
-    """Every backend by its name, and how it is started; None for those that run already.
+def recipes(settings: Config, run: Path | None, folder: Path | None = None) -> dict[str, Recipe | None]:
+    """Every backend by its name, and how it is started; None for those that run already. folder: the model's.
 
     Raises:
         UserError: the host file is wrong.
@@ -122,18 +122,21 @@ def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
     words += ["--revision", model.revision] if model.revision else []
     words += ["--adapter", str(run.resolve())] if run is not None else []
     words += ["--fuse"] * options.fuse + ["--trust-remote-code"] * model.trust_remote_code
-    words += ["--wired", settings.metal.wired, *_template_words(settings, run)]
+    words += ["--wired", settings.metal.wired, *_template_words(settings, run, folder)]
     if options.hostfile is None:
         return {"local": Recipe(tuple(words))}
     hosts = hostfile.read(Path(options.hostfile)).hosts
     return {host.name: Recipe(tuple(words), None if ssh.is_this_machine(host) else host) for host in hosts}
 
 
-def _template_words(settings: Config, run: Path | None) -> list[str]:
+def _template_words(settings: Config, run: Path | None, folder: Path | None) -> list[str]:
     """What makes a backend render prompts as the run's were; a request's own chat_template_kwargs come before it."""
     data = settings.data
     words = [] if isinstance(data.chat_template, bool) else ["--chat-template", str(Path(data.chat_template).resolve())]
-    given = data.chat_template_kwargs if run is None else chat_template.arguments_at_inference(data)
+    files = [] if folder is None else [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+    files += [Path(word) for word in words[1:]]
+    text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    given = data.chat_template_kwargs if run is None else chat_template.arguments_at_inference(data, text)
     return words + (["--chat-template-args", json.dumps(given)] if given else [])
 
 
@@ -171,7 +174,7 @@ async def _serve(
     settings: Config, run: Path | None, name: str, folder: Path, ring: api_keys.Keys | None, listening: socket.socket
 ) -> None:
     options = settings.serve
-    named = recipes(settings, run)
+    named = recipes(settings, run, folder)
     backends = [Backend(name, options.concurrency) for name in named]
     pool = Pool(backends, options.max_queue)
     # Nothing from the environment: a proxy has no place between here and a backend.
