@@ -298,13 +298,17 @@ def shapes_of(config: Config, options: argparse.Namespace) -> list[Shape]:
     from lib.data import tokenizer as models
     from lib.data.batch_shapes import padded_lengths
     from lib.data.dataset import load_dataset
+    from lib.data.mismatched import with_mismatched
     from lib.model.token_stream import length_multiple
+    from lib.training.losses import needs_mismatched
 
     if options.lengths:
-        completions = 2 if config.record_kind == "preference" else 1
+        completions = 2 if config.record_kind == "preference" or needs_mismatched(config.train.loss) else 1
         return [Shape(n, [[n + 1 - n // 2, *[n // 2] * completions]]) for n in options.lengths]
     tokenizer, words = models.load_tokenizer_of(config.model), models.vocabulary(config.model)
     data = load_dataset(config.data.train, config.data, config.record_kind, tokenizer, **words)
+    if needs_mismatched(config.train.loss):
+        data = with_mismatched(data, config.data.max_length)
     pieces = np.diff(data.bounds).reshape(len(data), -1)  # tokens of a prompt and its completions
     padded = padded_lengths(data.lengths, length_multiple(config.data))
 

@@ -38,7 +38,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from lib.config.schema import Config  # noqa: E402
 from lib.data import tokenizer  # noqa: E402
-from lib.data.collate import Batch, collate  # noqa: E402
+from lib.data.collate import Batch, collate_trained  # noqa: E402
 from lib.data.dataset import Dataset, Example  # noqa: E402
 from lib.data.prefetch import prefetch  # noqa: E402
 from lib.distributed import sharded_model  # noqa: E402
@@ -97,7 +97,11 @@ def examples(count: int, request: dict[str, Any], config: Config) -> list[Exampl
         return rng.integers(0, vocab_size, length, dtype=np.int32)
 
     rows = enumerate(itertools.islice(itertools.cycle(request["rows"]), count))
-    return [Example(row, ids(prompt), tuple(map(ids, completions))) for row, (prompt, *completions) in rows]
+    has_labels = config.record_kind == "unpaired"
+    return [
+        Example(row, ids(prompt), tuple(map(ids, completions)), bool(row % 2) if has_labels else None)
+        for row, (prompt, *completions) in rows
+    ]
 
 
 MicroBatch = tuple[Batch, np.ndarray | None]
@@ -112,8 +116,11 @@ def step_batches(
     parts = [examples(size, request, config) for size in sizes]
     has_reference = losses.needs_reference(config.train.loss)
 
+    mismatched = losses.needs_mismatched(config.train.loss)
+
     def micro_batch(part: list[Example]) -> MicroBatch:
-        return collate(part, multiple, share), np.zeros((len(part), 2), np.float32) if has_reference else None
+        batch = collate_trained(part, multiple, share, mismatched)
+        return batch, np.zeros((len(part), 2), np.float32) if has_reference else None
 
     return prefetch((list(map(micro_batch, parts)) for _ in itertools.count()), depth=2)
 
@@ -194,7 +201,9 @@ def passes(request: dict[str, Any]) -> dict[str, Any]:
     bounds = np.cumsum([0, *map(len, pieces)])
     evaluating = config.evaluate.model_copy(update={"batch_size": request["batch_size"]})
     passes_config = config.model_copy(update={"evaluate": evaluating})
-    dataset = Dataset("random tokens", config.record_kind, "", 0, [], "", np.concatenate(pieces), bounds)
+    mismatched = losses.needs_mismatched(config.train.loss)
+    known = ("random tokens", config.record_kind, "", 0, list[str](), "")
+    dataset = Dataset(*known, np.concatenate(pieces), bounds, has_mismatched=mismatched)
 
     def reference() -> None:
         scoring.dataset_logps(model, dataset, World(), [1], passes_config)

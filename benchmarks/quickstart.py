@@ -100,9 +100,9 @@ def main() -> None:
     print(json.dumps({"rows": rows}))
 
 
-def run(ranks: int, words: list[str]) -> dict[str, Any]:
+def run(ranks: int, words: list[str], config: Path = QUICKSTART) -> dict[str, Any]:
     """One quickstart as a user starts it; its summary."""
-    command = [sys.executable, str(ROOT / "train.py"), "--config", str(QUICKSTART), *words]
+    command = [sys.executable, str(ROOT / "train.py"), "--config", str(config), *words]
     if ranks > 1:
         command = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), *command]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

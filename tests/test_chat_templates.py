@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lib.config.schema import DataSettings
 from lib.data.chat_tokens import Encoded
+from lib.data.collate import collate
+from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.record_formats import Chat, Unusable
+from lib.data.streaming import open_training
+from lib.data.template_facts import facts_of, picture
 from lib.data.tokenize import Encoder
+from lib.errors import UserError
 from tests import chat_models, chat_rows
 
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
@@ -68,12 +75,17 @@ def test_the_reference_is_what_transformers_makes_today(name):
     )
 
 
-@pytest.mark.parametrize("name", MARKED)
-@pytest.mark.parametrize("kind", ["single", "turns", "system and turns", "thinking in turns"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        (name, kind)
+        for name in MARKED
+        for kind in ("single", "turns", "system and turns", "thinking in turns")
+        if "error" not in GOLDEN[f"{name} {kind}"]  # Gemma's refuses system prompts
+    ],
+)
 def test_what_a_template_marks_is_learnt_as_with_assistant_only_loss(name, kind):
     row, theirs = chat_rows.rows()[kind], GOLDEN[f"{name} {kind}"]
-    if "error" in theirs:
-        pytest.xfail("the template refuses it")
     messages = [*row["prompt"], *row["completions"][0]]
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     learnt = tuple(message["role"] == "assistant" for message in messages[first:])
@@ -136,8 +148,10 @@ def test_turns_are_learnt_where_a_template_marks_none():
     assert both[2] == ["The answer is 42.<|im_end|>Yes.<|im_end|>"]
     assert decoded(name, Chat([USER], (messages,), "", ((True, False, False),)))[2] == ["The answer is 42.<|im_end|>"]
     assert decoded(name, Chat([USER], (messages,), ""))[2] == ["Yes.<|im_end|>"]
-    whole = decoded(name, Chat([USER], (messages,), "", ((True, True, True),)))[2][0]
-    assert "Sure?" in whole and "Yes.<|im_end|>" in whole
+    prompt, texts, learnt = decoded(name, Chat([USER], (messages,), "", ((True, True, True),)))
+    assert learnt == texts and texts[0].endswith("Sure?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>")
+    every = decoded(name, Chat([], ([USER, *messages],), "", ((True,) * 4,)))
+    assert every[0] == "" and every[1] == every[2] == [prompt + texts[0]]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in MARKED])
@@ -151,6 +165,48 @@ def test_every_turn_of_a_conversation_is_learnt_or_the_reason_is_given(name):
     _, _, (learnt,) = decoded(name, chat)
     assert "First 1." in learnt and "Second 2." in learnt and "Sure?" not in learnt and "+ 30" not in learnt
     assert made.completions[0][-1] in chat_models.end_ids(chat_models.tokenizer_of(name), chat_models.registry()[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen2.5-7B-Instruct", "google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"]
+)
+def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
+    """What is left is, id for id, the shorter conversation: system prompt, opening tokens and last question in place."""
+    turns = [
+        {"role": role, "content": f"{number} " + "word " * 20} for number in range(8) for role in ("user", "assistant")
+    ]
+    prompt = [chat_rows.SYSTEM, *turns, USER]
+    tokenizer, about = chat_models.tokenizer_of(name), chat_models.registry()[name]
+    encoder = chat_rows.encoder_of(tokenizer, about)
+    lengths = []
+    for kept in range(9):
+        (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+        assert isinstance(short, Encoded)
+        lengths.append(len(short.prompt) + max(map(len, short.completions)))
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}) + "\n")
+    wrapped = encoder.tokenizer
+    for kept, length in enumerate(lengths[:-1]):
+        for limit in (length, lengths[kept + 1] - 1):
+            settings = DataSettings(train=str(file), max_length=limit)
+            data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+            (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+            assert isinstance(short, Encoded) and data.truncated_count == 1
+            assert data[0].prompt_ids.tolist() == short.prompt
+            assert [ids.tolist() for ids in data[0].completions] == short.completions
+
+
+def test_a_long_question_is_cut_at_its_beginning_and_stays_well_formed(tmp_path):
+    question = {"role": "user", "content": " ".join(f"word{number}" for number in range(200)) + " and?"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": [chat_rows.SYSTEM, question], "chosen": [GOOD], "rejected": [BAD]}) + "\n")
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
+    settings = DataSettings(train=str(file), max_length=90)
+    data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+    text = wrapped.decode(data[0].prompt_ids.tolist())
+    assert text.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
+    assert text.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
 
 
 def test_arguments_of_the_settings_and_of_a_row():
@@ -174,7 +230,80 @@ def test_a_template_of_a_file(tmp_path):
 def test_the_day_is_that_of_the_settings(name):
     chat = Chat([USER], ([GOOD],), "")
     assert any(day in decoded(name, chat)[0] for day in ("2024-07-26", "26 Jul 2024"))
-    assert any(day in decoded(name, chat, template_date="2026-11-22")[0] for day in ("2026-11-22", "22 Nov 2026"))
+    assert any(
+        day in decoded(name, chat, template_date=datetime.date(2026, 11, 22))[0]
+        for day in ("2026-11-22", "22 Nov 2026")
+    )
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("Qwen-Qwen3-0.6B", "thinking off, unless an answer thinks"),
+        ("Qwen-Qwen3-0.6B", "earlier turns lose their thinking"),
+        ("Qwen-Qwen3-0.6B", "tools known"),
+        ("google-gemma-2-2b-it", "system prompts open the first question; thinking unknown to it; tools unknown to it"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "thinking always opened by the prompt"),
+        ("microsoft-Phi-3.5-mini-instruct", "turns end with <|endoftext|> or <|end|> or <|assistant|>"),
+    ],
+)
+def test_a_run_says_what_its_template_does(name, said):
+    encoder = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name])
+    assert said in str(facts_of(encoder))
+
+
+def test_a_row_in_colours():
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    made = encode(name, Chat([USER], (messages,), "", ((True, False, True),)))
+    assert isinstance(made, Encoded) and made.learnt is not None
+    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), learnt=(np.array(made.learnt[0]),))
+    text = picture(example, chat_models.tokenizer_of(name), 0, "green").plain
+    assert text.endswith(
+        "assistant\n⟦The answer is 42.<|im_end|>⟧\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦Yes.<|im_end|>⟧"
+    )
+
+
+def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
+    """Through the data set, the cache of streamed rows and the micro-batch: one count, and the same batch."""
+    encoder = chat_rows.encoder_of(
+        chat_models.tokenizer_of("StepFun3.5-Flash"), chat_models.registry()["StepFun3.5-Flash"]
+    )
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [USER], "chosen": [{**GOOD, "content": f"It is {n}."}], "rejected": [BAD]} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = []
+    for streaming in (False, True, True):
+        settings = DataSettings(train=str(file), streaming=streaming, cache_dir=str(tmp_path / "cache"))
+        data = open_training(settings, "preference", encoder.tokenizer, tell=print, eos_token_id=None)
+        examples = data.examples(range(3))
+        batches.append(collate(examples, 16, True))
+        counts = [[*map(len, example.scored_indices)] for example in examples]
+        if isinstance(data, Dataset):
+            assert data.scored_tokens.tolist() == counts and (data.tokens < 0).any()
+    one = batches[0]
+    text = encoder.tokenizer.decode
+    assert one.completion_tokens == sum(map(sum, counts)) == int(one.mask.sum())
+    assert text(one.targets[one.logp_indices[0, 0][one.mask[0, 0]]].tolist()) == "It is 0.<|im_end|>"
+    for other in batches[1:]:
+        for key, value in one.inputs.items():
+            assert np.array_equal(value, other.inputs[key]), key
+
+
+def test_tokens_of_ones_own_may_have_a_mask(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    record = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9, 10], "completion_mask": [1, 0, 0, 1]}
+    file.write_text(json.dumps(record) + "\n")
+    settings = DataSettings(train=str(file))
+    (example,) = load_dataset(str(file), settings, "sft", None, eos_token_id=1)
+    assert example.completions[0].tolist() == [7, 8, 9, 10]
+    batch = collate([example], 16, True)
+    assert batch.targets[batch.logp_indices[batch.mask]].tolist() == [7, 10] and batch.completion_tokens == 2
+    for mask in ([1, 0, 0], [0, 0, 0, 0], [1, 0, 2, 0], "1001"):
+        file.write_text(json.dumps(record | {"completion_mask": mask}) + "\n")
+        with pytest.raises(UserError, match=r"rows.jsonl:1: completion_mask"):
+            load_dataset(str(file), settings, "sft", None, eos_token_id=1)
 
 
 def test_a_template_of_its_own_end_ends_generation():

@@ -9,14 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lib.config.schema import DataSettings
-from lib.data import index, inspect, record_files
-from lib.data.parse_records import parse
-from lib.data.record_formats import Chat, Plain, RecordKind, Tokens, Unusable
+from lib.data import index, inspect, known_formats, record_files
+from lib.data.parse_records import parse, parse_rows
+from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable
 from tests import tiny
 
 
@@ -468,7 +471,9 @@ def test_labelled_answers_are_recognised(name: str) -> None:
         assert chat.label is label and chat.columns == told
         assert chat.prompt == ASKED and chat.completions == ([assistant("The Rhine.")],)
     for value in (2, "yes", [], -1):
-        assert f"the label is {json.dumps(value)}, not true or false" in reason(record | {column: value}, "unpaired")
+        assert f"column {column!r} is {json.dumps(value)}, not true or false" in reason(
+            record | {column: value}, "unpaired"
+        )
     assert "label" in reason({k: v for k, v in record.items() if k != column}, "unpaired")
     # With another loss the label would be lost, and that is said.
     assert f"column '{column}' would be lost" in reason(record, "sft")
@@ -819,7 +824,6 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
             "preference",
             "name yours with data.chosen=better data.rejected=COLUMN data.prompt=question",
         ),
-        (ORCA, "unpaired", "these are pairs: train.loss=sigmoid"),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "did you mean data.label=labl?"),
     ],
 )
@@ -846,3 +850,62 @@ def test_inspection_says_what_was_recognised_with_an_example(
         "rejected: No.",
     ):
         assert words in " ".join(said.split())
+
+
+def test_the_document_names_every_format() -> None:
+    document = (tiny.ROOT / "docs" / "data.md").read_text()
+    for known in known_formats.KNOWN_FORMATS:
+        assert known.name in document, known.name
+        assert all(f"`{column}`" in document for column in (*known.needs, *known.uses)), known.name
+
+
+# ---- Hostile records
+
+SCALARS = st.sampled_from(
+    [None, True, 0, 1, 2.5, -1, "", " ", "a", "\ud800", "[", '{"name": "f"}', "\n\nHuman: a\n\nAssistant: b"]
+)
+FIELDS = ["role", "content", "from", "value", "weight", "tool_calls", "function_call", "function", "name", "arguments"]
+FIELDS += ["type", "text", "input", "output", "answer", "rank", "response", "overall_score", "messages", "tools"]
+ROLES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", "function_call", "nobody"])
+TURN = st.builds(
+    lambda role, rest: {"role": role, "content": "a", **rest},
+    ROLES,
+    st.dictionaries(st.sampled_from(FIELDS), SCALARS, max_size=2),
+)
+VALUES = st.recursive(
+    SCALARS | st.lists(TURN, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=8,
+)
+COLUMNS = sorted(known_formats.columns_read(Columns.of(DataSettings(train="-"))))
+FORMATS = [record for record, *_ in (*PAIRS.values(), *SINGLES.values(), *LABELLED.values())]
+
+
+@hypothesis.settings(max_examples=400, deadline=None)
+@given(
+    st.one_of(st.sampled_from(FORMATS), st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5)),
+    st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=2),
+    st.sampled_from(["preference", "unpaired", "sft", "prompt"]),
+    st.sampled_from(["last", "assistant", "all"]),
+)
+def test_any_record_is_read_or_refused_with_a_reason(
+    base: dict[str, Any], change: dict[str, Any], kind: RecordKind, learn: str
+) -> None:
+    try:
+        rows = parse_rows(base | change, DataSettings(train="-", learn=learn), kind)  # type: ignore[arg-type]
+    except Unusable as why:
+        assert str(why) and "\n" not in str(why)
+        return
+    for row in rows:
+        index.keys_of(row)
+        index.sizes_of(row)
+        assert len(row.completions) == {"preference": 2, "prompt": 0}.get(kind, 1)
+        assert (row.label is None) == (kind != "unpaired")
+        if isinstance(row, Chat):
+            flags = row.learnt or tuple((False,) * (len(answer) - 1) + (True,) for answer in row.completions)
+            for answer, learnt in zip(row.completions, flags, strict=True):
+                assert len(answer) == len(learnt) and any(learnt)
+            for message in (*row.prompt, *(message for answer in row.completions for message in answer)):
+                assert message["content"] is None and message.get("tool_calls") or isinstance(message["content"], str)
+                assert "weight" not in message and "from" not in message
+                json.dumps(message, ensure_ascii=False).encode()

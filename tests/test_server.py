@@ -121,7 +121,8 @@ def test_a_client_labels_a_completion_and_the_row_trains(
     [line] = file.read_text().splitlines()[len(before) :]
     row = json.loads(line)
     assert (row["prompt"], row["completion"], row["label"]) == (QUESTION, text, stream)
-    assert gateway.of("request", path="/v1/feedback", status=200, label=stream) and text not in str(gateway.records)
+    gateway.wait(lambda: gateway.of("request", path="/v1/feedback", status=200, label=stream), 20)
+    assert text not in str(gateway.records)
     assert metric(gateway, key, "tandem_labels_total") >= 1
 
 

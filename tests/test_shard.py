@@ -328,6 +328,8 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
         ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1"),
         ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "model.shard_vocabulary=true"),
         ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
+        ("model.method=lora", "train.loss=kto", "train.learning_rate=1e-2"),
+        ("model.method=lora", "train.loss=bco", "train.learning_rate=1e-2"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )

@@ -22,6 +22,7 @@ from lib.data.mismatched import partners, with_mismatched
 from lib.data.streaming import StreamedDataset, open_training
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
+from lib.plan.plan_warnings import uneven_labels
 from lib.training import baseline
 from lib.training.losses import UNPAIRED_LOSSES, Labelled, UnpairedOptions, kl_baseline, unpaired_losses
 from lib.training.step import SUMS, StepResult, make_step, means_of, objective
@@ -395,9 +396,9 @@ def test_a_pair_gives_a_desirable_and_an_undesirable_row(tmp_path: Path, streami
     ("record", "expected"),
     [
         ({"label": None}, "column 'label' is null"),
-        ({"label": "yes"}, 'the label is "yes", not true or false'),
-        ({"label": 2}, "the label is 2, not true or false"),
-        ({"label": []}, "the label is [], not true or false"),
+        ({"label": "yes"}, "column 'label' is \"yes\", not true or false"),
+        ({"label": 2}, "column 'label' is 2, not true or false"),
+        ({"label": []}, "column 'label' is [], not true or false"),
         ({}, "no column 'label'"),
         ({"rating": True}, "data.label=rating"),
     ],
@@ -446,6 +447,30 @@ def test_rows_of_a_single_prompt_are_refused_with_the_other_loss_named(tmp_path:
 def test_settings_that_do_not_belong_to_the_loss_are_refused(words: list[str], expected: str) -> None:
     with pytest.raises(errors.UserError, match=expected):
         load.load(None, ["model.path=-", "data.train=-", *words])
+
+
+@pytest.mark.parametrize(
+    ("desirable", "weights", "expected"),
+    [
+        (50, (1, 1), None),
+        (60, (1, 1), None),
+        (
+            80,
+            (1, 1),
+            "80 rows are desirable and 20 are not: the desirable ones weigh 4 times as much; train.undesirable_weight=4",
+        ),
+        (10, (3, 1), "the undesirable ones weigh 3 times as much; train.desirable_weight=9 evens"),
+        (80, (1, 4), None),
+        (100, (1, 1), "all 100 rows are desirable"),
+        (0, (1, 1), "all 100 rows are undesirable"),
+    ],
+)
+def test_uneven_labels_are_told_with_the_weight_that_evens_them_out(
+    desirable: int, weights: tuple[float, float], expected: str | None
+) -> None:
+    train = TrainSettings(loss="kto", desirable_weight=weights[0], undesirable_weight=weights[1])
+    said = uneven_labels(100, desirable, train)
+    assert said is None if expected is None else said is not None and expected in said
 
 
 # ---- Runs

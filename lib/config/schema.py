@@ -6,6 +6,7 @@ and the resolved tree is written into the run's folder.
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -102,15 +103,16 @@ class DataSettings(Section):
     spool_limit_gb: PositiveFloat = 100.0
     """Most that is fetched of one remote data set."""
     max_length: Annotated[int, Field(ge=2)] = 1024
-    """Most tokens of prompt and completion together; longer rows lose the beginning of their prompt."""
+    """Most tokens of prompt and completion together; longer chats lose middle messages, other rows the beginning
+    of their prompt."""
     skip_invalid: bool = False
     """Leave out unusable rows, counted and named, instead of refusing the file."""
-    chat_template: bool | str = True
+    chat_template: Annotated[bool | str, Field(union_mode="left_to_right")] = True
     """Use the tokenizer's chat template where it has one; or that of a file, e.g. template.jinja."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}, for training, evaluation and serving; a
-    row's own chat_template_kwargs come before them. By default enable_thinking is true for rows that think alone."""
-    template_date: str = "2024-07-26"
+    row's own chat_template_kwargs come before them. Unless set, enable_thinking is true where an answer thinks."""
+    template_date: datetime.date = datetime.date(2024, 7, 26)
     """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
     prompt: str = "prompt"
     """Column of the prompt."""
@@ -154,8 +156,8 @@ class TrainSettings(Section):
     beta: PositiveFloat = 0.1
     """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of desirable completions in kto and bco. Where there are fewer of them: undesirable ones over desirable
-    ones, up to 4/3 of it (arXiv:2402.01306, section 4.2)."""
+    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
+    the rarer one counts."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of undesirable completions in kto and bco."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

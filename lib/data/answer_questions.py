@@ -33,6 +33,7 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None) -> list[Questi
     if tokenizer is None:
         raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {settings.model.path} has none")
     encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+    encoder.stop_generation()
     questions = []
     for line, record in read(path, settings.data):
         if isinstance(record, ValueError):

@@ -66,8 +66,8 @@ def template_of(settings: DataSettings) -> str | None:
 
 def arguments_at_inference(settings: DataSettings) -> JSON:
     """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it."""
-    date = datetime.date.fromisoformat(settings.template_date)
-    return {"enable_thinking": False, "date_string": date.strftime("%d %b %Y"), **settings.chat_template_kwargs}
+    date = settings.template_date.strftime("%d %b %Y")
+    return {"enable_thinking": False, "date_string": date, **settings.chat_template_kwargs}
 
 
 def inline_reasoning(message: Message) -> str | None:
@@ -100,9 +100,10 @@ class ChatTemplate:
         self.is_used = own is not None or (bool(settings.chat_template) and has_template)
         self.text = own if own is not None else str(stored)
         self._options: JSON = {"tokenize": False} | ({} if own is None else {"chat_template": own})
-        self._default = arguments_at_inference(settings)
+        self.arguments_without_answer = arguments_at_inference(settings)
+        """What a prompt alone is rendered with."""
         if self.is_used and "strftime_now" in self.text:
-            self._pin_date(datetime.date.fromisoformat(settings.template_date))
+            self._pin_date(settings.template_date)
 
     @property
     def has_marks(self) -> bool:
@@ -111,12 +112,16 @@ class ChatTemplate:
 
     def fingerprint(self) -> str:
         """What decides the text of a conversation."""
-        return json.dumps([self.text, self._default, self.settings.template_date], sort_keys=True, default=str)
+        return json.dumps(
+            [self.text, self.arguments_without_answer, self.settings.template_date], sort_keys=True, default=str
+        )
 
     def arguments(self, chat: Chat) -> JSON:
         """What the template is given for a chat: thinking only where its answer thinks, unless it is set."""
         thinks = any(has_reasoning(message) for answer in chat.completions for message in answer)
-        default = self._default | ({"enable_thinking": True} if thinks else {})
+        if not thinks and not chat.template_arguments:
+            return self.arguments_without_answer
+        default = {**self.arguments_without_answer, "enable_thinking": thinks}
         return {**default, **self.settings.chat_template_kwargs, **chat.template_arguments}
 
     def render(self, chats: Sequence[Chat]) -> list[Rendering | Unusable]:
@@ -139,17 +144,20 @@ class ChatTemplate:
         for chat, prompt in zip(chats, prompts, strict=True):
             texts = [next(wholes) for _ in chat.completions]
             rendered = _rendering(chat, prompt, texts)
-            if isinstance(rendered, Unusable) or not _reach(rendered):
+            if isinstance(rendered, Unusable) or _lost(rendered):
                 rendered = self._render_adapted(chat, rendered)
             result.append(rendered)
         return result
 
     def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
         """Text of each conversation, or Unusable; those that share tools and arguments go in one call."""
-        result: list[str | Unusable] = [""] * len(conversations)
+        result: list[str | Unusable] = [""] * len(conversations)  # of no messages: nothing
         groups: dict[str, list[int]] = {}
-        for index, (_, tools, arguments) in enumerate(conversations):
-            groups.setdefault(repr((tools, arguments)), []).append(index)
+        for index, (messages, tools, arguments) in enumerate(conversations):
+            if not messages:
+                continue
+            key = "" if arguments is self.arguments_without_answer and not tools else repr((tools, arguments))
+            groups.setdefault(key, []).append(index)
         for indices in groups.values():
             _, tools, arguments = conversations[indices[0]]
             options = {**self._options, "add_generation_prompt": add_generation_prompt, **arguments}
@@ -181,16 +189,21 @@ class ChatTemplate:
         """A chat that was refused or lost something, with the same content in another form; `first` where none does."""
         if isinstance(first, Rendering):
             first = self._with_thinking(first)
-            if _reach(first):
+            if not _lost(first):
                 return first
         for adapted in _adaptations(chat):
             given = self.arguments(adapted)
             (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
             wholes = [Conversation([*adapted.prompt, *answer], adapted.tools, given) for answer in adapted.completions]
             rendered = _rendering(adapted, prompt, self.texts(wholes, False))
-            if isinstance(rendered, Rendering) and _reach(rendered):
+            if isinstance(rendered, Rendering) and not _lost(rendered):
                 return rendered
-        return first
+        if isinstance(first, Unusable):
+            return first
+        return Unusable(
+            f"the chat template leaves out {_lost(first)}; take it out of the data, or give a template that keeps it "
+            "with data.chat_template=FILE"
+        )
 
     def _with_thinking(self, made: Rendering) -> Rendering:
         """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
@@ -228,7 +241,11 @@ class ChatTemplate:
         question: Message = {"role": "user", "content": "a"}
         system: Message = {"role": "system", "content": SENTINEL}
         alone, both = self.texts(
-            [Conversation(messages, None, self._default) for messages in ([question], [system, question])], True
+            [
+                Conversation(messages, None, self.arguments_without_answer)
+                for messages in ([question], [system, question])
+            ],
+            True,
         )
         return isinstance(alone, str) and (isinstance(both, Unusable) or SENTINEL not in both)
 
@@ -287,26 +304,30 @@ class ChatTemplate:
         compiled.globals["strftime_now"] = lambda format: date.strftime(format)
 
 
-def _reach(made: Rendering) -> bool:
-    """Whether all that the answers think and call is in their texts."""
+def _lost(made: Rendering) -> str | None:
+    """What of the answers is not in their texts, in words; None for nothing."""
     for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
         for message in answer:
-            if lost(message, whole):
-                return False
-    return True
+            if (name := lost(message, whole)) is not None:
+                return name
+    return None
 
 
 def lost(message: Message, whole: str) -> str | None:
     """What of an answer's thinking, content and calls is not in its conversation's text, in words; None for nothing."""
     if message["role"] != "assistant":
         return None
-    thinking = {repr(name): message.get(name) for name in REASONING}
-    for name, text in {**thinking, "the thinking in its content": inline_reasoning(message)}.items():
+    for name in REASONING:
+        text = message.get(name)
         if isinstance(text, str) and text.strip() not in whole:
-            return name
-    content = message.get("content")
-    if isinstance(content, str) and INLINE_THINKING.sub("", content, count=1).strip() not in whole:
-        return "the answer's content"
+            return repr(name)
+    content, inline = message.get("content"), inline_reasoning(message)
+    if inline is not None and inline.strip() not in whole:
+        return "the thinking in its content"
+    if isinstance(content, str):
+        said = content if inline is None else INLINE_THINKING.sub("", content, count=1)
+        if said.strip() not in whole:
+            return "the answer's content"
     calls: Any = message.get("tool_calls") or ()
     for call in calls:
         called = (call.get("function") or call).get("name") if isinstance(call, dict) else None
@@ -331,7 +352,8 @@ def _adaptations(chat: Chat) -> Iterator[Chat]:
         _arguments_as_text,
     ]
     for change in changes:
-        prompt, completions = change(chat.prompt), [*map(change, chat.completions)]
+        prompt = change(chat.prompt)
+        completions = [*chat.completions] if change is _fold_system else [*map(change, chat.completions)]
         if prompt != chat.prompt or completions != list(chat.completions):
             chat = dataclasses.replace(chat, prompt=prompt, completions=tuple(completions))
             yield chat

@@ -23,7 +23,6 @@ from lib.data.chat_template import (
     Conversation,
     Rendering,
     has_reasoning,
-    lost,
 )
 from lib.data.record_formats import Chat, Message, Unusable
 from lib.data.text_tokens import TextTokens
@@ -89,8 +88,9 @@ class ChatTokens:
             except Unusable as why:
                 result[index] = why
                 continue
-            masks = [mask for _, mask in finished]
-            learnt = None if all(map(all, masks)) else masks
+            learnt = None
+            if any(mask is not None for _, mask in finished):
+                learnt = [mask or [True] * len(completion) for completion, mask in finished]
             result[index] = Encoded(encoded.prompt, [completion for completion, _ in finished], learnt)
         return result
 
@@ -99,12 +99,6 @@ class ChatTokens:
     def _place_of_completion(self, made: Rendering, k: int) -> tuple[str, int]:
         """The text of completion k's whole conversation, and where in it the completion begins. Raises Unusable."""
         answer, whole = made.chat.completions[k], made.wholes[k]
-        for message in answer:
-            if (name := lost(message, whole)) is not None:
-                raise Unusable(
-                    f"the chat template leaves out {name}; take it out of the data, or give a template that keeps it "
-                    "with data.chat_template=FILE"
-                )
         if whole.startswith(made.prompt):
             return whole, len(made.prompt)
         place = self._place(made, k, len(made.chat.prompt))
@@ -159,19 +153,19 @@ class ChatTokens:
 
     # ---- Where it ends, and what of it is learnt
 
-    def _finish(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool]]:
-        """A completion up to its end of turn, and which of its tokens are learnt. Raises Unusable."""
+    def _finish(self, made: Rendering, k: int, start: int, ids: list[int]) -> tuple[list[int], list[bool] | None]:
+        """A completion up to its end of turn, and which of its tokens are learnt, None for all. Raises Unusable."""
         answer = made.chat.completions[k]
-        learnt = None if made.chat.learnt is None else made.chat.learnt[k]
-        if len(answer) > 1 or (learnt is not None and not all(learnt)):
+        learnt = self._learnt(made.chat, k)
+        is_whole = all(learnt) and not all(map(_is_model, answer))  # data.learn=all: every token, headers, too
+        if not is_whole and (len(answer) > 1 or not all(learnt)):
             return self._finish_turns(made, k, start, ids)
         ids = self._ended(ids)
-        mask = [True] * len(ids)
-        written = self._written_by_template(made.wholes[k], start, answer[0])
-        if written > start:
-            count = len(ids) - len(self._ended(self.tokens.behind([(made.wholes[k], written)])[0]))
-            mask[:count] = [False] * count
-        return ids, mask
+        written = start if is_whole else self._written_by_template(made.wholes[k], start, answer[0])
+        if written == start:
+            return ids, None
+        count = len(ids) - len(self._ended(self.tokens.behind([(made.wholes[k], written)])[0]))
+        return ids, [index >= count for index in range(len(ids))]
 
     def _written_by_template(self, whole: str, start: int, message: Message) -> int:
         """Where the block of no thinking ends that a template puts before an answer; `start` where there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,6 +126,24 @@ def collate(
         real_tokens=int(need["tokens"]),
         labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
     )
+
+
+def collate_trained(
+    examples: Sequence[Example],
+    length_multiple: int,
+    shared_prompts: bool,
+    has_mismatched: bool,
+    shapes: Sequence[BatchShape] = (),
+) -> Batch:
+    """`collate` for a training step: a mismatched completion, the last of each example, is a batch of its own."""
+    if not has_mismatched:
+        return collate(examples, length_multiple, shared_prompts, shapes)
+    own = [Example.of(example.row, example.stored[:-1], example.label) for example in examples]
+    mismatched = [
+        Example.of(example.row, [example.prompt_ids, example.stored[-1]], example.label) for example in examples
+    ]
+    batch = collate(own, length_multiple, shared_prompts, shapes)
+    return replace(batch, mismatched=collate(mismatched, length_multiple, shared_prompts))
 
 
 class _Sequences:

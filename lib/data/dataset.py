@@ -48,13 +48,22 @@ class Example:
     """bool [C_k] each: the tokens that are trained on; None for all."""
 
     @classmethod
-    def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None) -> Example:
+    def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None = None) -> Example:
         """From stored pieces: a prompt and its completions, in which -1 - id is a token that is not learnt."""
         prompt, *completions = pieces
         learnt = tuple(piece >= 0 for piece in completions)
         if all(mask.all() for mask in learnt):
             return cls(row, prompt, tuple(completions), label)
-        return cls(row, prompt, tuple(np.where(piece < 0, ~piece, piece) for piece in completions), label, learnt)
+        ids = tuple(np.where(mask, piece, ~piece) for mask, piece in zip(learnt, completions, strict=True))
+        return cls(row, prompt, ids, label, learnt)
+
+    @property
+    def stored(self) -> list[np.ndarray]:
+        """The pieces that it is made of."""
+        if self.learnt is None:
+            return [self.prompt_ids, *self.completions]
+        both = zip(self.learnt, self.completions, strict=True)
+        return [self.prompt_ids, *(np.where(mask, ids, ~ids) for mask, ids in both)]
 
     @property
     def scored_indices(self) -> list[np.ndarray]:
@@ -169,13 +178,10 @@ class Dataset(Sized):
     def __getitem__(self, row: int) -> Example:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return Example.of(int(row), self.stored(row), None if self.labels is None else bool(self.labels[row]))
-
-    def stored(self, row: int) -> Pieces:
-        """int32: a row's prompt and completions, in which -1 - id is a token that is not learnt."""
         width = 1 + self.completions_per_example
         bounds = self.bounds[row * width : (row + 1) * width + 1]
-        return [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        label = None if self.labels is None else bool(self.labels[row])
+        return Example.of(int(row), [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)], label)
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -402,6 +408,6 @@ def _finish(
         if not all(mask.any() for mask in masks):
             raise Unusable(f"no token is learnt of the {max_length} that data.max_length={max_length} leaves; raise it")
         pieces[1:] = [np.where(mask, ids, ~ids) for mask, ids in zip(masks, pieces[1:], strict=True)]
-    if not all(map(len, Example.of(0, pieces, None).scored_indices)):  # a mean over none would make the whole step NaN
+    if not all(map(len, Example.of(0, pieces).scored_indices)):  # a mean over none would make the whole step NaN
         raise Unusable("one token and no prompt: nothing comes before it to predict it from")
     return pieces, is_cut or short is not encoded

@@ -25,7 +25,6 @@ class Draft(NamedTuple):
     """The column of each completion, for errors."""
     system: object = None
     tools: object = None
-    label: object = None
     history: tuple[tuple[object, object], ...] = ()
     """Earlier questions and answers."""
     is_text: bool = False
@@ -214,16 +213,12 @@ def _messages_of(turns: Any) -> list[JSON]:
 # ---- One answer and a label
 
 
-def _alpaca_label(record: JSON) -> Draft:
-    return _alpaca(record)._replace(label=record["kto_tag"])
+# LLaMA-Factory's column of labels.
+LABEL = "kto_tag"
 
 
-def _sharegpt_label(record: JSON) -> Draft:
-    return _sharegpt(record)._replace(label=record["kto_tag"])
-
-
-def _messages_label(record: JSON) -> Draft:
-    return Draft(None, (record["messages"],), ("messages",), label=record["kto_tag"])
+def _messages(record: JSON) -> Draft:
+    return Draft(None, (record["messages"],), ("messages",))
 
 
 # ---- Conversations in one string
@@ -276,9 +271,9 @@ KNOWN_FORMATS = (
     KnownFormat("orca_dpo_pairs", "pair", ("question", *PAIR), (), _pair_after("question")),
     KnownFormat("Alpaca pairs", "pair", ("instruction", *PAIR), ("input", "history"), _alpaca_pair),
     KnownFormat("distilabel pairs", "pair", ("input", *PAIR), (), _pair_after("input")),
-    KnownFormat("Alpaca KTO", "label", ("instruction", "output", "kto_tag"), ("input", "history"), _alpaca_label),
-    KnownFormat("ShareGPT KTO", "label", ("conversations", "kto_tag"), (), _sharegpt_label),
-    KnownFormat("OpenAI messages KTO", "label", ("messages", "kto_tag"), (), _messages_label),
+    KnownFormat("Alpaca KTO", "label", ("instruction", "output", LABEL), ("input", "history"), _alpaca),
+    KnownFormat("ShareGPT KTO", "label", ("conversations", LABEL), (), _sharegpt),
+    KnownFormat("OpenAI messages KTO", "label", ("messages", LABEL), (), _messages),
     KnownFormat("ShareGPT", "answer", ("conversations",), (), _sharegpt),
     KnownFormat("Capybara, LMSYS-Chat", "answer", ("conversation",), (), _capybara),
     KnownFormat("Alpaca", "answer", ("instruction", "output"), ("input", "history"), _alpaca),
@@ -293,7 +288,7 @@ MEANINGFUL = (
     "tools",
     "functions",
     "label",
-    "kto_tag",
+    LABEL,
     "input",
     "weight",
     "history",

@@ -34,7 +34,7 @@ def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> li
     A message keeps the other fields that it has, unless `ignore` names them. Raises Unusable.
     """
     if not isinstance(value, list):
-        raise Unusable(f"{name!r} is {name_of_type(value)}, not a string or a list of messages")
+        raise Unusable(f"column {name!r} is {name_of_type(value)}, not a string or a list of messages")
     if not value:
         raise Unusable(f"{name!r} is an empty list of messages")
     messages: list[Message] = []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from lib.config.schema import Config
 from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, few_shapes, need_of, real_tokens
-from lib.data.collate import Batch, collate
-from lib.data.dataset import Dataset, Example, Sized
+from lib.data.collate import Batch, collate_trained
+from lib.data.dataset import Dataset, Sized
 from lib.data.row_order import epoch_order, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.system.metal import Pace
@@ -64,20 +63,12 @@ class MicroBatches:
         read = ((self.data.examples(part.tolist()), part) for part in parts)
         return [
             (
-                self._collate(examples, shapes),
+                collate_trained(examples, self.length_multiple, self.shared_prompts, self.data.has_mismatched, shapes),
                 None if self.reference is None else self.reference[part],
             )
             for examples, part in read
             if examples
         ]
-
-    def _collate(self, examples: Sequence[Example], shapes: Sequence[BatchShape]) -> Batch:
-        if not self.data.has_mismatched:
-            return collate(examples, self.length_multiple, self.shared_prompts, shapes)
-        own = [replace(example, completions=example.completions[:-1]) for example in examples]
-        mismatched = [replace(example, completions=example.completions[-1:]) for example in examples]
-        batch = collate(own, self.length_multiple, self.shared_prompts, shapes)
-        return replace(batch, mismatched=collate(mismatched, self.length_multiple, self.shared_prompts))
 
     def within(
         self, made: list[tuple[Batch, np.ndarray | None]], most: int | None

@@ -58,14 +58,14 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
         UserError: all rows have the same prompt.
     """
     numbers: dict[bytes, int] = {}
-    rows = [dataset.stored(row) for row in range(len(dataset))]
-    keys = np.array([numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt, _ in rows])
+    rows = list(dataset)
+    keys = np.array([numbers.setdefault(row.prompt_ids.tobytes(), len(numbers)) for row in rows])
     try:
         others = partners(keys)
     except ValueError:
         raise same_prompt(dataset.path) from None
     pieces = []
-    for (prompt, completion), other in zip(rows, others.tolist(), strict=True):
-        pieces += [prompt, completion, fitted(prompt, rows[other][1], max_length)]
+    for row, other in zip(rows, others.tolist(), strict=True):
+        pieces += [*row.stored, fitted(row.prompt_ids, rows[other].stored[1], max_length)]
     packed = pack(dataset.kind, pieces, dataset.labels)
     return replace(dataset, **packed._asdict(), has_mismatched=True)

@@ -1,21 +1,18 @@
 """One record ➜ its prompt and completions, not yet tokenised; or why it cannot be used.
 
-How a record is read follows from its columns, and is found once for each set of them: our own columns first, then the
-published formats (known_formats.py). A column that means something and would be lost makes the record unusable, unless
-data.ignore names it.
+column_readers.py finds what each column of a record is; here strings and messages become one of the three forms of
+record_formats.py. A column that means something and would be lost makes the record unusable (data.ignore).
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from lib.config.schema import DataSettings
 from lib.data import known_formats
-from lib.data.known_formats import Draft, Has, is_transcript, transcript
+from lib.data.column_readers import TEMPLATE_ARGUMENTS, Reader, find, listed, missing, reader_of
+from lib.data.known_formats import Draft
 from lib.data.messages import (
     check_answer,
     check_completion,
@@ -27,16 +24,6 @@ from lib.data.messages import (
 )
 from lib.data.record_formats import JSON, Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable, name_of_type
 
-# What other data sets call our columns: only used to suggest the setting in an error.
-OTHER_NAMES = {
-    "prompt": ("question", "instruction", "input", "query", "problem", "context"),
-    "chosen": ("preferred", "response_chosen", "answer_chosen", "better", "accepted", "positive"),
-    "rejected": ("dispreferred", "response_rejected", "answer_rejected", "worse", "negative"),
-    "completion": ("answer", "response", "output", "solution", "target"),
-    "messages": ("dialogue", "dialog", "chat", "turns"),
-    "text": ("content", "document"),
-    "label": ("rating", "feedback", "is_good", "desirable", "thumbs_up"),
-}
 # The word that gives a column its meaning, where it would be lost.
 MEANT_BY = {
     "system_prompt": "data.system=system_prompt",
@@ -44,20 +31,6 @@ MEANT_BY = {
     "label": "train.loss=kto",
     "kto_tag": "train.loss=kto",
 }
-# What a conversation's columns say besides it.
-TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-
-
-class Reader(NamedTuple):
-    """How records that have the same columns are read."""
-
-    name: str
-    """For people: `prompt + chosen + rejected`, or `Alpaca (instruction, input, output)`."""
-    read: Callable[[JSON], Draft]
-    lost: tuple[str, ...] = ()
-    """Columns that mean something and that nothing reads."""
-    is_chat: bool = False
-    """Whether a system prompt, tools or template arguments make a conversation of any text."""
 
 
 def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Plain | Chat:
@@ -69,13 +42,17 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
     columns, readers = _readers(settings, kind)
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
-        return tokens if kind != "unpaired" else replace(tokens, label=_label(record, columns))
+        if kind == "unpaired":
+            if record.get(columns.label) is None:
+                raise Unusable(missing(record, columns, kind))
+            return replace(tokens, label=_label(record[columns.label], columns.label))
+        return tokens
     present = tuple([name for name, value in record.items() if value is not None])
     if present not in readers:
-        readers[present] = _reader(frozenset(present), columns, kind)
+        readers[present] = reader_of(frozenset(present), columns, kind)
     reader = readers[present]
     if reader is None:
-        raise Unusable(_missing(record, columns, kind))
+        raise Unusable(missing(record, columns, kind))
     for name in reader.lost:
         if _says_something(record[name]):
             meant = f"set {MEANT_BY[name]}, or " if name in MEANT_BY else ""
@@ -86,7 +63,8 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
     draft = reader.read(record)
     label = None
     if kind == "unpaired":
-        label = _label(record, columns, draft.label)
+        name = columns.label if columns.label in record else known_formats.LABEL
+        label = _label(record[name], name)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
         raise Unusable(f"{draft.names[0]!r} is equal to {draft.names[1]!r}: nothing to prefer")
     if not reader.is_chat and (plain := _plain(draft, reader.name, label)):
@@ -99,8 +77,7 @@ def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[T
 
     Raises Unusable, as `parse`.
     """
-    names = (("chosen_ids", "rejected_ids"), (settings.chosen, settings.rejected))
-    if kind != "unpaired" or settings.label in record or not any(record.keys() >= {*pair} for pair in names):
+    if kind != "unpaired" or settings.label in record or not _is_pair(record, settings):
         return [parse(record, settings, kind)]
     pair = parse(record, settings, "preference")
     columns = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
@@ -111,6 +88,15 @@ def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[T
             parts["learnt"] = pair.learnt[index : index + 1]
         rows.append(replace(pair, **parts))
     return rows
+
+
+def _is_pair(record: JSON, settings: DataSettings) -> bool:
+    """Whether a record is a pair, and nothing with a label."""
+    there = frozenset(name for name, value in record.items() if value is not None)
+    columns = Columns.of(settings)
+    if there.issuperset(("chosen_ids", "rejected_ids")):
+        return True
+    return find(there, columns, "unpaired") is None and find(there, columns, "preference") is not None
 
 
 def _plain(draft: Draft, name: str, label: bool | None) -> Plain | None:
@@ -154,7 +140,7 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
     for name in ("prompt_ids", *names):
         ids = record.get(name)
         if ids is None:
-            raise Unusable(f"no column {name!r} (columns: {_list(record)})")
+            raise Unusable(f"no column {name!r} (columns: {listed(record)})")
         if not isinstance(ids, list):
             raise Unusable(f"column {name!r} is {name_of_type(ids)}, not a list of token ids")
         for index, token in enumerate(ids):
@@ -163,153 +149,15 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
         if not ids and name != "prompt_ids":
             raise Unusable(f"empty completion: {name!r} has no tokens")
     completions = tuple(record[name] for name in names)
-    return Tokens(record["prompt_ids"], completions, " + ".join(("prompt_ids", *names)))
-
-
-# ---- How records with these columns are read
-
-
-def _reader(there: frozenset[str], columns: Columns, kind: RecordKind) -> Reader | None:
-    """How records are read that have values in these columns; None where they cannot be."""
-    found = _find(there, columns, kind)
-    if found is None:
-        return None
-    used = found.columns
-    beside = () if used == (columns.text,) else (columns.system, columns.tools, TEMPLATE_ARGUMENTS)
-    extras = tuple(name for name in beside if name in there and name not in (*used, *columns.ignore))
-    lost = there.intersection(known_formats.MEANINGFUL).difference(used, extras, columns.ignore)
-    if kind == "prompt":
-        lost -= {columns.label, "kto_tag", "weight"}
-    name = "OpenAI fine-tuning" if used == (columns.messages,) and columns.tools in extras else found.name
-    told = f"{name} ({', '.join((*used, *extras))})" if name else " + ".join((*used, *extras))
-    if kind == "sft" and found.has == "pair":
-        told += " (preference records: the other completion is not used)"
-    return Reader(told, _limited(found, kind), tuple(sorted(lost)), bool(extras))
-
-
-class Found(NamedTuple):
-    """A format that fits."""
-
-    has: Has
-    columns: tuple[str, ...]
-    """Those that it reads."""
-    read: Callable[[JSON], Draft]
-    name: str = ""
-    """Of a published format."""
-
-
-def _find(there: frozenset[str], columns: Columns, kind: RecordKind) -> Found | None:
-    """The format of records that have values in these columns."""
-    pair, answer, label = [_published(there, columns, has) for has in ("pair", "answer", "label")]
-    own = _own_answer(there, columns)
-    if kind == "preference":
-        return _own_pair(there, columns, (columns.prompt,)) or pair or _own_pair(there, columns, ())
-    if kind == "unpaired":
-        found = (own or answer) if columns.label in there else None
-        return found._replace(columns=(*found.columns, columns.label)) if found else label
-    if kind == "prompt":
-        published = pair or answer or label
-        if columns.prompt in there and (published is None or columns.prompt not in published.columns):
-            return Found("answer", (columns.prompt,), lambda record: Draft(_text(record, columns.prompt, columns)))
-        return published or own or _own_pair(there, columns, ())
-    if columns.completion in there:
-        return own
-    return own or pair or answer or _own_text(there, columns) or _own_chosen(there, columns)
-
-
-def _limited(found: Found, kind: RecordKind) -> Callable[[JSON], Draft]:
-    """What a kind of training takes of a draft: no answer behind a prompt, or of a pair the better one."""
-    read = found.read
-    if kind == "prompt":
-        return lambda record: draft if (draft := read(record)).prompt is None else draft._replace(completions=())
-    if kind == "sft" and found.has == "pair":
-        return lambda record: (draft := read(record))._replace(completions=draft.completions[:1], names=draft.names[:1])
-    return read
-
-
-def _published(there: frozenset[str], columns: Columns, has: Has) -> Found | None:
-    """A published format; none where the user has named a column."""
-    known = None if columns.are_named else known_formats.recognise(there, has)
-    if known is None:
-        return None
-    used = (*known.needs, *(name for name in known.uses if name in there))
-    return Found(has, used, known.read, known.name)
-
-
-def _own_answer(there: frozenset[str], columns: Columns) -> Found | None:
-    """Our columns of one answer: behind a prompt, or at the end of a conversation."""
-    if columns.completion not in there:
-        if columns.messages not in there:
-            return None
-        names = (columns.messages,)
-        return Found("answer", names, lambda record: Draft(None, (record[columns.messages],), names))
-    asked = columns.messages if columns.messages in there and columns.prompt not in there else columns.prompt
-    if asked not in there:
-        return None
-
-    def read(record: JSON) -> Draft:
-        return Draft(_text(record, asked, columns), (_text(record, columns.completion),), ("completion",))
-
-    return Found("answer", (asked, columns.completion), read)
-
-
-def _own_pair(there: frozenset[str], columns: Columns, prompt: tuple[str, ...]) -> Found | None:
-    """Our columns of a pair; without a prompt's column the answers have to be whole conversations."""
-    names = (columns.chosen, columns.rejected)
-    if not there.issuperset((*prompt, *names)):
-        return None
-
-    def read(record: JSON) -> Draft:
-        pair = (_text(record, columns.chosen), _text(record, columns.rejected))
-        if prompt:
-            return Draft(_text(record, columns.prompt, columns), pair, names)
-        name = f"Anthropic hh-rlhf ({', '.join(names)})" if is_transcript(pair[0]) else ""
-        return Draft(None, tuple([_conversation(text, record, columns) for text in pair]), names, name=name)
-
-    return Found("pair", (*prompt, *names), read)
-
-
-def _own_chosen(there: frozenset[str], columns: Columns) -> Found | None:
-    """For SFT: the better answer of a pair."""
-    if columns.chosen not in there:
-        return None
-    has_prompt, names = columns.prompt in there, (columns.chosen,)
-
-    def read(record: JSON) -> Draft:
-        chosen = _text(record, columns.chosen)
-        if has_prompt:
-            return Draft(_text(record, columns.prompt, columns), (chosen,), names)
-        return Draft(None, (_conversation(chosen, record, columns),), names)
-
-    return Found("pair", names, read)
-
-
-def _own_text(there: frozenset[str], columns: Columns) -> Found | None:
-    if columns.text not in there:
-        return None
-
-    def read(record: JSON) -> Draft:
-        text = record[columns.text]
-        if not isinstance(text, str):
-            raise Unusable(f"column {columns.text!r} is {name_of_type(text)}, not a string")
-        return Draft(None, (text,), ("text",), is_text=True)
-
-    return Found("answer", (columns.text,), read)
-
-
-def _text(record: JSON, column: str, columns: Columns | None = None) -> object:
-    """A column's string or list; given `columns`, a transcript as messages, unless the user has named columns."""
-    value = record[column]
-    if not isinstance(value, str | list):
-        raise Unusable(f"column {column!r} is {name_of_type(value)}, not a string or a list of messages")
-    return transcript(value) if columns is not None and not columns.are_named else value
-
-
-def _conversation(value: object, record: JSON, columns: Columns) -> object:
-    """A whole conversation: messages, or a transcript."""
-    if isinstance(value, str) and not is_transcript(value):
-        raise Unusable(_missing(record, columns, "preference", columns.prompt))
-    return transcript(value)
+    columns = " + ".join(("prompt_ids", *names))
+    mask = record.get("completion_mask") if names == ("completion_ids",) else None
+    if mask is None:
+        return Tokens(record["prompt_ids"], completions, columns)
+    if not isinstance(mask, list) or any(bit not in (0, 1) for bit in mask) or len(mask) != len(completions[0]):
+        raise Unusable("completion_mask is not a list of 0 and 1, one for each of completion_ids")
+    if not any(mask):
+        raise Unusable("completion_mask has no 1: no token is learnt")
+    return Tokens(record["prompt_ids"], completions, f"{columns} + completion_mask", learnt=[*map(bool, mask)])
 
 
 # ---- Conversations
@@ -445,17 +293,10 @@ def _common_length(conversations: list[list[Message]]) -> int:
     return next((i for i in range(shortest) if any(other[i] != first[i] for other in conversations)), shortest)
 
 
-def _label(record: JSON, columns: Columns, published: object = None) -> bool:
-    """Whether a completion is desirable: as a published format has it, or our own column. Raises Unusable."""
-    name, value = columns.label, published
-    if published is None and name not in record:
-        guess = _guess("label", name, record)
-        hint = f"did you mean data.label={guess}?" if guess else "name yours with data.label=COLUMN"
-        raise Unusable(f"no column {name!r} (columns: {_list(record)}); {hint}")
-    if published is None and (value := record[name]) is None:
-        raise Unusable(f"column {name!r} is null")
+def _label(value: object, column: str) -> bool:
+    """Whether a completion is desirable. Raises Unusable."""
     if value not in (True, False):  # 1 and 0, too
-        raise Unusable(f"the label is {json.dumps(value, default=str)}, not true or false")
+        raise Unusable(f"column {column!r} is {json.dumps(value, default=str)}, not true or false")
     return bool(value)
 
 
@@ -471,50 +312,3 @@ def _template_arguments(record: JSON, columns: Columns) -> JSON:
 
 def _says_something(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else value is not None and value != [] and value != {}
-
-
-# ---- What is said of other columns
-
-
-def _missing(record: JSON, columns: Columns, kind: RecordKind, *wanted: str) -> str:
-    """Names the columns that are missing, those that are there, and what to type."""
-    roles = {
-        "preference": ("chosen", "rejected", "prompt"),
-        "unpaired": ("label", "completion", "prompt"),
-        "sft": ("completion", "messages", "text"),
-        "prompt": ("prompt",),
-    }[kind]
-    if kind == "sft" and columns.completion in record:
-        roles = ("completion", "prompt")
-    names = {role: getattr(columns, role) for role in roles}
-    if null := next((name for name in names.values() if name in record and record[name] is None), None):
-        return f"column {null!r} is null"
-    missing = {role: name for role, name in names.items() if name not in record or name in wanted}
-    shown = list(missing.values())[:1] if kind != "sft" else list(missing.values())
-    told = f"no column {' or '.join(map(repr, shown))} (columns: {_list(record)})"
-    there = frozenset(name for name, value in record.items() if value is not None)
-    if kind == "preference" and (columns.label in there or _find(there, columns, "unpaired")):
-        return f"{told}; labelled answers are not pairs: train.loss=kto"
-    if kind == "preference" and (found := _find(there, columns, "sft")) and found.has == "answer":
-        return f"{told}; {found.name or 'this'} has one answer a record, not a pair: train.loss=sft"
-    if kind == "unpaired" and _find(there, columns, "preference"):
-        return f"{told}; these are pairs: train.loss=sigmoid"
-    guesses = {role: _guess(role, name, record) for role, name in missing.items()}
-    if kind == "sft" and "prompt" not in missing:
-        best = next((role for role, guess in guesses.items() if guess), "completion")
-        guesses = {best: guesses[best]}
-        if best == "completion" and columns.prompt not in record:
-            guesses["prompt"] = _guess("prompt", columns.prompt, record)
-    words = " ".join(f"data.{role}={guess or 'COLUMN'}" for role, guess in guesses.items())
-    return f"{told}; did you mean {words}?" if all(guesses.values()) else f"{told}; name yours with {words}"
-
-
-def _guess(role: str, column: str, record: JSON) -> str | None:
-    """The column that is meant by its usual names, or by a slip of the pen."""
-    near = [alias for alias in OTHER_NAMES[role] if alias in record]
-    near = near or difflib.get_close_matches(column, [str(name) for name in record], 1, cutoff=0.8)
-    return near[0] if near else None
-
-
-def _list(names: Iterable[object]) -> str:
-    return ", ".join(str(name) for name in names) or "none"

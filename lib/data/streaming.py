@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -252,13 +252,12 @@ class StreamedDataset(Sized):
         """
         numbers = self.rows[list(rows)].tolist()
         kept = self._pieces_of(numbers)
-        found = {row: pieces for row, number in zip(rows, numbers, strict=True) if (pieces := kept[number]) is not None}
-        if self.has_mismatched:
-            found = self._with_mismatched(found)
-        labels = self.labels
-        return [
-            Example.of(row, found[row], None if labels is None else bool(labels[row])) for row in rows if row in found
-        ]
+        examples = []
+        for row, number in zip(rows, numbers, strict=True):
+            if (pieces := kept[number]) is not None:
+                label = None if self.labels is None else bool(self.labels[row])
+                examples.append(Example.of(row, pieces, label))
+        return self._with_mismatched(examples) if self.has_mismatched else examples
 
     def _pieces_of(self, numbers: Sequence[int]) -> dict[int, Pieces | None]:
         """Some records' prompts and own completions; None for one that is left out."""
@@ -275,9 +274,9 @@ class StreamedDataset(Sized):
             self._put(number, result[0])
         return kept
 
-    def _with_mismatched(self, found: Mapping[int, Pieces]) -> dict[int, Pieces]:
-        """Rows with another prompt's completion each; where its row is left out, that of the row after it."""
-        others = {row: int(self._partners[row]) for row in found}
+    def _with_mismatched(self, examples: list[Example]) -> list[Example]:
+        """With another prompt's completion each; where its row is left out, that of the row after it."""
+        others = {example.row: int(self._partners[example.row]) for example in examples}
         known: dict[int, Pieces | None] = {}
         for _ in range(len(self)):
             known |= self._pieces_of([n for n in self.rows[list(others.values())].tolist() if n not in known])
@@ -291,11 +290,12 @@ class StreamedDataset(Sized):
             others |= {row: int(self._partners[other]) for row, other in lost.items()}
         else:
             raise same_prompt(self.path)
-        result = {}
-        for row, pieces in found.items():
-            other = known[int(self.rows[others[row]])]
-            assert other is not None
-            result[row] = [*pieces, fitted(pieces[0], other[1], self.settings.max_length)]
+        result = []
+        for example in examples:
+            pieces = known[int(self.rows[others[example.row]])]
+            assert pieces is not None
+            mismatched = fitted(example.prompt_ids, pieces[1], self.settings.max_length)
+            result.append(Example.of(example.row, [*example.stored, mismatched], example.label))
         return result
 
     def _leave_out(self, number: int, why: Unusable) -> None:

@@ -11,6 +11,7 @@ from lib.data.chat_template import ChatTemplate
 from lib.data.chat_tokens import ChatTokens, Encoded
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
 from lib.data.text_tokens import TextTokens, Tokenizer
+from lib.data.truncate import prompt_room, shorten
 from lib.errors import UserError
 
 # Of a tokenizer that cannot be written down, this text's tokens have to do.
@@ -39,7 +40,8 @@ def encode_records(
     result: list[Encoded | Unusable] = []
     for record in parsed:
         if isinstance(record, Tokens):
-            result.append(Encoded(record.prompt, list(record.completions)))
+            learnt = None if record.learnt is None or all(record.learnt) else [record.learnt]
+            result.append(Encoded(record.prompt, list(record.completions), learnt))
         else:
             result.append(record if isinstance(record, Unusable) else next(encoded))
     return result
@@ -84,6 +86,11 @@ class Encoder:
         made = [self.tokens.ids([SPECIMEN])[0], self.tokens.opening, self._eos_token_id, sorted(self.end_ids)]
         return hashlib.sha256(f"{stored} {template} {made}".encode()).hexdigest()
 
+    def stop_generation(self) -> None:
+        """Makes mlx-lm's wrapper end answers at the template's end of turn, too."""
+        if isinstance(getattr(self.tokenizer, "eos_token_ids", None), set):
+            self.tokenizer.eos_token_ids |= self.end_ids  # type: ignore[misc, operator]
+
     def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt alone, exactly as the training data's prompts are encoded.
 
@@ -108,8 +115,23 @@ class Encoder:
         ]
 
     def shorten(self, example: Plain | Chat, encoded: Encoded, max_length: int) -> Encoded:
-        """With fewer messages, where the example is a chat; else as it was."""
-        return encoded
+        """A chat that is too long, without its middle messages (lib/data/truncate.py); other text as it was."""
+        chat = self._choose_form(example)
+        if not isinstance(chat, Chat) or not encoded.completions:
+            return encoded
+        room = prompt_room(len(encoded.prompt), max(map(len, encoded.completions)), max_length)
+        if len(encoded.prompt) <= room:
+            return encoded
+        shorter = shorten(chat, lambda other: len(self._prompt_of(other) or encoded.prompt) <= room)
+        if shorter is None:
+            return encoded
+        (again,) = self.encode([shorter])
+        return encoded if isinstance(again, Unusable) else again
+
+    def _prompt_of(self, chat: Chat) -> list[int] | None:
+        """Ids of the prompt alone, with the arguments that its answers call for."""
+        (made,) = self.template.render([chat])
+        return None if isinstance(made, Unusable) else self.tokens.ids([made.prompt])[0]
 
     def _choose_form(self, example: Plain | Chat) -> Plain | Chat | Unusable:
         """Chat where there is a template, and a prompt to put into it; plain otherwise."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
 
@@ -12,7 +11,7 @@ from lib.data.record_formats import JSON
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Vocabulary
 from lib.errors import UserError
-from lib.system.model_folder import resolve
+from lib.system.model_folder import end_ids, resolve
 
 
 def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
@@ -29,24 +28,12 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
         return None
     try:
         return load_tokenizer(
-            folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=sorted(end_ids_of(folder)) or None
+            folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=sorted(end_ids(folder)) or None
         )
     except Exception as error:  # transformers raises whatever its parser met
         raise UserError(
             f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
         ) from None
-
-
-def end_ids_of(folder: Path) -> set[int]:
-    """Tokens at which generation stops, by config.json and generation_config.json: either may name some alone."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            stored = json.loads((folder / name).read_text())
-            text = stored.get("text_config") or {}
-            for ids in (stored.get("eos_token_id"), text.get("eos_token_id")):
-                found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return found
 
 
 def vocabulary(settings: schema.ModelSettings) -> Vocabulary:

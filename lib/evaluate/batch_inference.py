@@ -249,6 +249,7 @@ class CompletionWriter:
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, records: Records, settings: Config, draws: int | None):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
         self.encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+        self.encoder.stop_generation()
         self.model.eval()
 
     def __call__(self, rows: range) -> Lines:

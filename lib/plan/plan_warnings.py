@@ -165,3 +165,19 @@ def strayed(kl: float | None) -> str | None:
         f"KL to the reference is {kl:.3g} nats a completion: the model has left what it was, whatever its margins say; "
         "a lower train.learning_rate, a larger train.beta, or fewer steps"
     )
+
+
+def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None:
+    """Says so where rows of one label weigh more than twice those of the other."""
+    undesirable = rows - desirable
+    if not desirable or not undesirable:
+        return f"all {rows:,} rows are {'' if desirable else 'un'}desirable: there is nothing to tell apart"
+    ratio = train.desirable_weight * desirable / (train.undesirable_weight * undesirable)
+    if 0.5 <= ratio <= 2:
+        return None
+    more, name = ("desirable", "undesirable") if ratio > 1 else ("undesirable", "desirable")
+    even = getattr(train, f"{name}_weight") * max(ratio, 1 / ratio)
+    return (
+        f"{desirable:,} rows are desirable and {undesirable:,} are not: the {more} ones weigh "
+        f"{max(ratio, 1 / ratio):.3g} times as much; train.{name}_weight={even:.3g} evens them out"
+    )

@@ -34,6 +34,7 @@ from starlette.types import ASGIApp
 from lib.config import command_line, help, load
 from lib.config.schema import Config
 from lib.config.serve_settings import ServeSettings
+from lib.data import chat_template
 from lib.errors import UserError
 from lib.launch import hostfile, ssh
 from lib.serve import api_keys
@@ -121,11 +122,19 @@ def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
     words += ["--revision", model.revision] if model.revision else []
     words += ["--adapter", str(run.resolve())] if run is not None else []
     words += ["--fuse"] * options.fuse + ["--trust-remote-code"] * model.trust_remote_code
-    words += ["--wired", settings.metal.wired]
+    words += ["--wired", settings.metal.wired, *_template_words(settings, run)]
     if options.hostfile is None:
         return {"local": Recipe(tuple(words))}
     hosts = hostfile.read(Path(options.hostfile)).hosts
     return {host.name: Recipe(tuple(words), None if ssh.is_this_machine(host) else host) for host in hosts}
+
+
+def _template_words(settings: Config, run: Path | None) -> list[str]:
+    """What makes a backend render prompts as the run's were; a request's own chat_template_kwargs come before it."""
+    data = settings.data
+    words = [] if isinstance(data.chat_template, bool) else ["--chat-template", str(Path(data.chat_template).resolve())]
+    given = data.chat_template_kwargs if run is None else chat_template.arguments_at_inference(data)
+    return words + (["--chat-template-args", json.dumps(given)] if given else [])
 
 
 def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:

@@ -69,6 +69,8 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         ("loss", train.loss if train.loss == "sft" else f"{train.loss}, beta {train.beta:g}"),
         ("data", f"{data.path}: {len(data):,} rows, {tokens}" + ", read as they are needed" * data.is_estimated),
     ]
+    if data.labels is not None:
+        rows.append(("labels", f"{data.unit.removeprefix('rows ').strip('()')}; from {data.columns}"))
     if valid is not None:
         rows.append(("held out", f"{valid.path}: {len(valid):,} rows"))
     shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
@@ -90,6 +92,8 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         _show_predictions(say, config, plan, steps)
     for warning in plan.warnings:
         say.warning(warning)
+    if data.labels is not None and (uneven := plan_warnings.uneven_labels(len(data), int(data.labels.sum()), train)):
+        say.warning(uneven)
     for dataset in (data, valid):
         if dataset is not None:
             _warn_of_rows(say, dataset, config.data.max_length)
