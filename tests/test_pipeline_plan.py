@@ -17,13 +17,14 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.partition import model_shape_of
 from lib.plan.calibration import Link
-from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.cluster_plan import ClusterPlan, whole_bytes
 from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes
 from lib.plan.memory_trace import Training
 from lib.plan.pipeline_costs import ASSUMED_LINK, block_weights
 from lib.plan.pipeline_cuts import Cut, CutCosts, Keeps, best_cut, cut_at, most_blocks
 from lib.plan.pipeline_replan import moved_cut
 from lib.plan.pipeline_schedule import Hop, bound_seconds, depths, operations, step_seconds
+from lib.plan.plan_warnings import advised
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.system import hardware
@@ -34,6 +35,7 @@ from tests.test_shard import folder, world  # noqa: F401
 
 LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
 LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
+MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)
 GB = 10**9
 
@@ -276,6 +278,33 @@ def test_both_ends_hold_a_tied_embedding() -> None:
     assert tied.blocks == untied.blocks
 
 
+@pytest.mark.parametrize("more", [{}, {"quantization": {"group_size": 64, "bits": 4}}, MOE])
+def test_stages_hold_the_whole_model(more: dict[str, Any]) -> None:
+    """Untied, so that nothing is held twice."""
+    stored = LLAMA_8B | more
+    plan = planned([128, 128, 128], [1e4, 2e4, 1e4], "strategy=pipelined", stored=stored)
+    config = load(None, ["model.path=-", "data.train=-"])
+    assert sum(stage.weight_bytes for stage in plan.stages) == pytest.approx(
+        whole_bytes(config, model_shape_of(stored)), rel=1e-6
+    )
+    assert plan.blocks[1] > max(plan.blocks[0], plan.blocks[2])
+    assert plan.predicted_step_seconds == plan.predictions[0].step_seconds
+
+
+def test_full_training_counts_gradients_and_moments_at_both_ends() -> None:
+    plan = planned([200, 200], [1e4, 1e4], "strategy=pipelined", "model.method=full", "plan.shares=[16,16]")
+    weights = 16 * block_weights(model_shape_of(LLAMA_8B), False) + 128256 * 4096
+    for stage in plan.stages:  # a gradient, two moments, and the float32 of weights that are stored in 2 bytes
+        assert stage.training_bytes == pytest.approx((4 + 8 + 2) * weights, rel=0.01)
+
+
+def test_a_pipeline_of_a_model_that_fits_is_warned_of() -> None:
+    config = load(None, ["model.path=-", "data.train=-", "strategy=pipelined", "train.global_batch_size=32"])
+    roomy, tight = (planned([size, size], [1e4, 1e4], "strategy=pipelined") for size in (128, 20))
+    assert "the whole model takes 16.4 GB and the smallest host has 128 GB" in advised(config, roomy).warnings[-1]
+    assert not any("strategy=auto" in warning for warning in advised(config, tight).warnings)
+
+
 def test_shares_are_blocks() -> None:
     words = ("strategy=pipelined", "plan.shares=[30,2]")
     plan = planned([128, 128], [1e4, 1e4], *words)
@@ -378,7 +407,7 @@ def test_blocks_move_when_a_host_slows_for_good() -> None:
     assert less_room is None or less_room.blocks[0] <= most_blocks(tight.cut_costs)[0] if tight.cut_costs else False
 
 
-MACS = (("m4-max", "Apple M4 Max", 128 * GB), ("m3-ultra", "Apple M3 Ultra", 512 * GB))
+MACS = (("m4-max", "Apple M4 Max", 128 * GB, 12956.0), ("m3-ultra", "Apple M3 Ultra", 512 * GB, 4597.0))
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -391,7 +420,8 @@ def test_two_macs_plan_a_pipeline(
     """--dry-run of a 70B model on ranks that call themselves an M4 Max and an M3 Ultra; no weights are there."""
     import train as script
 
-    name, chip, size = MACS[world.rank]
+    name, chip, size, gflops = MACS[world.rank]
+    monkeypatch.setattr("lib.system.matmul_rate.quick_gflops", lambda: gflops)
     mac = hardware.Machine(host=name, device_name=chip, device="metal", memory_bytes=size)
     monkeypatch.setattr(hardware, "identify", lambda host: mac)
     monkeypatch.setattr(hardware, "memory_limit_bytes", lambda: metal_limit_bytes(size))

@@ -183,7 +183,9 @@ class ClusterPlan:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """The slowest rank's compute and update, from one sync to the next, and the sync."""
+        """The slowest rank's compute and update, from one sync to the next, and the sync; a pipeline's schedule."""
+        if self.stages:
+            return next((way.step_seconds for way in self.predictions if way.chosen), None)
         computes = [plan.predicted_compute_seconds for plan in self.ranks]
         known = [seconds for seconds in computes if seconds is not None]
         if len(known) < len(computes):

@@ -26,6 +26,7 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
         slow_shares(config, plan),
         *beyond_the_knee(plan),
         needless_sharding(config, plan),
+        needless_pipeline(config, plan),
         not_calibrated(config, plan),
         one_outer_round(config, plan),
         unscaled_learning_rate(config.train),
@@ -72,6 +73,21 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
                 "leave plan.micro_batch_sizes out"
             )
     return warnings
+
+
+def needless_pipeline(config: Config, plan: ClusterPlan) -> str | None:
+    """A model that is cut into stages although the smallest host could hold and train all of it."""
+    memory = [stage.memory_bytes for stage in plan.stages if stage.memory_bytes is not None]
+    if config.strategy != "pipelined" or len(plan.stages) < 2 or len(memory) < len(plan.stages):
+        return None  # "auto" has its reasons
+    needed = sum(stage.weight_bytes + stage.training_bytes for stage in plan.stages)
+    if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
+        return None
+    return (
+        f"strategy=pipelined: the whole model takes {needed / 1e9:.3g} GB "
+        f"and the smallest host has {min(memory) / 1e9:.3g} GB; "
+        "stages wait for each other as a step begins and ends, replicas do not: strategy=auto"
+    )
 
 
 def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:

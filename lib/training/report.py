@@ -82,7 +82,7 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         rows += [("merging", plan.merging), ("instead", plan.synchronous_instead)]
     if plan.divided_instead:
         rows.append(("instead", plan.divided_instead))
-    if plan.calibrated and plan.predicted_step_seconds:
+    if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
         rows.append(("predicted", _predicted(plan, steps)))
     say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
     if len(plan.ranks) > 1:
