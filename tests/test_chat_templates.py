@@ -63,6 +63,32 @@ def test_ids_are_those_of_the_whole_conversation(name):
     assert set(found) == KNOWN.get(name, set()), found
 
 
+TAGS = "{% if m.role == 'user' %}{{ '[INST] ' + m.content + 'SPACE[/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}"
+WRITTEN = {
+    "Llama 2's": "{{ bos_token }}{% for m in messages %}" + TAGS.replace("SPACE", " ") + "{% endfor %}",
+    "Mistral's": "{{ bos_token }}{% for m in messages %}" + TAGS.replace("SPACE", "") + "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "metaspace-legacy", "metaspace-bare", "byte_level"])
+@pytest.mark.parametrize("style", WRITTEN)
+def test_a_space_before_an_answer_is_the_whole_conversations(style, kind):
+    """SentencePiece writes it in three ways, which a completion that is tokenised apart gets wrong in one of them."""
+    about = {"kind": kind, "bos": "<s>", "eos": "</s>"}
+    tokenizer = chat_models.build(WRITTEN[style], about)
+    encoder = chat_rows.encoder_of(tokenizer, about)
+    for name, row in chat_rows.rows().items():
+        if row["tools"] or "thinking" in name or "system" in name:
+            continue
+        (made,) = encoder.encode([chat_rows.chat_of(row)])
+        assert isinstance(made, Encoded)
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        assert made.prompt == prompt, name
+        for answer, ids in zip(row["completions"], made.completions, strict=True):
+            whole = tokenizer.apply_chat_template(row["prompt"] + answer, return_dict=False)
+            assert prompt + ids == whole, name
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_is_what_transformers_makes_today(name):
     """Else a new version of it renders otherwise, and the golden ids have to be made again."""
