@@ -250,6 +250,15 @@ def test_arguments_of_the_settings_and_of_a_row():
     assert decoded(name, Chat([USER], (), ""))[0].endswith("</think>\n\n")
 
 
+def test_arguments_that_are_not_a_templates_are_refused():
+    with pytest.raises(UserError, match="data.chat_template_kwargs: 'tokenize'"):
+        encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), ""), chat_template_kwargs={"tokenize": True})
+    made = encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), "", template_arguments={"tools": []}))
+    assert isinstance(made, Unusable) and str(made).startswith("chat_template_kwargs: 'tools'")
+    with pytest.raises(UserError, match="data.chat_template=nowhere.jinja: cannot be read"):
+        encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), ""), chat_template="nowhere.jinja")
+
+
 def test_a_template_of_a_file(tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}[assistant] ")

@@ -30,6 +30,11 @@ INLINE_THINKING = re.compile(
     r"\s*(?:<(?:seed:|mm:)?think>|\[THINK\])(.*?)(?:</(?:seed:|mm:)?think>|\[/THINK\])", re.DOTALL
 )
 OPENED_THINKING = re.compile(r"<((?:seed:|mm:)?think)>(\n?)$")
+# What the rendering itself is asked for: an argument of this name would not reach the template.
+RESERVED = frozenset(
+    {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
+    | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
+)
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -92,11 +97,14 @@ class ChatTemplate:
         settings: data.chat_template, data.chat_template_kwargs, data.template_date.
 
     Raises:
-        UserError: the file of data.chat_template cannot be read, or is not a template.
+        UserError: the file of data.chat_template cannot be read, or is not a template; data.chat_template_kwargs has
+            what is not a template's to know.
     """
 
     def __init__(self, tokenizer: Tokenizer, settings: DataSettings) -> None:
         self.tokenizer, self.settings = tokenizer, settings
+        if reserved := RESERVED & settings.chat_template_kwargs.keys():
+            raise UserError(f"data.chat_template_kwargs: {min(reserved)!r} is no argument of a template")
         own = template_of(settings)
         stored = getattr(tokenizer, "chat_template", None)
         has_template = getattr(tokenizer, "has_chat_template", stored is not None)
@@ -150,6 +158,9 @@ class ChatTemplate:
         result: list[Rendering | Unusable] = []
         for chat, prompt in zip(chats, prompts, strict=True):
             texts = [next(wholes) for _ in chat.completions]
+            if reserved := RESERVED & chat.template_arguments.keys():
+                result.append(Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template"))
+                continue
             rendered = _rendering(chat, prompt, texts)
             if isinstance(rendered, Unusable) or _lost(rendered):
                 rendered = self._render_adapted(chat, rendered)
@@ -167,7 +178,7 @@ class ChatTemplate:
             groups.setdefault(key, []).append(index)
         for indices in groups.values():
             _, tools, arguments = conversations[indices[0]]
-            options = {**self._options, "add_generation_prompt": add_generation_prompt, **arguments}
+            options = {**arguments, **self._options, "add_generation_prompt": add_generation_prompt}
             if tools:
                 options["tools"] = tools
             made = self._apply([conversations[index].messages for index in indices], options)

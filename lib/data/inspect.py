@@ -143,7 +143,7 @@ def _tokenised(
             continue
         if not isinstance(result, Unusable):
             of_row = [*map(len, result[0]), 0][:3]
-            if of_row[0] > data.max_length:
+            if of_row[0] > data.max_length and not (encoder is not None and encoder.template.is_used):
                 result = Unusable(
                     f"the prompt alone has {of_row[0]} tokens, more than data.max_length={data.max_length}"
                 )
