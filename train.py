@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
+    from lib.dashboard import run_report
     from lib.evaluate.evaluator import Evaluator
     from lib.training import reference_model, report
     from lib.training.loop import Batches, TrainingLoop
@@ -102,9 +103,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     summary = loop.finish(launched)
     if summary is not None:
-        from lib.dashboard import run_report
-
-        run_report.leave_pages(run.tracker.log_path, run.folder)
+        if config.run.pages:
+            run_report.write(run.folder)
         show_end(run.say, run.folder, summary)
     if run.lock is not None:
         run.lock.close()
@@ -141,23 +141,23 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
     hosts = host_names(world)
-    largest = Rows.of(*data.trained, length_multiple(config.data))
-    plan = first_plan(config, world, hosts, data.lengths, largest, folder if resume else None)
+    rows = *data.trained, length_multiple(config.data)
+    plan = first_plan(config, world, hosts, data.lengths, Rows.of(*rows), folder if resume else None, Rows.mean(*rows))
     report.show_run(say, config, plan, inputs, steps)
     report.warn_of_displays(say, config, world, hosts, dry_run)
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
     with world.agreeing("loading the model"), say.doing("loading the model"):
-        model = preload.policy(config, lazy=dry_run or plan.division is not None)
-        if plan.gradient_checkpointing:
+        model = preload.policy(config, lazy=dry_run or plan.divides_model)
+        if plan.checkpoints_blocks(world.rank):
             adapters.checkpoint_blocks(model)
         optimizer = make_optimizer(config.train)
     report.show_model(say, config, model)
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None
-    world = sharded_model.divided(model, plan.division, world, config.metal.wired)
+    world = sharded_model.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
     layout = reference_model.layout(model, config.data, world)
     if layout.why_not:
         say.line(f"prompts run once for each completion: {layout.why_not}")

@@ -1,4 +1,4 @@
-"""Independent, synchronous or sharded? What `strategy=auto` takes for models of some sizes, and what each way would give.
+"""Independent, synchronous, sharded or pipelined? What `strategy=auto` takes for models of some sizes, and what each way would give.
 
     python benchmarks/decide.py                                       an M4 Max of 128 GB and an M3 Ultra of 512 GB
     python benchmarks/decide.py --links tb5:1e-5:1e10 lan:5e-4:1.2e8  other links: name:latency in s:bytes/s
@@ -6,7 +6,8 @@
 On paper: the planner (lib/plan/run_plan.py) is real; a host's speed is what its published matmul rate would make of a model's weights
 (4 operations a weight and token for LoRA: forward, and backward to the inputs; 6 for full training), and a link's time latency +
 bytes / bandwidth, both of them invented. So the columns compare ways to run a model, and promise no times. Pairs of two completions
-of 1,024 tokens, LoRA of rank 8 on every layer unless it says full, a global batch of 64. The last line is one JSON object.
+of 1,024 tokens, LoRA of rank 8 on every layer unless it says full, a global batch of 64. Of a pipeline, the blocks of each host stand
+beside its speed; activations are counted by the memory model (lib/plan/memory.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
 from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, read_published  # noqa: E402
 from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
+from lib.plan.memory import MemoryModel, Rows  # noqa: E402
+from lib.plan.memory_trace import Training  # noqa: E402
 from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402
 from lib.plan.run_plan import plan_run  # noqa: E402
 
 HOSTS = ("m4-max", "m3-ultra")
 TOKENS, BATCH, RANK, DATASET = 1024, 64, 8, 10_000
-WAYS = ("independent", "synchronous", "sharded")
+WAYS = ("independent", "synchronous", "sharded", "pipelined")
 LINKS = ("thunderbolt-rdma:2e-5:8e9", "ethernet-10g:3e-4:1.1e9", "ethernet-1g:5e-4:1.1e8")
 COMMON = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "num_key_value_heads": 8, "head_dim": 128}
 Q4 = {"quantization": {"group_size": 64, "bits": 4}}
@@ -77,7 +80,7 @@ def main() -> None:
         cost = "-" if row["sync_cost"] is None else f"{row['sync_cost']:.1%}"
         every = "-" if row["steps_per_round"] is None else str(row["steps_per_round"])
         table.add_row(row["model"], row["link"], row["taken"], every, *cells, cost)
-    Console(width=150).print(table)
+    Console(width=190).print(table)
     print(json.dumps({"hosts": HOSTS, "rows": rows}))
 
 
@@ -95,10 +98,19 @@ def decided(name: str, stored: dict[str, Any], link: str) -> dict[str, Any]:
     found: dict[str, Any] = {"model": name, "link": link_name, "sync_cost": None}
     found |= dict.fromkeys((*WAYS, "steps_per_round"))
     hosts = [
-        RankHost(name, one, memory_bytes=one.machine.memory_bytes)
+        RankHost(name, one, device="metal", memory_bytes=one.machine.memory_bytes)
         for name, one in zip(HOSTS, calibrations, strict=True)
     ]
-    facts = RunFacts(key, longest=TOKENS, backend="ring", dataset_size=DATASET, shape=shape)
+    training = Training(method=method, rank=RANK, shared_prompts=False)
+    facts = RunFacts(
+        key,
+        longest=TOKENS,
+        backend="ring",
+        dataset_size=DATASET,
+        shape=shape,
+        block_shape=shape,
+        memory_model=MemoryModel(shape, training, Rows(0, TOKENS, 2 * TOKENS, 2 * TOKENS)),
+    )
     try:
         plan = plan_run(settings, hosts, facts)
     except UserError as error:
@@ -130,6 +142,7 @@ def predicted(plan: ClusterPlan) -> dict[str, Any]:
             ways[way.strategy.partition(",")[0]] = {
                 "pairs_per_second": plan.global_batch_size / way.step_seconds,
                 "megabytes": (way.bytes_per_step or 0.0) / 1e6,
+                "as": way.strategy,
             }
     if "synchronous" in ways and "independent" in ways:
         together, apart = (1 / ways[name]["pairs_per_second"] for name in ("synchronous", "independent"))

@@ -34,6 +34,7 @@ from lib.config import (
 from lib.errors import UserError  # noqa: E402
 from lib.model import partition  # noqa: E402
 from lib.plan.calibration import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
+from lib.plan.cluster_plan import ClusterPlan  # noqa: E402
 from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes  # noqa: E402
 from lib.plan.memory_trace import Training  # noqa: E402
 from lib.plan.run_facts import RankHost, RunFacts  # noqa: E402
@@ -111,30 +112,46 @@ def plan_for(
         published=list(read_published().values()),
         dataset_size=10_000,
         shape=shape if can_divide else None,
+        block_shape=shape,
         memory_model=MemoryModel(shape, shared, rows),
     )
     try:
         plan = plan_run(config, ranks, facts)
     except UserError as error:
         return {"model": name, "strategy": None, "error": str(error), "ranks": []}
-    parts = plan.parts or [None] * len(hosts)
     ranks = [
         {
             "host": rank.host,
-            "share": f"{part.share:.0%}" if part else str(rank.share),
+            "share": part_of(plan, rank.rank),
             "micro_batch_size": max(rank.micro_batch_sizes, default=0),
-            "planned_bytes": part.needed_bytes + (part.activation_bytes or 0) if part else rank.planned_bytes or 0,
+            "planned_bytes": planned_bytes(plan, rank.rank),
             "limit_bytes": limit,
         }
-        for rank, part, limit in zip(plan.ranks, parts, limits, strict=True)
+        for rank, limit in zip(plan.ranks, limits, strict=True)
     ]
     return {
         "model": name,
         "strategy": plan.strategy,
-        "gradient_checkpointing": plan.gradient_checkpointing,
+        "gradient_checkpointing": any(plan.checkpoints_blocks(rank.rank) for rank in plan.ranks),
         "reason": plan.reason,
         "ranks": ranks,
     }
+
+
+def part_of(plan: ClusterPlan, rank: int) -> str:
+    """Pairs of a step, or what a rank keeps of the model."""
+    if plan.stages:
+        return f"{plan.blocks[rank]} blocks"
+    return f"{plan.parts[rank].share:.0%}" if plan.parts else str(plan.ranks[rank].share)
+
+
+def planned_bytes(plan: ClusterPlan, rank: int) -> int:
+    """What a rank holds at its largest moment; 0 where that is not known."""
+    if plan.stages:
+        return plan.stages[rank].needed_bytes
+    if plan.parts:
+        return plan.parts[rank].needed_bytes + (plan.parts[rank].activation_bytes or 0)
+    return plan.ranks[rank].planned_bytes or 0
 
 
 def show_plans(rows: Sequence[dict[str, Any]], console: Console) -> None:
@@ -200,7 +217,11 @@ def why(row: dict[str, Any]) -> str:
         return f"the fastest that holds it; with {others} by shares {row['together']:.2f} times as fast"
     if row["fits"]:
         return "the only one that holds it"
-    return "sharded: no machine holds it alone" if row["machine"] else "more than all of them hold: quantise it"
+    return (
+        "pipelined or sharded: no machine holds it alone"
+        if row["machine"]
+        else "more than all of them hold: quantise it"
+    )
 
 
 def known_hosts(names: str | None, folder: Path = FOLDER) -> dict[str, HostCalibration]:

@@ -99,7 +99,7 @@ def examples(count: int, request: dict[str, Any], config: Config) -> list[Exampl
     rows = enumerate(itertools.islice(itertools.cycle(request["rows"]), count))
     has_labels = config.record_kind == "unpaired"
     return [
-        Example(row, ids(prompt), tuple(map(ids, completions)), bool(row % 2) if has_labels else None)
+        Example(row, ids(prompt), tuple(map(ids, completions)), label=bool(row % 2) if has_labels else None)
         for row, (prompt, *completions) in rows
     ]
 

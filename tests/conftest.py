@@ -97,19 +97,6 @@ def _is_for(mark: pytest.Mark | None, size: int) -> bool:
     return mark is not None and mark.kwargs.get("min_size", 1) <= size <= mark.kwargs.get("max_size", size)
 
 
-@pytest.fixture
-def pictures() -> None:
-    """For tests that look at the pictures that a run leaves."""
-
-
-@pytest.fixture(autouse=True)
-def no_other_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing a tiny run's curves takes four times as long as training it: runs in this process leave their pages without."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("lib.dashboard.pictures.curves_svg", lambda run: "")
-        monkeypatch.setattr("lib.dashboard.pictures.plot_curves", lambda log, picture: None)
-
-
 @pytest.fixture(scope="session")
 def data_folder() -> Path | None:
     """The folder of real data: TANDEM_DATA, or shared/data beside the checkout; None where there is none."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests import tiny
 ENDS = ("finishes", "finishes", "stopped and resumed", "never finite", "broken rows on one rank", "full disk")
 HEADS = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 
+BLOCKS = 4
 FULL_DISK_SECONDS = 90  # of a whole run with a full disk
 # train.py on a disk that is full as soon as a file has so many bytes. Only from when the run's folder is open: before, Open MPI
 # would find no room for the memory that its ranks share.
@@ -70,7 +72,7 @@ class Case:
 def make_case(seed: int, ranks: int) -> Case:
     """The run of a seed, for a world of this size."""
     rng = random.Random(f"{seed} {ranks}")
-    strategy = rng.choice(["synchronous", "independent", "independent", "sharded"])
+    strategy = rng.choice(["synchronous", "independent", "independent", "sharded", "pipelined"])
     batch, rows = rng.randint(1, 12), rng.randint(1, 40)
     steps = rng.randint(1, 7)
 
@@ -79,12 +81,15 @@ def make_case(seed: int, ranks: int) -> Case:
             return [f"plan.replan={rng.choice(['true', 'false'])}"]
         if strategy == "sharded":
             return [f"plan.shares={[rng.randint(1, 5) for _ in range(ranks)]}"]
+        if strategy == "pipelined":
+            ends = [0, *sorted(rng.sample(range(1, BLOCKS), ranks - 1)), BLOCKS]
+            return [f"plan.shares={[end - start for start, end in pairwise(ends)]}"]
         cuts = sorted(rng.randint(0, batch) for _ in range(ranks - 1))
         dealt = [end - start for start, end in zip([0, *cuts], [*cuts, batch], strict=True)]
         return [f"plan.shares={dealt}"]
 
     def sizes() -> list[str]:
-        each = [rng.randint(1, 5) for _ in range(1 if strategy == "sharded" else ranks)]
+        each = [rng.randint(1, 5) for _ in range(1 if strategy in ("sharded", "pipelined") else ranks)]
         return [f"plan.micro_batch_sizes={each}"] if rng.random() < 0.5 else []
 
     method = rng.choice(["lora", "lora", "dora", "full"])
@@ -98,13 +103,16 @@ def make_case(seed: int, ranks: int) -> Case:
     if strategy == "sharded":
         words.append(f"model.shard_vocabulary={rng.choice(['true', 'false'])}")
     else:
-        words.append(f"sync.compression={rng.choice(['none', 'none', 'bf16', 'int8', 'topk'])}")
+        kinds = ["none", "none", "bf16", "int8", *(["topk"] if strategy != "pipelined" else [])]
+        words.append(f"sync.compression={rng.choice(kinds)}")
     if strategy == "independent":
         merges = ["average", "outer", "none", *(["stack", "svd"] if method == "lora" else [])]
         words += [f"independent.merge={rng.choice(merges)}"]
         pairs = rng.randint(1, 40)
         words += [f"independent.pairs_per_round={pairs}"] if pairs % 3 else []  # else as often as it costs little
-    end = rng.choice(ENDS)
+    end, rank = rng.choice(ENDS), rng.randrange(ranks)
+    if (strategy, end) == ("pipelined", "never finite"):
+        rank = ranks - 1  # which alone has a loss
     return Case(
         strategy=strategy,
         words=(*words, *shares(), *sizes()),
@@ -113,7 +121,7 @@ def make_case(seed: int, ranks: int) -> Case:
         longest=rng.choice([2, 12, 30]),
         steps=steps,
         end=end,
-        rank=rng.randrange(ranks),
+        rank=rank,
         at=rng.randint(1, steps),
         resumed_words=tuple(shares()),
     )
@@ -168,7 +176,7 @@ def _settings(case: Case, world: World, folder: Path) -> list[str]:
     mine: list[str] = []
     if world.rank == 0:
         mine = tiny.settings(folder, rows=case.rows)
-        tiny.model_folder(folder / "model", **HEADS)
+        tiny.model_folder(folder / "model", num_hidden_layers=BLOCKS, **HEADS)
         tiny.write_jsonl(folder / "train.jsonl", _rows(case, case.rows, 0))
         tiny.write_jsonl(folder / "valid.jsonl", _rows(case, case.held_out, 1))
         mine += ["data.valid=null"] * (case.held_out == 0) + ["data.max_length=128"]
@@ -188,7 +196,8 @@ def _is_whole(case: Case, run: Path) -> None:
     batch = next(int(word.partition("=")[2]) for word in case.words if word.startswith("train.global_batch_size="))
     in_epoch = -(-case.rows // batch)
     epochs = tiny.rows_of_epochs(run)
-    ranks = len(list((run / "logs").glob("rank-*.jsonl"))) if case.strategy == "sharded" else 1
+    is_divided = case.strategy in ("sharded", "pipelined")
+    ranks = len(list((run / "logs").glob("rank-*.jsonl"))) if is_divided else 1
     for epoch in range(case.steps // in_epoch):
         assert epochs[epoch] == sorted(list(range(case.rows)) * ranks), (str(case), epoch)
 
@@ -201,13 +210,15 @@ def full_disk(seed: int, ranks: int) -> str:
     """
     rng = random.Random(seed)
     strategy, unlucky, kilobytes = (
-        rng.choice(["synchronous", "independent", "sharded"]),
+        rng.choice(["synchronous", "independent", "sharded", "pipelined"]),
         rng.randrange(ranks),
         rng.randint(1, 40),
     )
     with tempfile.TemporaryDirectory() as folder:
         words: list[Any] = tiny.settings(Path(folder), rows=60)
-        tiny.model_folder(Path(folder) / "model", num_attention_heads=8, num_key_value_heads=4)
+        tiny.model_folder(
+            Path(folder) / "model", num_hidden_layers=BLOCKS, num_attention_heads=8, num_key_value_heads=4
+        )
         words += [f"strategy={strategy}", "train.steps=40", "checkpoint.every=9", "run.name=run"]
         words += ["--config", str(tiny.config_file(Path(folder)))]
         command = [str(mpi_and_blas.mpirun_path())]

@@ -105,7 +105,6 @@ def changed_run(run: Path) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "load", load_changed)
-        patch.setattr("lib.dashboard.pictures.plot_curves", lambda log, picture: None)
         script.train(settings, World(), resume=False, dry_run=False)
     return folder / run.name
 

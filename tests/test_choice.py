@@ -163,7 +163,7 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
 
 
 def test_the_table_of_two_macs() -> None:
-    """benchmarks/decide.py: what fits trains on independent replicas, what does not is divided."""
+    """benchmarks/decide.py: what fits trains on independent replicas, what does not is cut into stages."""
     done = subprocess.run(
         [sys.executable, "benchmarks/decide.py"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
     )
@@ -171,7 +171,7 @@ def test_the_table_of_two_macs() -> None:
     for row in json.loads(done.stdout.splitlines()[-1])["rows"]:
         taken.setdefault(row["model"], []).append(row["taken"])
     assert taken["1B bf16, full"] == taken["8B bf16"] == taken["70B 4-bit"] == ["independent"] * 3
-    assert taken["70B bf16"] == taken["405B 4-bit"] == ["sharded"] * 3
+    assert taken["70B bf16"] == taken["405B 4-bit"] == ["pipelined"] * 3
     assert taken["405B bf16"] == ["nothing: too large"] * 3
 
 

@@ -257,11 +257,11 @@ def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written
 # ---- Pages of a finished run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("pictures")
 def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
-    words = [*tiny.settings(tmp_path), "train.steps=6", "evaluate.every=3", "run.name=page", "cost.watts=100"]
+    words = [*tiny.settings(tmp_path, run__pages="true"), "train.steps=6", "evaluate.every=3", "run.name=page"]
+    words.append("cost.watts=100")
     tiny.train(tmp_path, words)
     run = tmp_path / "runs" / "page"
     page = (run / "report.html").read_text()
@@ -281,19 +281,17 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     assert subprocess.run([*command[:-1], str(tmp_path / "empty")], cwd=ROOT, capture_output=True).returncode == 2
 
 
-@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     "words", ["train.loss=sft data.valid=null train.steps=1", "strategy=independent train.steps=2"]
 )
 def test_whatever_a_run_has_no_figures_of_its_pages_are_drawn(tmp_path: Path, words: str) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), *words.split(), "run.name=run"])
+    tiny.train(tmp_path, [*tiny.settings(tmp_path, run__pages="true"), *words.split(), "run.name=run"])
     run = tmp_path / "runs" / "run"
     assert (
         "<svg" in (run / "report.html").read_text() and (run / "curves.png").exists() and (run / "README.md").exists()
     )
 
 
-@pytest.mark.usefixtures("pictures")
 def test_what_a_model_says_is_text_on_the_page(tmp_path: Path) -> None:
     tracker = PerformanceTracker(tmp_path / "logs" / "rank-000.jsonl", 0, "a")
     tracker.record("start")

@@ -29,7 +29,7 @@ from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.micro_batches import MicroBatches
 from lib.data.prefetch import prefetch
 from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
-from lib.data.tokenize import truncate
+from lib.data.truncate import truncate
 from lib.errors import UserError
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -500,8 +500,11 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
         load(records, tokenizer=alternating)
     assert len(load(records, tokenizer=alternating, skip_invalid=True)) == 2
     reshaping = byte_level(CORPUS, template=ENDLESS.replace("'assistant: '", "'assistant: <think>'"))
-    with pytest.raises(UserError, match=r"jsonl:1: the chat template does not begin .*data.chat_template=false"):
-        load([PAIR], tokenizer=reshaping)
+    assert texts(load([PAIR], tokenizer=reshaping), reshaping) == [
+        "user: What is 12 + 30?\nassistant: <think>",
+        "The answer is 42.\n</s>",
+        "Blue.\n</s>",
+    ]
 
 
 def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:

@@ -203,6 +203,10 @@ def test_a_run_without_its_template_takes_labels_of_texts(tmp_path: Path) -> Non
     assert command.labelled_kind(load.load(None, [], base), QUICKSTART) == "chat"
     assert command.labelled_kind(load.load(None, ["data.chat_template=false"], base), QUICKSTART) == "text"
     assert command.labelled_kind(load.load(None, [], base), tmp_path) == "text"
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    assert (
+        command.labelled_kind(load.load(None, [f"data.chat_template={tmp_path}/own.jinja"], base), tmp_path) == "chat"
+    )
 
 
 def test_rows_train_as_they_are(tmp_path: Path) -> None:

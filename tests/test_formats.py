@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from lib.config.schema import DataSettings
 from lib.data import index, inspect, known_formats, record_files
-from lib.data.parse_records import parse
-from lib.data.parse_rows import parse_rows
+from lib.data.parse_records import parse, parse_rows
 from lib.data.record_formats import Chat, Columns, Plain, RecordKind, Tokens, Unusable
 from tests import tiny
 

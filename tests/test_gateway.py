@@ -394,6 +394,7 @@ def test_every_host_gets_one_backend(tmp_path: Path) -> None:
     assert here.words == (
         *("--model", "owner/name", "--concurrency", "7", "--revision", "abc", "--adapter", str(tmp_path), "--fuse"),
         *("--wired", "auto"),
+        *("--chat-template-args", '{"enable_thinking": false}'),
     )
 
 

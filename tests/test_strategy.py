@@ -224,19 +224,27 @@ def as_an_old_version_left_it(run: Path) -> None:
         (path / "manifest.json").write_text(json.dumps(hashes))
 
 
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of two runs: `straight`, and `old` as an older version left it in its middle."""
+    place = tmp_path_factory.mktemp("older")
+    words = [*tiny.settings(place), "train.schedule=constant"]
+    tiny.train(place, [*words, "run.name=straight", "train.steps=8"])
+    tiny.train(place, [*words, "run.name=old", "train.steps=4", "strategy=synchronous"], ranks=2)
+    as_an_old_version_left_it(place / "runs" / "old")
+    return place
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_synchronous_run_of_an_older_auto_goes_on_as_it_was(tmp_path: Path, ranks: int) -> None:
+def test_a_synchronous_run_of_an_older_auto_goes_on_as_it_was(older: Path, tmp_path: Path, ranks: int) -> None:
     """In its own world, in a smaller and in a larger one; the settings still say auto."""
-    words = [*tiny.settings(tmp_path), "train.schedule=constant"]
-    tiny.train(tmp_path, [*words, "run.name=straight", "train.steps=8"])
-    tiny.train(tmp_path, [*words, "run.name=old", "train.steps=4", "strategy=synchronous"], ranks=2)
     old = tmp_path / "runs" / "old"
-    as_an_old_version_left_it(old)
+    shutil.copytree(older / "runs" / "old", old)
     resumed = tiny.train(tmp_path, ["--resume", str(old), "train.steps=8"], ranks=ranks)
     assert "after step 4 of 8" in resumed.stdout
     summary = json.loads((old / "summary.json").read_text())
     assert summary["strategy"] == "synchronous" and summary["world_size"] == ranks
-    assert not merges_of(old) and difference(tmp_path / "runs" / "straight", old) <= 1e-5
+    assert not merges_of(old) and difference(older / "runs" / "straight", old) <= 1e-5
     assert json.loads((old / "plan.json").read_text())["strategy"] == "synchronous", "and so the next time"
 
 

@@ -172,7 +172,7 @@ def rows_of(count: int, seed: int = 3, longest: int = 5) -> list[Example]:
     def ids(shortest: int) -> np.ndarray:
         return rng.integers(2, 20, rng.integers(shortest, longest + 1))
 
-    return [Example(i, ids(1), (ids(1), ids(1)), bool(i % 3)) for i in range(count)]
+    return [Example(i, ids(1), (ids(1), ids(1)), label=bool(i % 3)) for i in range(count)]
 
 
 def reference_logps(count: int) -> np.ndarray:

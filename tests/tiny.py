@@ -86,6 +86,7 @@ def settings(folder: Path, rows: int = 21, **changes: Any) -> list[str]:
         "train.global_batch_size": 8,
         "train.learning_rate": "1e-3",
         "run.dir": folder / "runs",
+        "run.pages": "false",  # drawing them takes four times as long as the training
         "plan.calibration_dir": folder / "calibration",
         **{key.replace("__", "."): value for key, value in changes.items()},
     }

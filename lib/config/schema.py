@@ -6,6 +6,7 @@ and the resolved tree is written into the run's folder.
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -23,6 +24,9 @@ class RunSettings(Section):
     """The run's folder inside run.dir; by default the configuration's name and the time."""
     log_every: Positive = 10
     """Steps between two plain progress lines, where the output is not a terminal."""
+    pages: bool = True
+    """Leave curves.png, report.html and a model card in the run's folder when it ends; `python -m lib.dashboard
+    --export RUN` makes them later."""
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where rank 0's figures go besides the run's own logs, e.g. [tensorboard]; each needs its package."""
 
@@ -99,11 +103,17 @@ class DataSettings(Section):
     spool_limit_gb: PositiveFloat = 100.0
     """Most that is fetched of one remote data set."""
     max_length: Annotated[int, Field(ge=2)] = 1024
-    """Most tokens of prompt and completion together; longer rows lose the beginning of their prompt."""
+    """Most tokens of prompt and completion together; longer chats lose middle messages, other rows the beginning
+    of their prompt."""
     skip_invalid: bool = False
     """Leave out unusable rows, counted and named, instead of refusing the file."""
-    chat_template: bool = True
-    """Use the tokenizer's chat template where it has one."""
+    chat_template: Annotated[bool | str, Field(union_mode="left_to_right")] = True
+    """Use the tokenizer's chat template where it has one; or that of a file, e.g. template.jinja."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, e.g. {enable_thinking: true}, for training, evaluation and serving; a
+    row's own chat_template_kwargs come before them. Unless set, enable_thinking is true where an answer thinks."""
+    template_date: datetime.date = datetime.date(2024, 7, 26)
+    """The day that chat templates which write one are given, so that a run makes the same tokens tomorrow."""
     prompt: str = "prompt"
     """Column of the prompt."""
     chosen: str = "chosen"
@@ -206,7 +216,8 @@ class PlanSettings(Section):
 
     shares: tuple[Natural, ...] | None = None
     """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else
-    equal. With strategy=sharded: each rank's weight in the division of the model."""
+    equal. With strategy=sharded: each rank's weight in the division of the model; with pipelined: each rank's blocks,
+    which add up to the model's."""
     micro_batch_sizes: tuple[Positive, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
     memory_limit_gb: PositiveFloat | dict[str, PositiveFloat] | None = None
@@ -246,7 +257,8 @@ class SyncSettings(Section):
     """A rank that waits longer than this for the others ends with a message."""
     compression: Literal["none", "bf16", "int8", "topk"] = "none"
     """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent
-    later (error feedback)."""
+    later (error feedback). With strategy=pipelined: how activations and their gradients travel; what is left out is
+    lost, and is the records' `sent_error`."""
     topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
@@ -331,11 +343,11 @@ class Config(Section):
     model: ModelSettings
     data: DataSettings
     train: TrainSettings = TrainSettings()
-    strategy: Literal["auto", "independent", "synchronous", "sharded"] = "auto"
+    strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"
     """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
-    own pairs and merges now and then, `sharded` gives each a part of the model; `auto`: sharded where the model does
-    not fit every host, else independent (synchronous with plan.shares, or checkpoint.max_lost_seconds). A resumed run
-    keeps its strategy."""
+    own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
+    blocks; `auto`: the faster of these two where the model does not fit every host, else independent (synchronous with
+    plan.shares, or checkpoint.max_lost_seconds). A resumed run keeps its strategy."""
     plan: PlanSettings = PlanSettings()
     cost: CostSettings = CostSettings()
     sync: SyncSettings = SyncSettings()
@@ -355,27 +367,28 @@ class Config(Section):
             )
         if (self.serve.tls_certificate is None) != (self.serve.tls_key is None):
             raise ValueError("serve.tls_certificate and serve.tls_key belong together; give both or neither")
-        is_sharded = self.strategy == "sharded"
-        if is_sharded:
+        has_replicas = self.strategy not in ("sharded", "pipelined")
+        if not has_replicas:
+            self._parts_are_possible()
+        if self.strategy == "sharded":
             self._sharding_is_possible()
         elif self.model.shard_vocabulary:
             raise ValueError(
-                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, "
-                "where every rank has the whole model"
+                f"model.shard_vocabulary is for strategy=sharded, not {self.strategy}, which divides no vocabulary"
             )
         if self.strategy == "independent" and self.checkpoint.max_lost_seconds is not None:
             raise ValueError(
                 "checkpoint.max_lost_seconds is not for strategy=independent: "
                 "independent ranks are saved at steps of their own; leave it out, and give checkpoint.every"
             )
-        if plan.shares is not None and not is_sharded and sum(plan.shares) != batch:
+        if plan.shares is not None and has_replicas and sum(plan.shares) != batch:
             raise ValueError(
                 f"plan.shares {list(plan.shares)} sum to {sum(plan.shares)}, "
                 f"but train.global_batch_size is {batch}; make them equal"
             )
         if (
             plan.shares is not None
-            and not is_sharded
+            and has_replicas
             and plan.micro_batch_sizes is not None
             and len(plan.shares) != len(plan.micro_batch_sizes)
         ):
@@ -414,17 +427,22 @@ class Config(Section):
             )
         return self
 
-    def _sharding_is_possible(self) -> None:
+    def _parts_are_possible(self) -> None:
+        """Of sharded and pipelined runs: every rank has a part of one model."""
         if self.plan.shares is not None and 0 in self.plan.shares:
             raise ValueError(
-                f"plan.shares {list(self.plan.shares)}: with strategy=sharded every rank keeps a part; "
+                f"plan.shares {list(self.plan.shares)}: with strategy={self.strategy} every rank keeps a part; "
                 "leave the rank out"
             )
         if len(set(self.plan.micro_batch_sizes or ())) > 1:
             raise ValueError(
                 f"plan.micro_batch_sizes {list(self.plan.micro_batch_sizes or ())}: "
-                "with strategy=sharded all ranks run the same batches; give one size"
+                f"with strategy={self.strategy} all ranks run the same batches; give one size"
             )
+        if self.strategy == "pipelined" and self.sync.compression == "topk":
+            raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
+
+    def _sharding_is_possible(self) -> None:
         if self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(
                 f"train.optimizer={self.train.optimizer} looks at whole matrices, "

@@ -2,7 +2,7 @@
 
     python -m lib.dashboard                          the newest run of runs/, at http://127.0.0.1:8050
     python -m lib.dashboard runs/A runs/B            these, compared
-    python -m lib.dashboard --export runs/A          writes runs/A/report.html and its model card, and serves nothing
+    python -m lib.dashboard --export runs/A          writes report.html, curves.png, model card; serves nothing
 
 It reads the logs that ranks write (./launch brings those of other hosts along), so it may be started and ended at any
 time, on the launching machine. All that the page needs comes from this process. It has no password: it listens on the
@@ -57,7 +57,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("run", nargs="*", metavar="RUN", help="folders of runs (default: the newest of --runs)")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="folder that holds runs (default: runs)")
-    parser.add_argument("--export", metavar="RUN", help="write its report.html (and README.md), serve nothing")
+    parser.add_argument(
+        "--export", metavar="RUN", help="write its report.html, curves.png and README.md, serve nothing"
+    )
     parser.add_argument("--port", type=int, default=8050, help="default: 8050; 0 takes a free one")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: the loopback)")
     options = parser.parse_args(arguments)

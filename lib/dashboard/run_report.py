@@ -23,6 +23,7 @@ from lib.telemetry.cost import RunCost
 from lib.telemetry.record_types import Record, SettingsRecord
 
 CARD = "README.md"
+CURVES = "curves.png"
 REPORT = "report.html"
 SHOWN_EVENTS = 200
 STYLE = Path(__file__).with_suffix(".css")
@@ -57,12 +58,6 @@ TEMPLATE = """---
 """
 
 
-def leave_pages(log: Path, folder: Path) -> None:
-    """Writes what people read of a finished run into its folder: curves.png, report.html and the model card."""
-    pictures.plot_curves(log, folder / "curves.png")
-    write(folder)
-
-
 class Summary(TypedDict, total=False):
     """What the pages take from summary.json."""
 
@@ -73,7 +68,7 @@ class Summary(TypedDict, total=False):
 
 
 def write(folder: Path) -> list[Path]:
-    """Writes a run's report and, where it has an adapter, its model card; returns what it wrote.
+    """Writes a run's curves, its report and, where it has an adapter, its model card; returns what it wrote.
 
     Raises:
         UserError: the folder has no records.
@@ -86,9 +81,11 @@ def write(folder: Path) -> list[Path]:
         raise UserError(f"{folder} has no records; a run's folder has them in logs/")
     now = figures(run, time.time())
     summary = _summary(folder / "summary.json")
-    report = folder / REPORT
+    report, curves, log = folder / REPORT, folder / CURVES, folder / "logs" / "rank-000.jsonl"
     report.write_text(report_html(run, now, summary), encoding="utf-8")
-    written = [report]
+    if log.exists():  # not where the run's other logs were copied alone
+        pictures.plot_curves(log, curves)
+    written = [report, *([curves] if curves.exists() else [])]
     if (folder / ADAPTER_WEIGHTS).exists():
         card = folder / CARD
         card.write_text(model_card(run, now, summary), encoding="utf-8")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
 from lib.data.record_files import read
-from lib.data.tokenize import Tokenizer, encode_prompt
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder
 from lib.errors import UserError
 
 
@@ -31,6 +32,8 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None) -> list[Questi
         return []
     if tokenizer is None:
         raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {settings.model.path} has none")
+    encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+    encoder.stop_generation()
     questions = []
     for line, record in read(path, settings.data):
         if isinstance(record, ValueError):
@@ -44,9 +47,7 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None) -> list[Questi
         questions.append(
             Question(
                 shown,
-                encode_prompt(
-                    prompt, settings.data, tokenizer, tokenizer_module.vocabulary(settings.model)["eos_token_id"]
-                ),
+                encoder.prompt_ids(prompt),
                 str(answer).strip(),
             )
         )

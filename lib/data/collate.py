@@ -91,7 +91,8 @@ def collate(
     """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
 
     Padding is on the right, where a causal model's real positions do not see it. Rows of padding come last and have no
-    scored token. The first completion token after an empty prompt is not scored: no position comes before it.
+    scored token. Scored are the tokens that are learnt, but not the first one after an empty prompt: no position comes
+    before it.
     """
     assert examples, "a rank without rows has no batch"
     sequences = _Sequences(examples)
@@ -137,8 +138,10 @@ def collate_trained(
     """`collate` for a training step: a mismatched completion, the last of each example, is a batch of its own."""
     if not has_mismatched:
         return collate(examples, length_multiple, shared_prompts, shapes)
-    own = [replace(example, completions=example.completions[:-1]) for example in examples]
-    mismatched = [replace(example, completions=example.completions[-1:]) for example in examples]
+    own = [Example.of(example.row, example.stored[:-1], example.label) for example in examples]
+    mismatched = [
+        Example.of(example.row, [example.prompt_ids, example.stored[-1]], example.label) for example in examples
+    ]
     batch = collate(own, length_multiple, shared_prompts, shapes)
     return replace(batch, mismatched=collate(mismatched, length_multiple, shared_prompts))
 
@@ -154,7 +157,9 @@ class _Sequences:
         """int64 [rows]: tokens of each prompt."""
         self.seen = np.array([len(prompt) + len(completion) - 1 for prompt, completion in self.pairs])
         """int64 [rows * K]: positions that the model sees."""
-        self.scored = np.array([len(completion) - (not len(prompt)) for prompt, completion in self.pairs])
+        self.scored_indices = [indices for e in examples for indices in e.scored_indices]
+        """int64 [tokens scored] each: where in its completion."""
+        self.scored = np.array([len(indices) for indices in self.scored_indices])
         """int64 [rows * K]: tokens that are scored."""
 
     def suffix_lengths(self, shape: BatchShape) -> np.ndarray:
@@ -204,13 +209,14 @@ def _scored(
     scored, targets = np.zeros((2, shape.scored), np.int32)
     mask = np.arange(shape.width) < counts[:, None]
     logp_indices = np.where(mask, (np.cumsum(counts) - counts)[:, None] + np.arange(shape.width), 0)
-    for index, (_, completion) in enumerate(sequences.pairs):
-        positions = np.arange(sequences.seen[index] - counts[index], sequences.seen[index])
+    for index, (prompt, completion) in enumerate(sequences.pairs):
+        scored_indices = sequences.scored_indices[index]
+        positions = len(prompt) - 1 + scored_indices  # the token before predicts it
         in_prefix = index // sequences.count * prefix + positions
         in_suffix = rows * prefix + suffix_indices[index, np.maximum(positions - prefix, 0)]
         where = logp_indices[index, : counts[index]]
         scored[where] = np.where(positions < prefix, in_prefix, in_suffix)
-        targets[where] = completion[len(completion) - counts[index] :]
+        targets[where] = completion[scored_indices]
     return scored, targets, logp_indices, mask
 
 

@@ -1,9 +1,8 @@
 """A data set in memory: records ➜ examples, which are the token ids of a prompt and of its completions.
 
-A completion is tokenised as the model sees it when it generates. At inference the prompt is tokenised alone
-and tokens are appended to it; so here too the prompt is tokenised alone and the completion apart from it,
-without the special tokens that open a text. Tokenising the whole and cutting it would let a token straddle
-the boundary, and the model would learn from a prompt that it is never given.
+The prompt is what inference sends, token for token, and a completion is what the model appends to it
+(lib/data/chat_tokens.py). Most completions are learnt whole. Of a conversation of several turns, or behind a block that
+the template writes by itself, some tokens are not: they are kept as -1 - id, wherever pieces are stored.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import index, record_files, sources
-from lib.data.parse_rows import parse_rows
+from lib.data import index, parse_records, record_files, sources
+from lib.data.chat_tokens import Encoded
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder, Ids, Tokenizer, encode_records, truncate
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder, encode_records
+from lib.data.truncate import truncate
 from lib.errors import UserError
 
 # Records tokenised at a time: enough for a fast tokenizer's threads, little enough to keep in memory.
@@ -42,6 +44,34 @@ class Example:
     `has_mismatched` of the data set another prompt's completion comes last."""
     label: bool | None = None
     """Of unpaired feedback: whether the completion is desirable."""
+    learnt: tuple[np.ndarray, ...] | None = None
+    """bool [C_k] each: the tokens that are trained on; None for all."""
+
+    @classmethod
+    def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None = None) -> Example:
+        """From stored pieces: a prompt and its completions, in which -1 - id is a token that is not learnt."""
+        prompt, *completions = pieces
+        learnt = tuple(piece >= 0 for piece in completions)
+        if all(mask.all() for mask in learnt):
+            return cls(row, prompt, tuple(completions), label)
+        ids = tuple(np.where(mask, piece, ~piece) for mask, piece in zip(learnt, completions, strict=True))
+        return cls(row, prompt, ids, label, learnt)
+
+    @property
+    def stored(self) -> list[np.ndarray]:
+        """The pieces that it is made of."""
+        if self.learnt is None:
+            return [self.prompt_ids, *self.completions]
+        both = zip(self.learnt, self.completions, strict=True)
+        return [self.prompt_ids, *(np.where(mask, ids, ~ids) for mask, ids in both)]
+
+    @property
+    def scored_indices(self) -> list[np.ndarray]:
+        """int64 [tokens] each: where in a completion its scored tokens are; a text's first is not (see collate)."""
+        first = int(not len(self.prompt_ids))
+        if self.learnt is None:
+            return [np.arange(first, len(completion)) for completion in self.completions]
+        return [np.flatnonzero(mask[first:]) + first for mask in self.learnt]
 
 
 class Sized:
@@ -93,7 +123,7 @@ class Sized:
 
     @property
     def scored_tokens(self) -> np.ndarray:
-        """int64 [n, K]: completion tokens with a log-probability; a text's first has none (see collate)."""
+        """int64 [n, K]: completion tokens with a log-probability, or more; a text's first has none (see collate)."""
         return self.pieces[:, 1:] - (self.pieces[:, :1] == 0)
 
     @property
@@ -117,7 +147,7 @@ class Dataset(Sized):
     digest: str
     """sha256 over kind, token ids and lengths, in order: covers tokenizer, template, data and truncation."""
     tokens: np.ndarray
-    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ..."""
+    """int32 [T]: prompt, completions of row 0, prompt, completions of row 1, ...; -1 - id where it is not learnt."""
     bounds: np.ndarray
     """int64 [n * (1 + K) + 1]: where each of these pieces begins in `tokens`, and the end."""
     unwanted_count: int = 0
@@ -131,6 +161,17 @@ class Dataset(Sized):
     def pieces(self) -> np.ndarray:
         return np.diff(self.bounds).reshape(len(self), 1 + self.completions_per_example)
 
+    @cached_property
+    def scored_tokens(self) -> np.ndarray:
+        not_learnt = np.concatenate([[0], np.cumsum(self.tokens < 0)])
+        if not not_learnt[-1]:
+            return super().scored_tokens
+        width = 1 + self.completions_per_example
+        without = np.diff(not_learnt[self.bounds]).reshape(len(self), width)[:, 1:]
+        is_first_scored = self.tokens[self.bounds[:-1].reshape(len(self), width)[:, 1:]] >= 0
+        counts: np.ndarray = self.pieces[:, 1:] - without - ((self.pieces[:, :1] == 0) & is_first_scored)
+        return counts
+
     def __len__(self) -> int:
         return (len(self.bounds) - 1) // (1 + self.completions_per_example)
 
@@ -139,8 +180,8 @@ class Dataset(Sized):
             raise IndexError(f"row {row} of {len(self)}")
         width = 1 + self.completions_per_example
         bounds = self.bounds[row * width : (row + 1) * width + 1]
-        prompt, *completions = (self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
-        return Example(int(row), prompt, tuple(completions), None if self.labels is None else bool(self.labels[row]))
+        label = None if self.labels is None else bool(self.labels[row])
+        return Example.of(int(row), [self.tokens[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)], label)
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -167,7 +208,7 @@ class Dataset(Sized):
 
 Record = Tokens | Plain | Chat
 Pieces = list[np.ndarray]
-"""int32: the ids of a prompt, and of its completions."""
+"""int32: the ids of a prompt, and of its completions, in which -1 - id is a token that is not learnt."""
 
 
 def load_dataset(
@@ -193,7 +234,7 @@ def load_dataset(
     """
     weights = sources.weights_of(path)
     name = " + ".join(weights)
-    encoder = None if tokenizer is None else Encoder(tokenizer, settings.chat_template, eos_token_id)
+    encoder = None if tokenizer is None else Encoder(tokenizer, settings, eos_token_id)
     pieces: Pieces = []
     labels: list[bool] = []
     skipped: list[str] = []
@@ -292,21 +333,21 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> Packed:
 def _parsed(file: Path, settings: DataSettings, kind: RecordKind) -> Iterator[tuple[str, Record | Unusable]]:
     """`file:line` and form of each record."""
     for line, record in record_files.read(str(file), settings):
-        for row in [record] if isinstance(record, Unusable) else rows_of(record, settings, kind):
+        for row in [record] if isinstance(record, Unusable) else parse_rows(record, settings, kind):
             yield f"{file}:{line}", row
 
 
-def rows_of(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
+def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> Sequence[Record | Unusable]:
     """The form of each row that a record gives, or why it has none."""
     try:
-        return parse_rows(record, settings, kind)
+        return parse_records.parse_rows(record, settings, kind)
     except Unusable as why:
         return [why]
 
 
 def parse(records: Records, number: int, settings: DataSettings, kind: RecordKind) -> Record | Unusable:
     """The form of an indexed record, or why it has none."""
-    rows, label = rows_of(records[number], settings, kind), records.label(number)
+    rows, label = parse_rows(records[number], settings, kind), records.label(number)
     return next(row for row in rows if len(rows) == 1 or (not isinstance(row, Unusable) and row.label == label))
 
 
@@ -325,18 +366,22 @@ def tokenised(
         encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
         for (place, record), ids in zip(chunk, encoded, strict=True):
             try:
-                yield place, record, _finish(ids, settings, encoder, vocab_size)
+                yield place, record, _finish(record, ids, settings, encoder, vocab_size)
             except Unusable as why:
                 yield place, record, why
 
 
 def _finish(
-    ids: Ids | Unusable, settings: DataSettings, encoder: Encoder | None, vocab_size: int | None
+    record: Record | Unusable,
+    encoded: Encoded | Unusable,
+    settings: DataSettings,
+    encoder: Encoder | None,
+    vocab_size: int | None,
 ) -> tuple[Pieces, bool]:
     """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
-    if isinstance(ids, Unusable):
-        raise ids
-    prompt, completions = ids
+    if isinstance(encoded, Unusable):
+        raise encoded
+    prompt, completions = encoded.prompt, encoded.completions
     max_length, whole = settings.max_length, len(prompt) + max(map(len, completions))
     if whole < settings.shortest or whole > (settings.longest or whole):
         raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
@@ -346,14 +391,23 @@ def _finish(
         raise Unusable(f"token id {largest} is not below the vocabulary's size, {limit}")
     if not all(completions):
         raise Unusable("empty completion: the tokenizer makes no tokens of it")
-    if len(prompt) > max_length:
-        raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
     if len(completions) > 1 and completions[0] == completions[1]:
         raise Unusable("chosen and rejected are the same tokens: nothing to prefer")
+    short = encoded
+    if whole > max_length and encoder is not None and isinstance(record, Chat | Plain):
+        short = encoder.shorten(record, encoded, max_length)
+    if len(short.prompt) > max_length:
+        raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
     bos_token_id = encoder.bos_token_id if encoder else None
-    prompt, cut, is_cut = truncate(prompt, completions, max_length, bos_token_id)
+    prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
     if len(cut) > 1 and cut[0] == cut[1]:
         raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
-    if not prompt and min(map(len, cut)) < 2:  # a mean over no tokens would make the whole step NaN
+    pieces = [np.asarray(piece, np.int32) for piece in (prompt, *cut)]
+    if short.learnt is not None:
+        masks = [np.asarray(mask[: len(ids)], bool) for mask, ids in zip(short.learnt, cut, strict=True)]
+        if not all(mask.any() for mask in masks):
+            raise Unusable(f"no token is learnt of the {max_length} that data.max_length={max_length} leaves; raise it")
+        pieces[1:] = [np.where(mask, ids, ~ids) for mask, ids in zip(masks, pieces[1:], strict=True)]
+    if not all(map(len, Example.of(0, pieces).scored_indices)):  # a mean over none would make the whole step NaN
         raise Unusable("one token and no prompt: nothing comes before it to predict it from")
-    return [np.asarray(piece, np.int32) for piece in (prompt, *cut)], is_cut
+    return pieces, is_cut or short is not encoded

@@ -23,8 +23,7 @@ from typing import IO, TypedDict
 import numpy as np
 
 from lib.config.schema import DataSettings
-from lib.data import record_files
-from lib.data.parse_rows import parse_rows
+from lib.data import parse_records, record_files
 from lib.data.record_formats import Chat, Columns, Message, Plain, RecordKind, Tokens, Unusable
 from lib.errors import UserError
 
@@ -59,7 +58,7 @@ assert _ENTRY_STRUCT.size == ENTRY.itemsize
 def keys_of(record: Tokens | Plain | Chat) -> tuple[int, int]:
     """64-bit hashes: of the prompt, and of the prompt with its completions."""
     if isinstance(record, Tokens):
-        prompt, rest = repr(record.prompt), repr(record.completions)
+        prompt, rest = repr(record.prompt), f"{record.completions!r}{record.learnt or ''}"
     elif isinstance(record, Plain):
         prompt, rest = record.prompt or "", "\0".join(record.completions)
     else:
@@ -234,7 +233,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
             try:
                 if isinstance(record, Unusable):
                     raise record
-                rows = parse_rows(record, settings, kind)
+                parsed = parse_records.parse_rows(record, settings, kind)
             except Unusable as why:
                 unusable_count += 1
                 unusable.write(f"{file}:{line}: {why}\n")
@@ -245,7 +244,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
                 raw = raw if raw.endswith(b"\n") else raw + b"\n"
                 offset = written
                 written += lines.write(raw)
-            for row in rows:
+            for row in parsed:
                 label = -1 if row.label is None else int(row.label)
                 entries.write(_ENTRY_STRUCT.pack(offset, len(raw), line, *keys_of(row), *sizes_of(row), label))
                 formats.setdefault(row.columns, {"count": 0, "first": count})["count"] += 1

@@ -23,11 +23,12 @@ from rich.text import Text
 
 from lib.config import command_line, help, load
 from lib.config.schema import Config, DataSettings
-from lib.data import sources
-from lib.data.dataset import Pieces, Record, parse, tokenised
+from lib.data import sources, template_facts
+from lib.data.dataset import Example, Pieces, Record, parse, tokenised
 from lib.data.record_formats import Chat, Message, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder, Tokenizer
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder
 from lib.errors import UserError
 from lib.system import command_errors, mpi_and_blas
 from lib.system.terminal import Voice
@@ -86,7 +87,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         known = tokenizer_module.vocabulary(settings.model)
         vocab_size = known["vocab_size"]
-        encoder = Encoder(tokenizer, data.chat_template, known["eos_token_id"]) if tokenizer is not None else None
+        encoder = Encoder(tokenizer, data, known["eos_token_id"]) if tokenizer is not None else None
     unit = "token ids or characters"
     unusable = [name for index in records.indices for name in index.unusable][:NAMED]
     unusable_count = sum(index.unusable_count for index in records.indices)
@@ -114,6 +115,8 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         _draw(Path(picture), lengths, unit, data.max_length if with_model else None)
         say.line(f"histogram: {picture}")
     _show_formats(say, records, data, kind)
+    if encoder is not None and (known_facts := template_facts.facts_of(encoder)):
+        say.line(str(known_facts))
     if tokenizer is not None:
         _show_rows(say, records, kept[:SHOWN].tolist(), data, kind, encoder, tokenizer)
 
@@ -304,12 +307,8 @@ def _show_rows(
         if isinstance(result, Unusable):
             say.line(f"  {result}", "magenta")
             continue
-        prompt, *completions = result[0]
-        colours = ("green", "red") if len(completions) > 1 else ("green",)
-        names = ("chosen", "rejected") if len(completions) > 1 else ("completion",)
-        for name, colour, completion in zip(names, colours, completions, strict=True):
-            text = Text(f"  {name}: ")
-            text.append(tokenizer.decode(prompt.tolist()), style="dim")
-            text.append("⟦" + tokenizer.decode(completion.tolist()) + "⟧", style=colour)  # brackets: for a pipe, too
-            say.line(text)
+        example = Example.of(number, result[0])
+        names = ("chosen", "rejected") if len(example.completions) > 1 else ("completion",)
+        for k, (name, colour) in enumerate(zip(names, ("green", "red"), strict=False)):
+            say.line(Text(f"  {name}: ").append_text(template_facts.picture(example, tokenizer, k, colour)))
     say.line("the loss is on what stands in ⟦⟧ alone")

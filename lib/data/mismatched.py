@@ -66,7 +66,6 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
         raise same_prompt(dataset.path) from None
     pieces = []
     for row, other in zip(rows, others.tolist(), strict=True):
-        mismatched = fitted(row.prompt_ids, rows[other].completions[0], max_length)
-        pieces += [row.prompt_ids, *row.completions, mismatched]
+        pieces += [*row.stored, fitted(row.prompt_ids, rows[other].stored[1], max_length)]
     packed = pack(dataset.kind, pieces, dataset.labels)
     return replace(dataset, **packed._asdict(), has_mismatched=True)

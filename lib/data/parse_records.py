@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from lib.config.schema import DataSettings
 from lib.data import known_formats
-from lib.data.column_readers import TEMPLATE_ARGUMENTS, Reader, listed, missing, reader_of
+from lib.data.column_readers import TEMPLATE_ARGUMENTS, Reader, find, listed, missing, reader_of
 from lib.data.known_formats import Draft
 from lib.data.messages import (
     check_answer,
@@ -72,6 +72,33 @@ def parse(record: JSON, settings: DataSettings, kind: RecordKind) -> Tokens | Pl
     return _chat(draft, record, reader, columns, kind, label)
 
 
+def parse_rows(record: JSON, settings: DataSettings, kind: RecordKind) -> list[Tokens | Plain | Chat]:
+    """The rows that a record gives: one; of a pair two, where labels are wanted: chosen is desirable, rejected is not.
+
+    Raises Unusable, as `parse`.
+    """
+    if kind != "unpaired" or settings.label in record or not _is_pair(record, settings):
+        return [parse(record, settings, kind)]
+    pair = parse(record, settings, "preference")
+    columns = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
+    rows: list[Tokens | Plain | Chat] = []
+    for index, label in enumerate((True, False)):
+        parts: JSON = {"completions": pair.completions[index : index + 1], "columns": columns, "label": label}
+        if isinstance(pair, Chat) and pair.learnt is not None:
+            parts["learnt"] = pair.learnt[index : index + 1]
+        rows.append(replace(pair, **parts))
+    return rows
+
+
+def _is_pair(record: JSON, settings: DataSettings) -> bool:
+    """Whether a record is a pair, and nothing with a label."""
+    there = frozenset(name for name, value in record.items() if value is not None)
+    columns = Columns.of(settings)
+    if there.issuperset(("chosen_ids", "rejected_ids")):
+        return True
+    return find(there, columns, "unpaired") is None and find(there, columns, "preference") is not None
+
+
 def _plain(draft: Draft, name: str, label: bool | None) -> Plain | None:
     """A draft that is strings alone."""
     prompt, texts = draft.prompt, [text for text in draft.completions if type(text) is str]
@@ -122,7 +149,15 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
         if not ids and name != "prompt_ids":
             raise Unusable(f"empty completion: {name!r} has no tokens")
     completions = tuple(record[name] for name in names)
-    return Tokens(record["prompt_ids"], completions, " + ".join(("prompt_ids", *names)))
+    columns = " + ".join(("prompt_ids", *names))
+    mask = record.get("completion_mask") if names == ("completion_ids",) else None
+    if mask is None:
+        return Tokens(record["prompt_ids"], completions, columns)
+    if not isinstance(mask, list) or any(bit not in (0, 1) for bit in mask) or len(mask) != len(completions[0]):
+        raise Unusable("completion_mask is not a list of 0 and 1, one for each of completion_ids")
+    if not any(mask):
+        raise Unusable("completion_mask has no 1: no token is learnt")
+    return Tokens(record["prompt_ids"], completions, f"{columns} + completion_mask", learnt=[*map(bool, mask)])
 
 
 # ---- Conversations

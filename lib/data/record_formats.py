@@ -46,6 +46,8 @@ class Tokens:
     columns: str
     label: bool | None = None
     """Unpaired feedback: whether the completion is desirable; None for any other record."""
+    learnt: list[bool] | None = None
+    """Of the only completion's tokens, which are trained on (completion_mask); None for all."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -24,8 +23,9 @@ from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_da
 from lib.data.mismatched import fitted, partners, same_prompt, with_mismatched
 from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
+from lib.data.text_tokens import Tokenizer
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder, Tokenizer, Vocabulary
+from lib.data.tokenize import Encoder, Vocabulary
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -59,7 +59,7 @@ def open_training(
     records, rows = _choose(settings, kind, held_out=False, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
+        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     name, vocab_size = " + ".join(weights), vocabulary.get("vocab_size")
     return StreamedDataset(name, records, rows, settings, kind, encoder, vocab_size, mismatched)
 
@@ -99,7 +99,7 @@ def _held_out(
     records, rows = _choose(settings, kind, held_out=True, tell=tell)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, settings.chat_template, vocabulary["eos_token_id"])
+        encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
     name, pieces, cut, unwanted = " + ".join(weights), Pieces(), 0, 0
     skipped: list[str] = []
     labels: list[bool] = []
@@ -186,7 +186,7 @@ class StreamedDataset(Sized):
         self.skipped_count = sum(index.unusable_count for index in records.indices)
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
-        what = [kind, settings.max_length, settings.shortest, settings.longest, settings.chat_template, vocab_size]
+        what = [kind, settings.max_length, settings.shortest, settings.longest, vocab_size]
         made_by = hashlib.sha256(
             repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
         )
@@ -256,7 +256,7 @@ class StreamedDataset(Sized):
         for row, number in zip(rows, numbers, strict=True):
             if (pieces := kept[number]) is not None:
                 label = None if self.labels is None else bool(self.labels[row])
-                examples.append(Example(row, pieces[0], tuple(pieces[1:]), label))
+                examples.append(Example.of(row, pieces, label))
         return self._with_mismatched(examples) if self.has_mismatched else examples
 
     def _pieces_of(self, numbers: Sequence[int]) -> dict[int, Pieces | None]:
@@ -295,7 +295,7 @@ class StreamedDataset(Sized):
             pieces = known[int(self.rows[others[example.row]])]
             assert pieces is not None
             mismatched = fitted(example.prompt_ids, pieces[1], self.settings.max_length)
-            result.append(replace(example, completions=(*example.completions, mismatched)))
+            result.append(Example.of(example.row, [*example.stored, mismatched], example.label))
         return result
 
     def _leave_out(self, number: int, why: Unusable) -> None:

@@ -8,9 +8,10 @@ from mlx_lm.utils import load_tokenizer
 
 from lib.config import schema
 from lib.data.record_formats import JSON
-from lib.data.tokenize import Tokenizer, Vocabulary
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Vocabulary
 from lib.errors import UserError
-from lib.system.model_folder import resolve
+from lib.system.model_folder import end_ids, resolve
 
 
 def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
@@ -25,9 +26,10 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
     ):
         return None
-    end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
     try:
-        return load_tokenizer(folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=end)
+        return load_tokenizer(
+            folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=sorted(end_ids(folder)) or None
+        )
     except Exception as error:  # transformers raises whatever its parser met
         raise UserError(
             f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"

@@ -111,6 +111,15 @@ class Collectives:
         sums, *summed = self.sum_arrays([sums, *(array for _, array in leaves)], "the sum of the gradients")
         return tree_unflatten([(name, array) for (name, _), array in zip(leaves, summed, strict=True)]), sums
 
+    def send(self, array: mx.array, rank: int, stream: Any) -> mx.array:
+        """An evaluated array, once another rank has it; nothing is sent before this is evaluated."""
+        self.traffic.bytes_sent += array.nbytes
+        return mx.distributed.send(array, rank, group=self.group, stream=stream)
+
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, stream: Any) -> mx.array:
+        """What another rank sends next, once this is evaluated."""
+        return mx.distributed.recv(shape, dtype, rank, group=self.group, stream=stream)
+
     @contextlib.contextmanager
     def deadline(self, what: str, times: int = 1) -> Iterator[None]:
         """Ends the process with a message if the block outlasts the limit, `times` it. MLX would wait for ever."""

@@ -42,6 +42,13 @@ def encode(array: mx.array, kind: Kind, fraction: float = 1.0) -> list[mx.array]
     return [indices, flat[indices] + (0 * flat).sum()]
 
 
+def parts_of(size: int, kind: Kind) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+    """Shapes and types of what `encode` makes of so many numbers, but for topk."""
+    if kind == "int8":
+        return [((size,), mx.int8), ((-(-size // BLOCK),), mx.float32)]
+    return [((size,), mx.bfloat16 if kind == "bf16" else mx.float32)]
+
+
 def decode(parts: list[mx.array], kind: Kind, shape: tuple[int, ...]) -> mx.array:
     """The array that `encode` made small: float32 [*shape]."""
     size = math.prod(shape)

@@ -7,22 +7,33 @@ from mlx.utils import tree_flatten
 
 from lib.config.schema import Config
 from lib.data import tokenizer
+from lib.distributed.links import Links
+from lib.distributed.pipelined_world import PipelinedWorld, pipelined
 from lib.distributed.sharded_world import ShardedWorld, sharded
-from lib.distributed.world import World
-from lib.model import load, tensor_parallel
-from lib.model.partition import Division, divide, model_shape_of
+from lib.distributed.world import World, ring_beside
+from lib.model import load, pipeline_stage, tensor_parallel
+from lib.model.partition import Division, apportion, divide, model_shape_of
 from lib.system import metal
 
+Blocks = tuple[int, ...]  # consecutive blocks of each rank
 
-def divided(model: nn.Module, division: Division | None, world: World, wired: str | None = None) -> World:
+
+def divided(model: nn.Module, division: Division | Blocks | None, world: World, wired: str | None = None) -> World:
     """Leaves every rank its part of a model, which may be loaded lazily; the world of ranks that share it.
 
-    wired: on a Mac, whether to keep in memory what MLX holds, by this model's size (metal.wired).
+    Args:
+        division: of every block, or how many blocks each rank keeps; None: every rank keeps all.
+        wired: on a Mac, whether to keep in memory what MLX holds, by this model's size (metal.wired).
 
     Raises:
         AgreedError: the model cannot be divided so.
     """
-    if division is not None:
+    if isinstance(division, tuple):
+        links = Links(ring_beside(world) if world.backend == "nccl" else world)
+        with world.agreeing("cutting the model"):
+            stage = pipeline_stage.cut(model, division, world.rank, links)
+        world = pipelined(world, division, stage, links)
+    elif division is not None:
         with world.agreeing("dividing the model"):
             parts, partial = tensor_parallel.shard(model, division, world)
         world = sharded(world, division, parts, partial)
@@ -40,6 +51,13 @@ def load_reference(settings: Config, world: World) -> nn.Module:
     if world.size > 1:
         world.require_equal("reference model", load.reference_fingerprint(settings.model, settings.train.seed))
     weights = world.division.weights if isinstance(world, ShardedWorld) and world.division else None
+    if isinstance(world, PipelinedWorld):
+        with world.agreeing("loading the reference"):
+            model = load.load_reference(settings.model, settings.train.seed, lazy=True)
+            count = len(model.layers)
+            blocks = world.blocks if count == sum(world.blocks) else apportion(count, world.blocks, what="blocks")
+            pipeline_stage.cut(model, blocks, world.rank, world.links)
+        return model
     with world.agreeing("loading the reference"):
         model = load.load_reference(settings.model, settings.train.seed, lazy=weights is not None)
         stored = tokenizer.stored_config(load.reference_settings(settings.model))

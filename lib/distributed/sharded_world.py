@@ -34,7 +34,7 @@ class ShardedWorld(World):
         """All ranks as one."""
         return Lockstep(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
 
-    def _names(self, arrays: Mapping[str, mx.array]) -> Described:
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
         return self._described_by_rank_0(arrays)
 
     def part(self, name: str) -> Part | None:
@@ -71,8 +71,11 @@ class Lockstep(World):
         once = {name: value for name, value in values.items() if name in self.ranks.parts or self.ranks.rank == 0}
         return self.ranks.all_sum(super().sum_of_all(once), "the gradient's norm")
 
+    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+        return self._synchronised(what, passes)
+
     @contextlib.contextmanager
-    def together(self, what: str, passes: int = 1) -> Iterator[None]:
+    def _synchronised(self, what: str, passes: int) -> Iterator[None]:
         """Ranks synchronise on the CPU first: then a GPU waits inside a pass only for what the parts' times differ by.
 
         Raises:

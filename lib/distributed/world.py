@@ -7,6 +7,8 @@ import json
 import math
 import os
 import signal
+import socket
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib.distributed import heartbeat, ring_start
 from lib.distributed.collectives import Collectives, buckets
 from lib.errors import AgreedError, UserError
-from lib.model.partition import Part
+from lib.model.partition import Holders, Part
+from lib.system import network
 from lib.system.mpi_and_blas import Launch
 from lib.system.network import distinct_names, host_name, machine_id
 
@@ -101,7 +104,7 @@ class World(Collectives):
 
     # ---- Whole arrays, for a file
 
-    def part(self, name: str) -> Part | None:
+    def part(self, name: str) -> Part | Holders | None:
         """How an array is divided: a parameter, or what an optimizer keeps for it (PARAMETER.SLOT). Here none is."""
         return None
 
@@ -123,7 +126,7 @@ class World(Collectives):
         because there was no need or the disk was full, is gone through at the end.
         """
         flat = [dict(tree_flatten(tree)) for tree in trees]
-        wholes = [(names, self._gathered(arrays, names)) for arrays in flat for names in [self._names(arrays)]]
+        wholes = [(names, self._gathered(arrays, names)) for arrays in flat for names in [self.whole(arrays)]]
         try:
             yield wholes
         finally:
@@ -153,8 +156,8 @@ class World(Collectives):
         whole = tree_unflatten(list(self.replicated(flat).items()))
         return tree_unflatten(list((flat | dict(tree_flatten(self.broadcast(whole)))).items()))
 
-    def _names(self, arrays: Mapping[str, mx.array]) -> Described:
-        """Of the arrays that there are to gather: here this rank's own."""
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
+        """`described` of all that the ranks hold together: here this rank's own."""
         return self.described(arrays)
 
     def _described_by_rank_0(self, arrays: Mapping[str, mx.array]) -> Described:
@@ -169,6 +172,7 @@ class World(Collectives):
             if part is None:
                 yield name, own[name]
                 continue
+            assert isinstance(part, Part)
             array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
             # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
             words = mx.view(array, mx.int32)
@@ -227,6 +231,25 @@ def _ring_addresses() -> list[tuple[str, int]]:
     """Every rank's first address in the file that the ring reads."""
     ranks = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
     return [(host, int(port)) for host, _, port in (addresses[0].rpartition(":") for addresses in ranks)]
+
+
+def ring_beside(world: World) -> Collectives:
+    """The same ranks over a ring of their own, to send and receive where the world's backend cannot: NCCL in MLX.
+
+    Raises:
+        RuntimeError: the ring cannot be opened.
+    """
+    address = network.address_towards(os.environ.get("NCCL_HOST_IP", "127.0.0.1"))
+    with socket.create_server((address, 0)) as free:
+        own = f"{address}:{free.getsockname()[1]}"
+    addresses = world.gather_text(own, "the ranks' addresses")
+    with tempfile.TemporaryDirectory() as folder, world.deadline("all ranks to join a ring"):
+        hosts = Path(folder, "hosts.json")
+        hosts.write_text(json.dumps([[one] for one in addresses]))
+        os.environ |= {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(world.rank)}
+        ring_start.wait_for_ring(world.rank, _ring_addresses())
+        group = mx.distributed.init(backend="ring", strict=True)
+    return Collectives(world.rank, world.size, group, mx.cpu, world.timeout_seconds, "ring", world.traffic)
 
 
 def host_names(world: World) -> list[str]:

@@ -11,7 +11,7 @@ from mlx_lm import batch_generate
 
 from lib.config.schema import Config
 from lib.data.answer_questions import Question
-from lib.data.tokenize import Tokenizer
+from lib.data.text_tokens import Tokenizer
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.evaluate.batch_inference import extract

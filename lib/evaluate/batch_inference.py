@@ -33,7 +33,8 @@ from lib.data.dataset import Example, parse, tokenised
 from lib.data.record_formats import ANSWER, RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder, Tokenizer, encode_prompt
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
@@ -151,7 +152,7 @@ class Scorer:
         words = tokenizer_module.vocabulary(settings.model)
         self.vocab_size = words["vocab_size"]
         data = settings.data
-        self.encoder = None if tokenizer is None else Encoder(tokenizer, data.chat_template, words["eos_token_id"])
+        self.encoder = None if tokenizer is None else Encoder(tokenizer, data, words["eos_token_id"])
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, data, world)
 
     def __call__(self, rows: range) -> Lines:
@@ -168,7 +169,7 @@ class Scorer:
         results = tokenised(read, settings.data, self.encoder, self.vocab_size)
         for row, (place, record, result) in zip(rows, results, strict=True):
             if not isinstance(result, Unusable) and not isinstance(record, Unusable):
-                examples.append(Example(row, result[0][0], tuple(result[0][1:]), record.label))
+                examples.append(Example.of(row, result[0], record.label))
             elif settings.data.skip_invalid:
                 failures[row] = {"row": row, "line": self.records.line(row), "error": f"{place}: {result}"}
             else:
@@ -188,7 +189,7 @@ class Scorer:
     def _values(self, examples: list[Example]) -> dict[str, np.ndarray]:
         settings = self.settings
         policy = self._logps(self.model, examples)
-        tokens = np.array([[len(c) - (not len(e.prompt_ids)) for c in e.completions] for e in examples])
+        tokens = np.array([[*map(len, e.scored_indices)] for e in examples])
         names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
         values = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
         values |= {f"{name}_tokens": tokens[:, k] for k, name in enumerate(names)}
@@ -247,7 +248,8 @@ class CompletionWriter:
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, records: Records, settings: Config, draws: int | None):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
-        self.eos_token_id = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
+        self.encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+        self.encoder.stop_generation()
         self.model.eval()
 
     def __call__(self, rows: range) -> Lines:
@@ -284,7 +286,7 @@ class CompletionWriter:
         prompt: Any = record.prompt
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
-        return encode_prompt(prompt or "", self.settings.data, self.tokenizer, self.eos_token_id)
+        return self.encoder.prompt_ids(prompt or "")
 
 
 class PairMaker:

@@ -28,6 +28,7 @@ from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
 from lib.data.mismatched import with_mismatched
 from lib.distributed import sharded_model
+from lib.distributed.pipelined_world import pipelined
 from lib.distributed.sharded_world import sharded
 from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
@@ -39,7 +40,8 @@ from lib.model import (
     adapters,
 )
 from lib.model import load as load_module
-from lib.plan.first_plan import sharded_plan
+from lib.model.partition import Division
+from lib.plan.first_plan import sharded_plan, stage_blocks
 from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
 from lib.training.progress_display import RunConsole, describe
@@ -78,11 +80,14 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     wants_reference = settings.train.loss != "sft" and (
         options.per_pair is not None or losses.needs_reference(settings.train.loss)
     )
-    division = None
+    division: Division | tuple[int, ...] | None = None
     if settings.strategy == "sharded" and world.size > 1:
         division = sharded_plan(settings, world, host_names(world)).division
-    if division is not None:
+        assert division is not None
         world = sharded(world, division)
+    elif settings.strategy == "pipelined" and world.size > 1:
+        division = stage_blocks(settings, world, host_names(world))
+        world = pipelined(world, division)
     shares = [1] * world.workers.size
     reference = None
     if wants_reference:
@@ -121,10 +126,10 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
     writes = kind in ("greedy", "samples", "pairs")
     with world.agreeing("reading the data and the model"):
-        if settings.strategy == "sharded" and world.size > 1:
+        if settings.strategy in ("sharded", "pipelined") and world.size > 1:
             raise UserError(
                 f"--{'score' if options.score else 'make-pairs'}: every rank has the whole model; "
-                "leave strategy=sharded out"
+                f"leave strategy={settings.strategy} out"
             )
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")

@@ -31,8 +31,16 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
 
     Args:
         inputs: `arrays_of` lib/data/collate.py's Batch.inputs. In evaluation mode the result has no gradients.
+
+    Of a model that ranks hold in stages all call this, and the last one gets the result; the others get zeros.
     """
-    hidden = mx.take(hidden_states(model, inputs, getattr(model, "attention_window", None)), inputs["scored"], axis=0)
+    states, stage = (
+        hidden_states(model, inputs, getattr(model, "attention_window", None)),
+        getattr(model, "stage", None),
+    )
+    if stage is not None and not stage.is_last:
+        return mx.zeros(inputs["mask"].shape[:2])
+    hidden = mx.take(states, inputs["scored"], axis=0)
     logps = token_logps(model, hidden, inputs["targets"])
     return mx.where(inputs["mask"], mx.take(logps, inputs["logp_indices"]), 0.0).sum(axis=-1)
 

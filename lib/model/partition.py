@@ -112,6 +112,25 @@ class Part:
         return tuple(shape)
 
 
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold an array whole; the others have nothing of it."""
+
+    ranks: tuple[int, ...]
+
+    def size(self, rank: int) -> int:
+        """Whether a rank holds it, as a number."""
+        return int(rank in self.ranks)
+
+    def of(self, whole: Any, rank: int) -> Any:
+        """What a rank that holds it keeps."""
+        return whole
+
+    def shape(self, of_any: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(of_any)
+
+
 def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divide: bool = True) -> ModelShape:
     """The dimensions in a config.json.
 

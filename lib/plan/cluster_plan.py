@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from lib.config.schema import Config
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.calibration import BatchCurve, CurveKey
+from lib.plan.pipeline_cuts import CutCosts
 
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
@@ -66,6 +67,49 @@ class PartOfModel:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """One stage of a pipeline: consecutive blocks; on the first rank the embedding too, on the last norm and head."""
+
+    first_block: int  # counted from 0
+    blocks: int
+    in_flight: int  # micro-batches of which it keeps the input or the activations at a time, at most
+    recomputes: bool  # it keeps its input, and makes all activations again in the backward pass
+    gradient_checkpointing: bool  # it keeps each block's input; with neither it keeps activations
+    weight_bytes: int
+    training_bytes: int  # adapters, gradients and optimizer
+    activation_bytes: int | None  # of all micro-batches in flight; None: not known
+    memory_bytes: int | None  # that the rank may use
+    forward_seconds: float | None = None  # of one micro-batch; None: not known
+    backward_seconds: float | None = None  # with the second forward pass, where it recomputes
+    idle_fraction: float | None = None  # of a step: the bubble, and waiting for slower stages
+    sent_bytes: float | None = None  # a step
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that it holds at its largest moment."""
+        return self.weight_bytes + self.training_bytes + (self.activation_bytes or 0)
+
+    def row(self, rank: int, host: str) -> dict[str, str]:
+        """For the plan's table."""
+        seconds = (self.forward_seconds or 0.0) + (self.backward_seconds or 0.0)
+        kept = "input" if self.recomputes else "block inputs" if self.gradient_checkpointing else "activations"
+        return {
+            "rank": str(rank),
+            "host": host,
+            "blocks": f"{self.first_block + 1}-{self.first_block + self.blocks} ({self.blocks})",
+            "in flight": str(self.in_flight),
+            "keeps": kept,
+            "micro-batch s": "unknown" if self.forward_seconds is None else f"{seconds:.3g}",
+            "idle": "unknown" if self.idle_fraction is None else f"{self.idle_fraction:.0%}",
+            "sent MB a step": "unknown" if self.sent_bytes is None else f"{self.sent_bytes / 1e6:.3g}",
+            "weights GB": f"{self.weight_bytes / 1e9:.3g}",
+            "training GB": f"{self.training_bytes / 1e9:.3g}",
+            "activations GB": "unknown" if self.activation_bytes is None else f"{self.activation_bytes / 1e9:.3g}",
+            "memory GB": "unknown" if self.memory_bytes is None else f"{self.memory_bytes / 1e9:.3g}",
+        }
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What one strategy, or one host alone, would give."""
 
@@ -94,16 +138,33 @@ class ClusterPlan:
     predictions: tuple[Prediction, ...] = ()
     division: Division | None = None  # of the model, where it is sharded
     parts: tuple[PartOfModel, ...] = ()  # then, what each rank keeps
+    stages: tuple[StagePlan, ...] = ()  # one a rank, where it is pipelined
     steps_per_round: int | None = None  # of independent ranks: global batches from one merge to the next, to begin with
     merges: int | None = None  # in the whole run, if that stays so
     merging: str = ""  # how often ranks merge, and why so often
     synchronous_instead: str = ""  # what strategy=synchronous would give and cost
+    cut_costs: CutCosts | None = field(default=None, repr=False)  # what a pipeline's cut rests on
+    divided_instead: str = ""  # what the other way to divide the model would give and cost
     key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
 
     @property
     def workers(self) -> tuple[RankPlan, ...]:
         """Those among whom data are divided: all ranks, or the first for all, where they hold parts of one model."""
-        return self.ranks[:1] if self.division else self.ranks
+        return self.ranks[:1] if self.divides_model else self.ranks
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether every rank has a part of one model, so that all take part in every micro-batch."""
+        return bool(self.division or self.stages)
+
+    def checkpoints_blocks(self, rank: int) -> bool:
+        """Whether a rank's blocks recompute their inside in the backward pass."""
+        return self.gradient_checkpointing or bool(self.stages and self.stages[rank].gradient_checkpointing)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Consecutive blocks of each rank, where the model is pipelined."""
+        return tuple(stage.blocks for stage in self.stages)
 
     @property
     def shares(self) -> list[int]:
@@ -122,7 +183,9 @@ class ClusterPlan:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """The slowest rank's compute and update, from one sync to the next, and the sync."""
+        """The slowest rank's compute and update, from one sync to the next, and the sync; a pipeline's schedule."""
+        if self.stages:
+            return next((way.step_seconds for way in self.predictions if way.chosen), None)
         computes = [plan.predicted_compute_seconds for plan in self.ranks]
         known = [seconds for seconds in computes if seconds is not None]
         if len(known) < len(computes):
@@ -154,6 +217,8 @@ class ClusterPlan:
         """One row a rank, for a table; the columns are the keys."""
         if self.division:
             return [part.row(rank.rank, rank.host) for rank, part in zip(self.ranks, self.parts, strict=True)]
+        if self.stages:
+            return [stage.row(rank.rank, rank.host) for rank, stage in zip(self.ranks, self.stages, strict=True)]
         return [
             {
                 "rank": str(plan.rank),
@@ -172,10 +237,11 @@ class ClusterPlan:
         """For plan.json and the records; of the curves what can be drawn."""
         drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
         return {
-            **asdict(replace(self, curves=(), key=None)),
+            **asdict(replace(self, curves=(), key=None, cut_costs=None)),
             "key": self.key and self.key.model_dump(mode="json"),
             "curves": [curve and curve.model_dump(mode="json", include=drawn) for curve in self.curves],
             "shares": self.shares,
+            "blocks": self.blocks,
             "predicted_step_seconds": self.predicted_step_seconds,
             "predicted_pairs_per_second": self.predicted_pairs_per_second,
             "solo_sum_pairs_per_second": self.solo_sum_pairs_per_second,

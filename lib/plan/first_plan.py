@@ -16,7 +16,7 @@ from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.partition import FAMILIES, model_shape_of
+from lib.model.partition import FAMILIES, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration, memory_ceilings
 from lib.plan.calibration import HostCalibration
@@ -39,6 +39,7 @@ def first_plan(
     lengths: np.ndarray,
     rows: Rows | None = None,
     resumed: Path | None = None,
+    typical: Rows | None = None,
 ) -> ClusterPlan:
     """The plan that a run starts with, and what is likely to be a mistake in it (lib/plan/plan_warnings.py).
 
@@ -48,11 +49,12 @@ def first_plan(
         lengths: int [n], of the training data's rows, as Dataset.lengths.
         rows: the largest of them, for the memory model.
         resumed: the folder of a run that goes on: where it ended for want of memory, its host remembers that first.
+        typical: rows of mean sizes, for the times and the traffic of a pipeline.
 
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
-    return advised(config, _first_plan(config, world, hosts, lengths, rows, resumed))
+    return advised(config, _first_plan(config, world, hosts, lengths, rows, resumed, typical))
 
 
 def _first_plan(
@@ -62,26 +64,35 @@ def _first_plan(
     lengths: np.ndarray,
     rows: Rows | None,
     resumed: Path | None,
+    typical: Rows | None,
 ) -> ClusterPlan:
-    if config.strategy == "sharded" and world.size == 1:
+    if config.strategy in ("sharded", "pipelined") and world.size == 1:
         sizes = config.plan.micro_batch_sizes
         alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
         config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = model_folder.resolve(config.model.path, config.model.revision)
-        shape = None
-        if config.strategy in ("auto", "sharded") and world.size > 1:
-            with contextlib.suppress(*([UserError] if config.strategy == "auto" else [])):  # whoever asks is told why
-                shape = model_shape_of(tokenizer.stored_config(config.model), model_dtype(config))
+        shape = block_shape = None
+        if config.strategy in ("auto", "sharded", "pipelined") and world.size > 1:
+            stored, dtype = tokenizer.stored_config(config.model), model_dtype(config)
+            with contextlib.suppress(
+                *([UserError] if config.strategy != "sharded" else [])
+            ):  # whoever asks is told why
+                shape = model_shape_of(stored, dtype)
+            if config.strategy != "sharded":
+                with contextlib.suppress(*([UserError] if config.strategy != "pipelined" else [])):
+                    block_shape = model_shape_of(stored, dtype, to_divide=False)
         padded = padded_lengths(lengths, length_multiple(config.data))
         key = calibration.curve_key(config, folder, round(float(padded.mean())))
     # Unlike devices pad unlike: rank 0's lengths are the ones that all plan with.
-    agreed = json.loads(
-        world.broadcast_text(
-            json.dumps({"key": key.model_dump(), "longest": int(padded.max()), "rows": rows and asdict(rows)})
-        )
-    )
+    own_facts = {
+        "key": key.model_dump(),
+        "longest": int(padded.max()),
+        "rows": rows and asdict(rows),
+        "typical": typical and asdict(typical),
+    }
+    agreed = json.loads(world.broadcast_text(json.dumps(own_facts)))
     key = calibration.CurveKey(**agreed["key"])
     warning, limit = "", memory_limit(config, hosts, world)
     with world.agreeing("reading the calibration"):
@@ -108,7 +119,9 @@ def _first_plan(
             published=published,
             dataset_size=len(lengths),
             shape=shape,
+            block_shape=block_shape,
             memory_model=_memory_model(config, agreed["rows"]),
+            typical_rows=Rows(**agreed["typical"]) if agreed["typical"] else None,
         )
         plan = plan_run(config, ranks, facts)
         plan = replace(plan, key=key, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings))
@@ -184,6 +197,29 @@ def sharded_plan(config: Config, world: World, hosts: list[str]) -> ClusterPlan:
             for host, (memory_bytes, gflops) in zip(hosts, map(json.loads, texts), strict=True)
         ]
         return plan_sharded(config, ranks, shape)
+
+
+def stage_blocks(config: Config, world: World, hosts: list[str]) -> tuple[int, ...]:
+    """Consecutive blocks of each rank, where only forward passes are to be made: as plan.shares says, else by memory.
+
+    Raises:
+        AgreedError: there are more ranks than blocks, or plan.shares does not fit.
+    """
+    limit = memory_limit(config, hosts, world).size_bytes
+    memory = [float(text or 0) for text in world.gather_text(str(limit or ""), "every host's memory")]
+    with world.agreeing("planning"):
+        blocks = model_shape_of(tokenizer.stored_config(config.model), to_divide=False).blocks
+        shares = config.plan.shares
+        if world.size > blocks:
+            raise UserError(
+                f"strategy=pipelined: {world.size} ranks, but the model has only {blocks} blocks; use fewer ranks"
+            )
+        if shares is not None and (len(shares) != world.size or sum(shares) != blocks):
+            raise UserError(
+                f"plan.shares {list(shares)}: with strategy=pipelined give each of {world.size} ranks its blocks, "
+                f"{blocks} in all; or plan.shares=null"
+            )
+        return shares or apportion(blocks, memory if all(memory) else [1.0] * world.size)
 
 
 def model_dtype(config: Config) -> str | None:

@@ -51,7 +51,7 @@ def step_bytes(
     """
     tape = Step(shape, training, batch, device).write()
     gradients = sum(array.size_bytes for array in tape.kept_to_the_end)
-    backward = tape.peak_bytes(device)
+    backward = tape.peak_bytes(device, training.method)
     adapters = 0.0 if training.method == "full" else gradients
     if training.method == "full":  # float32, whatever was loaded
         adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
@@ -93,6 +93,18 @@ class Rows:
             int(seen.max()),
             int(tokens.max()),
             int(scored.sum(axis=1).max()),
+            seen.shape[1],
+            length_multiple,
+        )
+
+    @classmethod
+    def mean(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
+        """A row of mean sizes, for times and traffic: one that has them all, as no row may. Arguments as `of`."""
+        return cls(
+            round(float(prompts.mean())),
+            round(float(seen.max(axis=1).mean())),
+            round(float(real_tokens(prompts, seen).mean())),
+            round(float(scored.sum(axis=1).mean())),
             seen.shape[1],
             length_multiple,
         )

@@ -112,7 +112,7 @@ def applied(plan: ClusterPlan, known: Sequence[HostCalibration | None], may_chec
         )
         checkpointing, ceilings = True, [ceiling_of(one, recomputed) for one in known]
     most = [max(1, one.max_pairs) if one else None for one in ceilings]
-    if plan.division:  # every rank takes part in every micro-batch
+    if plan.divides_model:  # every rank takes part in every micro-batch
         most = [min((size for size in most if size), default=None)] * len(most)
     for rank, limit in zip(plan.ranks, most, strict=True):
         largest = max(rank.micro_batch_sizes, default=0)

@@ -27,7 +27,8 @@ from lib.model.partition import ModelShape
 from lib.system.hardware import Device
 
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
-TASKS = 11  # that MLX has under way: ten, and the one that is being filled
+TASKS = 11  # that MLX has under way at most: ten, and the one that is being filled
+CUDA_TASKS = {"lora": TASKS, "dora": 5, "full": 5}  # one H200's peaks; 11 would plan up to 1.9 times
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
 TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}  # operations, elements read
@@ -107,8 +108,9 @@ class Tape:
         while operations:
             operations.pop()()
 
-    def peak_bytes(self, device: Device) -> float:
+    def peak_bytes(self, device: Device, method: str) -> float:
         """The most bytes held at a time."""
+        tasks_under_way = CUDA_TASKS[method] if device == "cuda" else TASKS
         last = {
             array: i for i, operation in enumerate(self.operations) for array in (*operation.makes, *operation.reads)
         }
@@ -128,7 +130,7 @@ class Tape:
             if count >= most_operations or elements > most_elements:
                 tasks.append(freed)
                 freed, elements, count = 0.0, 0.0, 0
-                if len(tasks) >= TASKS:
+                if len(tasks) >= tasks_under_way:
                     held -= tasks.popleft()
         return peak
 
@@ -191,7 +193,8 @@ class Step:
         """Layers that read the same input."""
         method = self.training.method if self.is_trained else "frozen"
         if method == "dora":
-            return [self.dora(x, width) for width in widths]
+            shared = None if self.on_cpu else self.wide(x)  # compiled, it is made once
+            return [self.dora(x, shared or self.wide(x), width) for width in widths]
         tape, inner = self.tape, x.elements / self.tokens
         adapted = method == "lora"
         low = self.array(self.training.rank * len(widths), x) if adapted else None
@@ -219,11 +222,13 @@ class Step:
         self.later(back)
         return ys
 
-    def dora(self, x: _Array, width: int) -> _Array:
-        """As mlx-lm has it: the adapted weights are made for their norm, the low-rank term in float32."""
+    def wide(self, x: _Array) -> _Array:
+        return x if self.item == 4 else self.array(x.elements / self.tokens, x, item=4)
+
+    def dora(self, x: _Array, wide: _Array, width: int) -> _Array:
+        """As mlx-lm has it: the adapted weights are made for their norm, the low-rank term in float32 (`wide`)."""
         tape, inner = self.tape, x.elements / self.tokens
         y = self.array(width, x, weights=inner * width)
-        wide = x if self.item == 4 else self.array(inner, x, item=4)
         low = self.array(self.training.rank, wide, item=4)
         z = self.array(width, low, item=4)
         out = self.array(width, y, z)
@@ -331,18 +336,13 @@ class Step:
             probabilities = tape.make(scores, item, qs, keys)
         repeated = both * self.shape.heads / self.shape.kv_heads
         dv = tape.make(repeated, item, probabilities, d_out)
-        product = tape.make(
-            scores, item, probabilities, d_out, values
-        )  # with the probabilities' cotangent, in its place
+        # With the probabilities' cotangent, in its place.
+        product = tape.make(scores, item, probabilities, d_out, values)
         other = tape.make(scores, item, probabilities, product)
         d_scores = tape.make(scores, item, product, other)
         dq = tape.make(own, item, d_scores, keys)
         dk = tape.make(repeated, item, d_scores, qs)
-        return [
-            tape.make(own, item, dq),
-            tape.make(both, item, dk),
-            tape.make(both, item, dv),
-        ]
+        return [tape.make(own, item, dq), tape.make(both, item, dk), tape.make(both, item, dv)]
 
     def swiglu(self, gate: _Array, up: _Array) -> _Array:
         tape, width = self.tape, gate.elements / self.tokens

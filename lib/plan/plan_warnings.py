@@ -26,6 +26,7 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
         slow_shares(config, plan),
         *beyond_the_knee(plan),
         needless_sharding(config, plan),
+        needless_pipeline(config, plan),
         not_calibrated(config, plan),
         one_outer_round(config, plan),
         unscaled_learning_rate(config.train),
@@ -37,7 +38,7 @@ def advised(config: Config, plan: ClusterPlan) -> ClusterPlan:
 def slow_shares(config: Config, plan: ClusterPlan) -> str | None:
     """Configured shares, often equal ones, that make a step longer than the hosts' curves allow."""
     curves = [curve for curve in plan.curves if curve is not None]
-    if config.plan.shares is None or plan.division or len(curves) < len(plan.ranks):
+    if config.plan.shares is None or plan.divides_model or len(curves) < len(plan.ranks):
         return None
     hosts = [rank.host for rank in plan.ranks]
     best = plan_cluster(
@@ -74,6 +75,21 @@ def beyond_the_knee(plan: ClusterPlan) -> list[str]:
     return warnings
 
 
+def needless_pipeline(config: Config, plan: ClusterPlan) -> str | None:
+    """A model that is cut into stages although the smallest host could hold and train all of it."""
+    memory = [stage.memory_bytes for stage in plan.stages if stage.memory_bytes is not None]
+    if config.strategy != "pipelined" or len(plan.stages) < 2 or len(memory) < len(plan.stages):
+        return None  # "auto" has its reasons
+    needed = sum(stage.weight_bytes + stage.training_bytes for stage in plan.stages)
+    if needed > (1 - ROOM_FOR_ACTIVATIONS) * min(memory):
+        return None
+    return (
+        f"strategy=pipelined: the whole model takes {needed / 1e9:.3g} GB "
+        f"and the smallest host has {min(memory) / 1e9:.3g} GB; "
+        "stages wait for each other as a step begins and ends, replicas do not: strategy=auto"
+    )
+
+
 def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:
     """A model that is divided although the smallest host could hold and train all of it."""
     memory = [part.memory_bytes for part in plan.parts if part.memory_bytes is not None]
@@ -94,7 +110,7 @@ def needless_sharding(config: Config, plan: ClusterPlan) -> str | None:
 def not_calibrated(config: Config, plan: ClusterPlan) -> str | None:
     """Several hosts, and no curve says what each can do."""
     unknown = [rank.host for rank, curve in zip(plan.ranks, plan.curves, strict=True) if curve is None]
-    if plan.division or not unknown or len({rank.host for rank in plan.ranks}) == 1:
+    if plan.divides_model or not unknown or len({rank.host for rank in plan.ranks}) == 1:
         return None
     names = ", ".join(dict.fromkeys(unknown))
     if config.plan.shares is not None:

@@ -18,6 +18,7 @@ from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.shares import equal_shares, solo_pairs_per_second
 from lib.plan.strategy import Merging
 
+MESSAGE_BYTES = 2**23  # by which links are compared: the activations of 1,000 tokens of a large model
 MEETING_BYTES = 4096  # of each of the two sums in which ranks tell each other how far they are, before they merge
 
 
@@ -77,6 +78,31 @@ class Cluster:
         """One sum over the slowest link; 0 for a single host, and where nothing was measured."""
         sums = (link.seconds(size_bytes) for link in self._links() if link.operation == "all_sum")
         return max(sums, default=0.0) * (len(self.hosts) > 1)
+
+    def link_between(self, rank: int) -> Link | None:
+        """A rank's link to the next one, one way; None where none was measured.
+
+        A sum over n ranks passes 2 (n - 1) / n of its bytes over every link of a ring: where no ping-pong was measured,
+        the slower host's sums say what a message takes.
+        """
+        pair = {self.hosts[rank].name, self.hosts[rank + 1].name}
+        links = [
+            link
+            for one in self.calibrations[rank : rank + 2]
+            for link in (one.links if one else ())
+            if link.backend == self.run.backend
+        ]
+        direct = [link for link in links if link.operation == "ping_pong" and set(link.peers) == pair]
+        if direct:
+            return max(direct, key=lambda link: link.seconds(MESSAGE_BYTES))
+        one_way = []
+        for link in links:
+            passes = 2 * (max(2, len(link.peers)) - 1)
+            bandwidth = link.bandwidth_bytes_per_second * passes / max(2, len(link.peers))
+            changed = {"latency_seconds": link.latency_seconds / passes, "bandwidth_bytes_per_second": bandwidth}
+            if link.operation == "all_sum":
+                one_way.append(link.model_copy(update={**changed, "transfers": ()}))
+        return max(one_way, key=lambda link: link.seconds(MESSAGE_BYTES), default=None)
 
     def _links(self) -> list[Link]:
         return [link for one in self.calibrations if one for link in one.links if link.backend == self.run.backend]
@@ -153,6 +179,11 @@ def predict_sharded(
         max(needed),
         float(per_batch * messages.sum() * 2 * (ranks - 1) / ranks),
     )
+
+
+def sharded_tokens(run: RunFacts) -> int:
+    """Tokens of a pair through the blocks, rows as long as a typical one."""
+    return run.key.sequence_length * (2 if run.key.records == "preference" else 1)
 
 
 def measured_for(key: CurveKey, choice: CurveChoice) -> bool:

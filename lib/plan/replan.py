@@ -135,7 +135,7 @@ class Schedule:
         What is made already, up to there, each rank cuts by itself (`most_at`). Later plans and resumes keep to it.
         """
         plan = self.plans[-1].plan
-        hit = range(len(plan.ranks)) if plan.division else ranks
+        hit = range(len(plan.ranks)) if plan.divides_model else ranks
         if gradient_checkpointing:
             new = replace(plan, gradient_checkpointing=True)
             why = "gradient checkpointing is on"

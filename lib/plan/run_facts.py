@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lib.model.partition import ModelShape
 from lib.plan.calibration import CurveKey, HostCalibration
-from lib.plan.memory import MemoryModel
+from lib.plan.memory import MemoryModel, Rows
 from lib.system.hardware import Device
 
 
@@ -33,5 +33,7 @@ class RunFacts:
     versions: Mapping[str, str] = field(default_factory=dict)  # of the packages now, e.g. {"mlx": "0.32.4"}
     published: Sequence[HostCalibration] = ()  # figures of chips
     dataset_size: int | None = None  # pairs; with train.epochs, the length of the run
-    shape: ModelShape | None = None  # of the model; None: it cannot be divided
+    shape: ModelShape | None = None  # of the model; None: its blocks cannot be divided
+    block_shape: ModelShape | None = None  # of the model; None: it cannot be cut between its blocks
     memory_model: MemoryModel | None = None  # None: nothing is known of the model's dimensions
+    typical_rows: Rows | None = None  # rows of mean sizes; None: all are as long as the key says

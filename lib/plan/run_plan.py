@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lib.config.load import with_strategy
 from lib.config.schema import Config
-from lib.errors import UserError
 from lib.model.partition import ModelShape
 from lib.plan.calibration import MEMORY_HEADROOM, CurveChoice, CurveKey, HostCalibration
 from lib.plan.calibration_checks import all_sound
-from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
-from lib.plan.divide_work import GOOD_EFFICIENCY, make_plan, plan_sharded, sufficient_global_batch, with_memory
+from lib.plan.cluster_plan import ClusterPlan, whole_bytes
+from lib.plan.divide_work import GOOD_EFFICIENCY, make_plan, sufficient_global_batch, with_memory
+from lib.plan.divided_run import DIVIDED, can_divide, divided_predictions, plan_divided, without_configured_shares
 from lib.plan.memory_fitting import MemoryEstimates
 from lib.plan.predictions import (
     MEETING_BYTES,
@@ -25,7 +23,6 @@ from lib.plan.predictions import (
     measured_for,
     peak_bytes,
     predict_replicas,
-    predict_sharded,
 )
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge, listed
@@ -40,24 +37,21 @@ def plan_run(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> Cluste
         UserError: as make_plan, plan_sharded and choose_curves.
     """
     cluster, warnings = _cluster(config, hosts, run)
-    can_divide = run.shape is not None and len(hosts) > 1
-    must_divide = can_divide and config.strategy == "sharded"
-    may_divide = can_divide and (must_divide or (config.strategy == "auto" and config.plan.shares is None))
+    must_divide = config.strategy in DIVIDED and can_divide(cluster, config.strategy)
+    may_divide = must_divide or (config.strategy == "auto" and config.plan.shares is None and can_divide(cluster))
     replicas: ClusterPlan | None = None
     too_large: TooLarge | None = None
     try:
-        replicas = _plan_replicas(_without_configured_shares(config) if must_divide else config, cluster)
+        replicas = _plan_replicas(without_configured_shares(config) if must_divide else config, cluster)
     except TooLarge as error:
         if not may_divide:
             raise
         too_large = error
     if replicas is None or must_divide:
-        return _divided_run(config, cluster, replicas, too_large, warnings)
+        return plan_divided(config, cluster, replicas, too_large, warnings)
     predictions = list(replicas.predictions)
-    if can_divide and replicas.calibrated:
-        with contextlib.suppress(UserError):  # then it cannot be divided, and nothing is predicted of that
-            divided = _plan_divided(_without_configured_shares(config), cluster)
-            predictions[2:2] = [replace(prediction, chosen=False) for prediction in divided.predictions]
+    if replicas.calibrated and config.strategy != "pipelined":
+        predictions[2:2] = divided_predictions(config, cluster)
     return replace(replicas, predictions=tuple(predictions), warnings=(*warnings, *replicas.warnings))
 
 
@@ -81,63 +75,6 @@ def _memory_limit(memory_bytes: int | None, calibration: HostCalibration | None)
     """What a rank may use: a calibration may know of less than the host has."""
     calibrated = [curve.memory_limit_bytes for curve in calibration.curves] if calibration else []
     return min((size for size in (memory_bytes, *calibrated) if size), default=None)
-
-
-def _without_configured_shares(config: Config) -> Config:
-    """The settings for predictions of another strategy than the one that plan.shares was written for."""
-    unset = {"shares": None, "micro_batch_sizes": None, "require_calibration": False}
-    return config.model_copy(update={"plan": config.plan.model_copy(update=unset)})
-
-
-# ---- A part of the model on every host
-
-
-def _divided_run(
-    config: Config,
-    cluster: Cluster,
-    replicas: ClusterPlan | None,
-    too_large: TooLarge | None,
-    warnings: tuple[str, ...],
-) -> ClusterPlan:
-    """The plan of a run that is sharded, as configured, or because the whole model is too large for a host.
-
-    Raises:
-        UserError: the model cannot be divided among these hosts.
-    """
-    others: tuple[Prediction, ...] = ()
-    if too_large is not None:
-        name, needed = "independent, synchronous: too large", too_large.needed_bytes
-        others = (Prediction(name, tuple(cluster.names), None, None, memory_bytes=needed),)
-    elif replicas is not None and replicas.calibrated:
-        others = tuple(replace(prediction, chosen=False) for prediction in replicas.predictions)
-    try:
-        plan = _plan_divided(config, cluster)
-    except UserError as error:
-        if config.strategy == "sharded":
-            raise
-        raise UserError(f"{too_large}; nor can it be divided: {error}") from None
-    why = "as strategy has it" if config.strategy == "sharded" else f"because {str(too_large).partition(';')[0]}"
-    return replace(
-        plan,
-        reason=f"sharded, {why}; {plan.reason}",
-        warnings=(*warnings, *plan.warnings),
-        predictions=(*plan.predictions, *others),
-    )
-
-
-def _plan_divided(config: Config, cluster: Cluster) -> ClusterPlan:
-    """The plan of hosts that each keep a part of the model, with its prediction."""
-    run, hosts = cluster.run, cluster.hosts
-    assert run.shape is not None
-    rates = [one.gflops if one else None for one in cluster.calibrations]
-    if not all(rates) and all(host.gflops for host in hosts):  # comparable only where all are measured the same way
-        rates = [host.gflops for host in hosts]
-    comparable = [replace(host, gflops=rate) for host, rate in zip(hosts, rates, strict=True)]
-    plan = plan_sharded(with_strategy(config, "sharded"), comparable, run.shape, run.memory_model)
-    tokens = run.key.sequence_length * (2 if run.key.records == "preference" else 1)
-    sums = cluster.sum_seconds if cluster.link_is_known else None
-    prediction = predict_sharded(plan, run.shape, cluster.of_this_model(run.key), tokens, sums)
-    return replace(plan, predictions=(prediction,))
 
 
 # ---- The whole model on every host
@@ -191,8 +128,9 @@ def _plan_replicas(config: Config, cluster: Cluster) -> ClusterPlan:
         UserError: as make_plan and choose_curves.
     """
     run, size = cluster.run, len(cluster.hosts)
-    if config.strategy in ("auto", "sharded") and run.shape is not None and size > 1:
-        _check_unmeasured(config, cluster, run.shape)
+    shape = run.shape or run.block_shape
+    if config.strategy in ("auto", *DIVIDED) and shape is not None and size > 1:
+        _check_unmeasured(config, cluster, shape)
     replicas, synchronous, warnings = _with_checkpointing_if_needed(config, cluster)
     choice, sync_seconds = replicas.choice, replicas.sync_seconds()
     without_sync = replicas.plan(0.0)

@@ -1,7 +1,7 @@
 """One backend: mlx_lm.server on a loopback port, for the gateway that started it alone.
 
     python -m lib.serve.backend_process --port 40123 --model PATH [--adapter PATH] [--fuse] [--concurrency N]
-        [--wired auto|always|never]
+        [--wired auto|always|never] [--chat-template FILE] [--chat-template-args JSON]
 
 The first line of its standard input is a secret that every request has to bring, so that neither another user of the
 host nor a web page in somebody's browser reaches a server that would load any model it is asked for. When standard
@@ -47,11 +47,14 @@ def main(arguments: list[str] | None = None) -> None:
     # No origin is "": the gateway decides what a browser may do.
     quiet = ["--allowed-origins", "", "--log-level", "WARNING"]
     sys.argv = ["mlx_lm.server", *where, *quiet, "--host", "127.0.0.1", "--port", str(options.port)]
-    sys.argv += ["--decode-concurrency", str(options.concurrency)]
+    sys.argv += ["--decode-concurrency", str(options.concurrency), "--chat-template-args", options.chat_template_args]
+    if options.chat_template:
+        sys.argv += ["--chat-template", Path(options.chat_template).read_text(encoding="utf-8")]
 
     from mlx_lm import server
 
     metal.keep_wired(options.wired, sum(path.stat().st_size for path in Path(where[1]).glob("*.safetensors")))
+    _stop_at_every_end(server)
     _require(secret, server.APIHandler)
     server.APIHandler.disable_nagle_algorithm = True  # a token goes out when it is there, not 40 ms later
     # Its listener has a backlog of five connections; of a burst of more, the rest would try again a second later.
@@ -78,6 +81,18 @@ def fused(model: str, adapter: Path) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _stop_at_every_end(server: Any) -> None:
+    """Ends answers where training ended them: mlx-lm takes generation_config.json's end tokens in the others' place."""
+    load = server.load
+
+    def load_with_ends(path: str, *arguments: Any, **options: Any) -> Any:
+        loaded = load(path, *arguments, **options)
+        loaded[1].eos_token_ids |= model_folder.end_ids(Path(path))
+        return loaded
+
+    server.load = load_with_ends
 
 
 def _require(secret: str, handler: type[Any]) -> None:
@@ -110,6 +125,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fuse", action="store_true")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--chat-template", help="file of a template in the place of the model's")
+    parser.add_argument("--chat-template-args", default="{}", help="what the run's prompts were rendered with")
     parser.add_argument("--wired", default="auto", help="metal.wired of the run")
     return parser.parse_args(arguments)
 

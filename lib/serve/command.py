@@ -34,6 +34,7 @@ from starlette.types import ASGIApp
 from lib.config import command_line, help, load
 from lib.config.schema import Config
 from lib.config.serve_settings import ServeSettings
+from lib.data import chat_template
 from lib.errors import UserError
 from lib.launch import hostfile, ssh
 from lib.serve import api_keys
@@ -107,8 +108,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(f"serve.host={host} serve.port={port}: {reason}; serve.port=0 takes a free port") from None
 
 
-def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
-    """Every backend by its name, and how it is started; None for those that run already.
+def recipes(settings: Config, run: Path | None, folder: Path | None = None) -> dict[str, Recipe | None]:
+    """Every backend by its name, and how it is started; None for those that run already. folder: the model's.
 
     Raises:
         UserError: the host file is wrong.
@@ -121,11 +122,22 @@ def recipes(settings: Config, run: Path | None) -> dict[str, Recipe | None]:
     words += ["--revision", model.revision] if model.revision else []
     words += ["--adapter", str(run.resolve())] if run is not None else []
     words += ["--fuse"] * options.fuse + ["--trust-remote-code"] * model.trust_remote_code
-    words += ["--wired", settings.metal.wired]
+    words += ["--wired", settings.metal.wired, *_template_words(settings, run, folder)]
     if options.hostfile is None:
         return {"local": Recipe(tuple(words))}
     hosts = hostfile.read(Path(options.hostfile)).hosts
     return {host.name: Recipe(tuple(words), None if ssh.is_this_machine(host) else host) for host in hosts}
+
+
+def _template_words(settings: Config, run: Path | None, folder: Path | None) -> list[str]:
+    """What makes a backend render prompts as the run's were; a request's own chat_template_kwargs come before it."""
+    data = settings.data
+    words = [] if isinstance(data.chat_template, bool) else ["--chat-template", str(Path(data.chat_template).resolve())]
+    files = [] if folder is None else [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
+    files += [Path(word) for word in words[1:]]
+    text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    given = data.chat_template_kwargs if run is None else chat_template.arguments_at_inference(data, text)
+    return words + (["--chat-template-args", json.dumps(given)] if given else [])
 
 
 def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:
@@ -154,14 +166,15 @@ def labelled_kind(settings: Config, folder: Path) -> Kind:
     has_template = (folder / "chat_template.jinja").exists() or (
         stored.exists() and json.loads(stored.read_text()).get("chat_template") is not None
     )
-    return "chat" if has_template and settings.data.chat_template is not False else "text"
+    wanted = settings.data.chat_template  # false, true for the model's own, or a file
+    return "chat" if isinstance(wanted, str) or (wanted and has_template) else "text"
 
 
 async def _serve(
     settings: Config, run: Path | None, name: str, folder: Path, ring: api_keys.Keys | None, listening: socket.socket
 ) -> None:
     options = settings.serve
-    named = recipes(settings, run)
+    named = recipes(settings, run, folder)
     backends = [Backend(name, options.concurrency) for name in named]
     pool = Pool(backends, options.max_queue)
     # Nothing from the environment: a proxy has no place between here and a backend.

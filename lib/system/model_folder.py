@@ -50,3 +50,15 @@ def resolve(path: str, revision: str | None = None) -> Path:
             f"model.path {path}: its config.json is not a JSON object, perhaps cut short; copy the model again"
         )
     return folder
+
+
+def end_ids(folder: Path) -> set[int]:
+    """Tokens at which generation stops, by config.json and generation_config.json: either may name some alone."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            stored = json.loads((folder / name).read_text())
+            for part in (stored, stored.get("text_config") or {}):
+                ids = part.get("eos_token_id")
+                found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found

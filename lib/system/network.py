@@ -102,10 +102,20 @@ def own_addresses() -> list[str]:
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
         ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
         addresses += [address.rpartition(":")[0] for address in ring[int(os.environ.get("MLX_RANK", 0))]]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # nothing is sent; the system says by which address it would be
-        addresses.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        addresses.append(address_towards("192.0.2.1"))
     return list(dict.fromkeys(addresses))
+
+
+def address_towards(other: str) -> str:
+    """This host's address on the way to another, of which nothing is asked.
+
+    Raises:
+        OSError: there is no way.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # nothing is sent; the system says by which address it would be
+        return str(probe.getsockname()[0])
 
 
 # ---- Connections

@@ -83,16 +83,24 @@ class Limit:
         Raises:
             OutOfMemory: a micro-batch took more than the limit.
         """
-        import mlx.core as mx
-
         for batch in batches:
             yield batch
-            pairs, peak = len(batch[0].rows), mx.get_peak_memory()
-            if self.size_bytes and peak > self.size_bytes and (self.is_configured or pairs > 1):
-                name = "plan.memory_limit_gb" if self.is_configured else "this machine's limit"
-                raise OutOfMemory(
-                    f"a micro-batch of {pairs} took {peak / 1e9:.4g} GB, {name} is {self.size_bytes / 1e9:.4g} GB"
-                )
+            self.check(len(batch[0].rows))
+
+    def check(self, pairs: int) -> None:
+        """Holds the peak so far against the limit.
+
+        Raises:
+            OutOfMemory: a micro-batch of so many pairs took more.
+        """
+        import mlx.core as mx
+
+        peak = mx.get_peak_memory()
+        if self.size_bytes and peak > self.size_bytes and (self.is_configured or pairs > 1):
+            name = "plan.memory_limit_gb" if self.is_configured else "this machine's limit"
+            raise OutOfMemory(
+                f"a micro-batch of {pairs} took {peak / 1e9:.4g} GB, {name} is {self.size_bytes / 1e9:.4g} GB"
+            )
 
 
 # ---- Work that may fail for memory

@@ -322,7 +322,7 @@ def kto_loss(rows: Labelled, kl: mx.array, options: UnpairedOptions) -> mx.array
 
 
 def bco_loss(rows: Labelled, shift: mx.array, options: UnpairedOptions) -> mx.array:
-    """BCO, Jung et al. 2024, arXiv:2404.04656, eq. 8: a binary classifier of rewards; losses, float32 [B].
+    """BCO, Jung et al. 2024, arXiv:2404.04656, section 4: a binary classifier of rewards; losses, float32 [B].
 
     -log sigma(beta r - delta) for a desirable completion, -log sigma(-(beta r - delta)) for another, without the
     paper's density ratio (UDM). shift: delta, the mean of all rewards so far; it gets no gradient.

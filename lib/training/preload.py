@@ -23,7 +23,9 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
-from lib.data.tokenize import Tokenizer
+from lib.data.template_facts import facts_of
+from lib.data.text_tokens import Tokenizer
+from lib.data.tokenize import Encoder
 from lib.model import adapters, load
 from lib.system import hardware, model_folder, provenance
 from lib.training import losses
@@ -100,7 +102,7 @@ def read(words: Sequence[str]) -> None:
     data = None if is_streamed(config.data) else _read(config)
     model = None
     free = hardware.free_memory_bytes() if hardware.mlx_device()[0] == "cpu" else None  # a GPU's is not the host's
-    if free is not None and config.strategy != "sharded":
+    if free is not None and config.strategy not in ("sharded", "pipelined"):
         model = load.load(config.model, config.train.seed, lazy=True)
         if is_small(sum(array.nbytes for _, array in tree_flatten(model.parameters())), free):
             adapters.make_trainable(model, config.model, config.train.seed)
@@ -143,6 +145,8 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     say = tell or messages.append
     tokenizer = tokenizer_module.load_tokenizer_of(config.model)
     words = tokenizer_module.vocabulary(config.model)
+    if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
+        say(str(facts))
     kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
     data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
@@ -155,6 +159,8 @@ def _files(config: Config) -> Iterator[Path]:
         yield from sources.files_of(source, config.data)
     if config.evaluate.answers is not None:
         yield Path(config.evaluate.answers)
+    if not isinstance(config.data.chat_template, bool):
+        yield Path(config.data.chat_template)
     folders = [model_folder.resolve(config.model.path, config.model.revision)]
     if config.model.reference != "initial":
         folders.append(model_folder.resolve(config.model.reference))

@@ -102,6 +102,8 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     if settings.shared_prompts or window is not None:
         with world.workers.together("a look at how the model takes prompts"):
             why_not = cannot_share_prompts(model)
+    if world.workers.size < world.size:  # ranks may hold unlike parts of the model
+        why_not = next(filter(None, world.gather_text(why_not or "", "how the model takes prompts")), None)
     if why_not and window is not None:
         raise UserError(f"model.attention_window={window} is not for this model: {why_not}; leave it out")
     own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])

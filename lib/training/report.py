@@ -82,7 +82,9 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     ]
     if plan.merging:
         rows += [("merging", plan.merging), ("instead", plan.synchronous_instead)]
-    if plan.calibrated and plan.predicted_step_seconds:
+    if plan.divided_instead:
+        rows.append(("instead", plan.divided_instead))
+    if (plan.calibrated or plan.stages) and plan.predicted_step_seconds:
         rows.append(("predicted", _predicted(plan, steps)))
     say.facts(f"run {config.run.name}", [*rows, ("folder", str(Path(config.run.dir) / str(config.run.name)))])
     if len(plan.ranks) > 1:
@@ -146,7 +148,7 @@ def _show_predictions(say: RunConsole, config: Config, plan: ClusterPlan, steps:
         row.append("-" if seconds is None else duration(seconds))
         cost = hosts_cost(way.hosts, seconds, config.cost) if seconds is not None else None
         rows.append([*row, f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else row)
-    width = min(map(len, rows)) if plan.calibrated or plan.division else 2
+    width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
     say.line("")
     say.table(
         "strategies, as predicted; η: of what the hosts do alone, added up",

@@ -154,9 +154,10 @@ def restore_all(
     progress = start
     weights: Arrays = {}
     state: Arrays = {}
+    wanted = world.whole(adapter_files.trainable(model))
     with world.agreeing("resuming"):
         if path is not None and world.rank == 0:
-            progress, weights, state = restore(path, world.described(adapter_files.trainable(model)), start.data_digest)
+            progress, weights, state = restore(path, wanted, start.data_digest)
     progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
     if progress.step:
         model.update(tree_unflatten(list(world.scattered(weights))))

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
+from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -41,6 +42,9 @@ MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabi
 GradientsOf = Callable[
     [StreamInputs, mx.array | None, mx.array | None, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
 ]  # (inputs, reference, labels, baseline) -> ((loss, SUMS), gradients)
+Forward = Callable[
+    [StreamInputs, mx.array | None, mx.array | None, mx.array | None], tuple[mx.array, mx.array]
+]  # (inputs, reference, labels, baseline) -> (loss, SUMS)
 MeanOf = Callable[[Tree, mx.array], tuple[Tree, exchange.Arrays]]  # (mean gradients, squared norms by name)
 Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 Update = Callable[[Tree, Tree, mx.array], Tree]  # (parameters, gradients, norm) -> parameters
@@ -67,6 +71,7 @@ class StepResult:
     bytes_sent: int
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
     traces: int  # distinct batch shapes so far: each is compiled once
+    sent_error: float | None = None  # of compressed activations: what was left out, relative to their norm
 
     def measurements(self) -> dict[str, float]:
         """The fields of this rank's step record."""
@@ -83,6 +88,7 @@ class StepResult:
             "peak_memory_bytes": self.peak_memory_bytes,
             "bytes_sent": self.bytes_sent,
             "traces": self.traces,
+            **({} if self.sent_error is None else {"sent_error": self.sent_error}),
         }
 
 
@@ -204,12 +210,19 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     return kind(learning_rate=train.learning_rate, **options)
 
 
+def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array | None, mx.array | None]:
+    """What a loss takes beside the log-probabilities, one row for each of the batch: the reference's, and labels."""
+    known = None if reference is None else mx.array(batch.padded(reference))
+    return known, None if batch.labels is None else mx.array(batch.padded(batch.labels))
+
+
 def is_compiled(train: TrainSettings, world: World) -> bool:
     """Whether the step is traced once for every shape of its batches.
 
-    Where ranks have parts of one model their graphs differ, and so would their collectives: there it never is.
+    Where ranks have parts of every block their graphs differ, and so would their collectives: there it never is. Within
+    a stage of a pipeline there are none.
     """
-    return not isinstance(world, Lockstep) and _compiles(train)
+    return (isinstance(world, InStages) or not isinstance(world, Lockstep)) and _compiles(train)
 
 
 def _compiles(train: TrainSettings) -> bool:
@@ -266,6 +279,7 @@ class TrainStep:
     sync: SyncSettings
     feedback: exchange.Arrays
     rank: int
+    forward: Forward
     gradients_of: GradientsOf
     mean_of: MeanOf
     update: Update
@@ -386,10 +400,7 @@ class TrainStep:
             counted.append(batch)
             with self.world.together(what):
                 (_, micro_sums), micro = self.gradients_of(
-                    arrays_of(batch.inputs),
-                    None if reference is None else mx.array(batch.padded(reference)),
-                    None if batch.labels is None else mx.array(batch.padded(batch.labels)),
-                    compared_with,
+                    arrays_of(batch.inputs), *arrays_beside(batch, reference), compared_with
                 )
                 micro = tree_map(lambda g: g.astype(mx.float32), micro)
                 gradients = micro if gradients is None else tree_map(lambda total, g: total + g, gradients, micro)
@@ -477,6 +488,7 @@ def make_step(
         sync or SyncSettings(),
         {} if feedback is None else feedback,
         world.rank if rank is None else rank,
+        forward,
         gradients_of,
         mean_of,
         update,

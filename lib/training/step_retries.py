@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from lib.data.micro_batches import MicroBatches
 from lib.distributed import heartbeat
+from lib.distributed.pipelined_world import InStages
 from lib.errors import AgreedError, Stopped
 from lib.model import adapters
 from lib.plan.first_plan import memory_limit
@@ -16,6 +17,7 @@ from lib.plan.memory_ceilings import HostCeilings
 from lib.system import network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import step as train_step
+from lib.training.pipelined_step import pipelined
 from lib.training.reference_model import AddReference
 from lib.training.step import MicroBatch, StepResult
 from lib.training.training_run import TrainingRun
@@ -35,8 +37,8 @@ class Learner:
         self.memory = HostCeilings.of(run.config, run.hosts, run.world.rank, run.plan)  # what this host remembers
         mx.eval(run.model.state)
         plan = run.schedule.at(run.progress.step + 1)
-        self.worker = 0 if plan.division else run.world.rank
-        self.recomputes = bool(run.config.model.gradient_checkpointing or plan.gradient_checkpointing)
+        self.worker = 0 if plan.divides_model else run.world.rank
+        self.recomputes = bool(run.config.model.gradient_checkpointing or plan.checkpoints_blocks(run.world.rank))
         # Pairs in a micro-batch of this rank, as memory leaves it.
         self.max_micro_batch_size = run.schedule.most_at(self.worker)
         self.take_step = self._make_step()
@@ -47,11 +49,15 @@ class Learner:
         world = run.world.workers if run.local_sgd is None else run.world.alone()
         rank = None if run.local_sgd is None else run.world.rank
         has_dropout = settings.model.dropout > 0
-        take_step = train_step.make_step(
+        step = train_step.make_step(
             run.model, run.optimizer, settings.train, world, has_dropout, settings.sync, run.feedback, rank
         )
-        take_step.rewards = run.progress.rewards
-        return take_step
+        step.rewards = run.progress.rewards
+        if isinstance(world, InStages):
+            stages = run.plan.stages
+            in_flight = [stage.in_flight for stage in stages]
+            return pipelined(step, in_flight, stages[run.world.rank].recomputes, self.limit)
+        return step
 
     def learn(self, step: int, index: int, epoch: int, rows: list[int], batches: list[MicroBatch]) -> StepResult:
         """One optimizer step, recorded. index: of the global step that decides the learning rate, from 0.

@@ -112,19 +112,22 @@ def _efficiency(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> float | None:
     seconds = max(rank["seconds"] for rank in ranks)
     if not seconds or not plan.calibrated or not plan.solo_sum_pairs_per_second:
         return None
-    pairs = ranks[0]["pairs"] if plan.division else sum(rank["pairs"] for rank in ranks)  # divided: all do every pair
+    pairs = (
+        ranks[0]["pairs"] if plan.divides_model else sum(rank["pairs"] for rank in ranks)
+    )  # divided: all do every pair
     return float(pairs / seconds / plan.solo_sum_pairs_per_second)
 
 
 def _beside_plan(plan: ClusterPlan, ranks: Sequence[RankTotals]) -> list[RankTotals]:
     """What every rank did, with the speed that was planned for it."""
-    seconds = plan.predicted_step_seconds if plan.calibrated and not plan.division else None
+    seconds = plan.predicted_step_seconds if plan.calibrated and not plan.divides_model else None
     planned = [share / seconds if seconds else None for share in plan.shares] if seconds else [None] * len(ranks)
     return [{**rank, "planned_pairs_per_second": speed} for rank, speed in zip(ranks, planned, strict=True)]
 
 
 def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
     """The closing tables, where the files are, what to type next, and in a file the summary as JSON."""
+    pages = [name for name in ("report.html", "curves.png") if (folder / name).exists()]
     held_out = (
         ("loss", ".4f", summary["loss_before"], summary["loss"]),
         ("reward accuracy", ".1%", summary["reward_accuracy_before"], summary["reward_accuracy"]),
@@ -162,7 +165,7 @@ def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
             ),
             ("memory", f"{size_text(summary['peak_memory_bytes'])} at most"),
             *(("cost", text) for text in _costs(summary["cost"])),
-            ("results", f"{folder}/: adapter, report.html, curves.png, summary.json"),
+            ("results", f"{folder}/: {', '.join(['adapter', *pages, 'summary.json'])}"),
         ],
     )
     words = [python(), "-m"]

@@ -1,0 +1,411 @@
+"""Conversations ➜ text, through a model's chat template: the same in training, evaluation, sampling and serving."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib.config.schema import DataSettings
+from lib.data.record_formats import JSON, Chat, Message, Unusable
+from lib.data.text_tokens import Tokenizer
+from lib.errors import UserError
+
+# Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
+SENTINEL = "qZ7sentinelZ7q"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which messages carry their thinking; transformers gives templates all of them where a message has one."""
+# An opening and a closing mark of thinking, in the templates that there are, with nothing between them.
+EMPTY_THINKING = re.compile(
+    r"\s*(?:<(seed:)?think>\s*</(?:seed:)?think>|</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>"
+    r"|<\|think:start\|>\s*<\|think:end\|>|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
+    r"|<\|inner_prefix\|>\s*<\|inner_suffix\|>|<\|think_start\|>\s*<\|think_end\|>|<mm:think>\s*</mm:think>)"
+)
+INLINE_THINKING = re.compile(
+    r"\s*(?:<(?:seed:|mm:)?think>|\[THINK\])(.*?)(?:</(?:seed:|mm:)?think>|\[/THINK\])", re.DOTALL
+)
+OPENED_THINKING = re.compile(r"<((?:seed:|mm:)?think)>(\n?)$")
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Conversation(NamedTuple):
+    """Messages, with what else the template is given."""
+
+    messages: list[Message]
+    tools: list[JSON] | None
+    arguments: JSON
+
+
+class Rendering(NamedTuple):
+    """A chat's texts: the prompt as inference sends it, and the whole conversation with each completion."""
+
+    prompt: str
+    wholes: list[str]
+    chat: Chat
+    """As it was rendered: with what the template does not take put where it does."""
+
+
+def template_of(settings: DataSettings) -> str | None:
+    """The text of data.chat_template=FILE; None where the model's own template is used.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if isinstance(settings.chat_template, bool):
+        return None
+    try:
+        return Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template={settings.chat_template}: cannot be read: {error}") from None
+
+
+def arguments_at_inference(settings: DataSettings, template: str) -> JSON:
+    """What a prompt without an answer is rendered with: no thinking, unless data.chat_template_kwargs wants it.
+
+    template: its text, or any that has it in it: the day is given to a template that asks for one.
+    """
+    date = {"date_string": settings.template_date.strftime("%d %b %Y")} if "date_string" in template else {}
+    return {"enable_thinking": False, **date, **settings.chat_template_kwargs}
+
+
+def inline_reasoning(message: Message) -> str | None:
+    """The thinking that an answer's content begins with, without its marks; None where there is none."""
+    content = message.get("content")
+    match = INLINE_THINKING.match(content) if isinstance(content, str) else None
+    return match[1] if match else None
+
+
+def has_reasoning(message: Message) -> bool:
+    """Whether a message brings thinking of its own, in a field or within its content."""
+    return any(message.get(name) for name in REASONING) or inline_reasoning(message) is not None
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, or that of data.chat_template=FILE.
+
+    Args:
+        settings: data.chat_template, data.chat_template_kwargs, data.template_date.
+
+    Raises:
+        UserError: the file of data.chat_template cannot be read, or is not a template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, settings: DataSettings) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        own = template_of(settings)
+        stored = getattr(tokenizer, "chat_template", None)
+        has_template = getattr(tokenizer, "has_chat_template", stored is not None)
+        self.is_used = own is not None or (bool(settings.chat_template) and has_template)
+        # Some models have several, by name: transformers takes that of tools where there are any.
+        named = {"default": own or stored} if own is not None or not isinstance(stored, dict) else stored
+        self._texts = [str(text) for text in named.values()]
+        self.text = str(named.get("default", self._texts[0]))
+        self._options: JSON = {"tokenize": False} | ({} if own is None else {"chat_template": own})
+        self.arguments_without_answer = arguments_at_inference(settings, " ".join(self._texts))
+        """What a prompt alone is rendered with."""
+        for text in self._texts if self.is_used else ():
+            if "strftime_now" in text:
+                _pin_date(text, settings.template_date)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether it says by `{% generation %}` what the model writes."""
+        return MARKS.search(self.text) is not None
+
+    def fingerprint(self) -> str:
+        """What decides the text of a conversation."""
+        return json.dumps(
+            [self._texts, self.arguments_without_answer, self.settings.template_date], sort_keys=True, default=str
+        )
+
+    def arguments(self, chat: Chat) -> JSON:
+        """What the template is given for a chat: thinking only where its answer thinks, unless it is set."""
+        thinks = any(has_reasoning(message) for answer in chat.completions for message in answer)
+        if not thinks and not chat.template_arguments:
+            return self.arguments_without_answer
+        default = {**self.arguments_without_answer, "enable_thinking": thinks}
+        return {**default, **self.settings.chat_template_kwargs, **chat.template_arguments}
+
+    def render(self, chats: Sequence[Chat]) -> list[Rendering | Unusable]:
+        """Texts of each chat, or why there are none."""
+        chats = [self._fold_system(chat) if self.refuses_system else chat for chat in chats]
+        arguments = [self.arguments(chat) for chat in chats]
+        both = list(zip(chats, arguments, strict=True))
+        prompts = self.texts([Conversation(chat.prompt, chat.tools, given) for chat, given in both], True)
+        wholes = iter(
+            self.texts(
+                [
+                    Conversation([*chat.prompt, *answer], chat.tools, given)
+                    for chat, given in both
+                    for answer in chat.completions
+                ],
+                False,
+            )
+        )
+        result: list[Rendering | Unusable] = []
+        for chat, prompt in zip(chats, prompts, strict=True):
+            texts = [next(wholes) for _ in chat.completions]
+            rendered = _rendering(chat, prompt, texts)
+            if isinstance(rendered, Unusable) or _lost(rendered):
+                rendered = self._render_adapted(chat, rendered)
+            result.append(rendered)
+        return result
+
+    def texts(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[str | Unusable]:
+        """Text of each conversation, or Unusable; those that share tools and arguments go in one call."""
+        result: list[str | Unusable] = [""] * len(conversations)  # of no messages: nothing
+        groups: dict[str, list[int]] = {}
+        for index, (messages, tools, arguments) in enumerate(conversations):
+            if not messages:
+                continue
+            key = "" if arguments is self.arguments_without_answer and not tools else repr((tools, arguments))
+            groups.setdefault(key, []).append(index)
+        for indices in groups.values():
+            _, tools, arguments = conversations[indices[0]]
+            options = {**self._options, "add_generation_prompt": add_generation_prompt, **arguments}
+            if tools:
+                options["tools"] = tools
+            made = self._apply([conversations[index].messages for index in indices], options)
+            for index, text in zip(indices, made, strict=True):
+                result[index] = text
+        return result
+
+    def _apply(self, conversations: list[list[Message]], options: JSON) -> list[str | Unusable]:
+        try:
+            texts = self.tokenizer.apply_chat_template(conversations, **options)
+            if isinstance(texts, list) and len(texts) == len(conversations):
+                return texts
+        except Exception:  # One conversation that the template refuses: find it below.
+            pass
+        return [self._apply_once(conversation, options) for conversation in conversations]
+
+    def _apply_once(self, conversation: list[Message], options: JSON) -> str | Unusable:
+        try:
+            return str(self.tokenizer.apply_chat_template(conversation, **options))
+        except Exception as error:  # A template raises whatever its author chose.
+            return Unusable(f"the chat template refuses the conversation: {' '.join(str(error).split())}")
+
+    # ---- What a template does not take, put where it does
+
+    def _render_adapted(self, chat: Chat, first: Rendering | Unusable) -> Rendering | Unusable:
+        """A chat that was refused or lost something, with the same content in another form; `first` where none does."""
+        if isinstance(first, Rendering):
+            first = self._with_thinking(first)
+            if not _lost(first):
+                return first
+        for adapted in _adaptations(chat):
+            given = self.arguments(adapted)
+            (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
+            wholes = [Conversation([*adapted.prompt, *answer], adapted.tools, given) for answer in adapted.completions]
+            rendered = _rendering(adapted, prompt, self.texts(wholes, False))
+            if isinstance(rendered, Rendering) and not _lost(rendered):
+                return rendered
+        if isinstance(first, Unusable):
+            return first
+        return Unusable(
+            f"the chat template leaves out {_lost(first)}; take it out of the data, or give a template that keeps it "
+            "with data.chat_template=FILE"
+        )
+
+    def _with_thinking(self, made: Rendering) -> Rendering:
+        """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
+
+        DeepSeek-R1's and QwQ's do: they are made for prompts alone. What the model writes goes on from the prompt:
+        its thinking, the closing mark, and its answer.
+        """
+        opened = OPENED_THINKING.search(made.prompt)
+        if opened is None:
+            return made
+        chat, wholes = made.chat, list(made.wholes)
+        conversations = [[*chat.prompt, *answer] for answer in chat.completions]
+        for k, messages in enumerate(conversations):
+            answer = messages[-1]
+            thinking = next((answer.get(name) for name in REASONING if answer.get(name)), inline_reasoning(answer))
+            if len(chat.completions[k]) > 1 or not isinstance(thinking, str) or thinking.strip() in wholes[k]:
+                continue
+            content = INLINE_THINKING.sub("", str(answer.get("content") or ""), count=1)
+            bare: Message = {"role": "assistant", "content": content.strip() or SENTINEL}
+            whole = self.texts([Conversation([*chat.prompt, bare], chat.tools, self.arguments(chat))], False)[0]
+            if isinstance(whole, Unusable) or whole.count(bare["content"]) < 1:
+                continue
+            suffix = whole[whole.rindex(bare["content"]) + len(bare["content"]) :]
+            line = opened[2]
+            inline = inline_reasoning(answer) is not None
+            gap = "" if inline else 2 * line
+            wholes[k] = f"{made.prompt}{thinking.strip()}{line}</{opened[1]}>{gap}{content}{suffix}"
+        return made._replace(wholes=wholes)
+
+    @cached_property
+    def refuses_system(self) -> bool:
+        """Whether the template takes a question, and refuses or leaves out a system prompt before it."""
+        if not self.is_used:
+            return False
+        question: Message = {"role": "user", "content": "a"}
+        system: Message = {"role": "system", "content": SENTINEL}
+        alone, both = self.texts(
+            [
+                Conversation(messages, None, self.arguments_without_answer)
+                for messages in ([question], [system, question])
+            ],
+            True,
+        )
+        return isinstance(alone, str) and (isinstance(both, Unusable) or SENTINEL not in both)
+
+    @staticmethod
+    def _fold_system(chat: Chat) -> Chat:
+        return dataclasses.replace(chat, prompt=_fold_system(chat.prompt))
+
+    # ---- Where things are in a rendering
+
+    def place_of(self, conversation: Conversation, index: int, whole: str) -> tuple[int, int] | None:
+        """Where message `index`'s content begins and ends in the text of the conversation, by rendering it once more.
+
+        None where the content is not text, or the template writes another text around it.
+        """
+        messages = list(conversation.messages)
+        content = messages[index].get("content")
+        if not isinstance(content, str) or not content.strip():
+            return None
+        messages[index] = {**messages[index], "content": SENTINEL}  # type: ignore[typeddict-item]
+        (other,) = self.texts([conversation._replace(messages=messages)], False)
+        if isinstance(other, Unusable) or other.count(SENTINEL) != 1:
+            return None
+        before, after = other.split(SENTINEL)
+        if not whole.startswith(before) or not whole.endswith(after) or len(before) + len(after) > len(whole):
+            return None
+        return len(before), len(whole) - len(after)
+
+    def marked(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """Begin and end of each part of the text that the template marks as the model's."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        inner: Any = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
+        messages: list[Any] = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages]
+        options: Any = {"tools": conversation.tools or None, "chat_template": self.text}
+        made: Any = render_jinja_template(
+            [messages],
+            return_assistant_tokens_mask=True,
+            **options,
+            **inner.special_tokens_map,
+            **conversation.arguments,
+        )
+        return [(begin, end) for begin, end in made[1][0]]
+
+
+def _pin_date(text: str, date: datetime.date) -> None:
+    """Makes a template's strftime_now say this date: else tomorrow's tokens would be others.
+
+    Raises:
+        UserError: the template cannot be parsed.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        compiled: Any = _compile_jinja_template(text)  # kept by its text: what transformers renders with
+    except Exception as error:
+        raise UserError(f"data.chat_template: not a template: {error}") from None
+    compiled.globals["strftime_now"] = lambda format: date.strftime(format)
+
+
+def _lost(made: Rendering) -> str | None:
+    """What of the answers is not in their texts, in words; None for nothing."""
+    for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
+        for message in answer:
+            if (name := lost(message, whole)) is not None:
+                return name
+    return None
+
+
+def lost(message: Message, whole: str) -> str | None:
+    """What of an answer's thinking, content and calls is not in its conversation's text, in words; None for nothing."""
+    if message["role"] != "assistant":
+        return None
+    for name in REASONING:
+        text = message.get(name)
+        if isinstance(text, str) and text.strip() not in whole:
+            return repr(name)
+    content, inline = message.get("content"), inline_reasoning(message)
+    if inline is not None and inline.strip() not in whole:
+        return "the thinking in its content"
+    if isinstance(content, str):
+        said = content if inline is None else INLINE_THINKING.sub("", content, count=1)
+        if said.strip() not in whole:
+            return "the answer's content"
+    calls: Any = message.get("tool_calls") or ()
+    for call in calls:
+        called = (call.get("function") or call).get("name") if isinstance(call, dict) else None
+        if isinstance(called, str) and called not in whole:
+            return f"the call of {called!r}"
+    return None
+
+
+def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable]) -> Rendering | Unusable:
+    texts = [text for text in wholes if isinstance(text, str)]
+    if isinstance(prompt, str) and len(texts) == len(wholes):
+        return Rendering(prompt, texts, chat)
+    return next(text for text in (prompt, *wholes) if isinstance(text, Unusable))
+
+
+def _adaptations(chat: Chat) -> Iterator[Chat]:
+    """The chat in other forms, one after the other, each with what the ones before changed."""
+    changes: list[Callable[[list[Message]], list[Message]]] = [
+        _fold_system,
+        _without_empty_content,
+        _with_content,
+        _arguments_as_text,
+    ]
+    for change in changes:
+        prompt = change(chat.prompt)
+        completions = [*chat.completions] if change is _fold_system else [*map(change, chat.completions)]
+        if prompt != chat.prompt or completions != list(chat.completions):
+            chat = dataclasses.replace(chat, prompt=prompt, completions=tuple(completions))
+            yield chat
+
+
+def _fold_system(messages: list[Message]) -> list[Message]:
+    """A leading system prompt as the beginning of the first question: where Gemma and Mistral v0.3 were taught it."""
+    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+        return messages
+    system, question = messages[0]["content"], messages[1]["content"]
+    if not isinstance(system, str) or not isinstance(question, str):
+        return messages
+    return [{**messages[1], "content": f"{system}\n\n{question}"}, *messages[2:]]  # type: ignore[list-item]
+
+
+def _with_content(messages: list[Message]) -> list[Message]:
+    """Calls without content get an empty one, which some templates add to their text."""
+    empty = [message.get("content") is None for message in messages]
+    return [
+        {**message, "content": ""} if is_empty else message  # type: ignore[misc]
+        for message, is_empty in zip(messages, empty, strict=True)
+    ]
+
+
+def _without_empty_content(messages: list[Message]) -> list[Message]:
+    """Calls without an empty content, which some templates take for an answer without calls."""
+    return [
+        {**message, "content": None} if message.get("tool_calls") and message.get("content") == "" else message  # type: ignore[misc]
+        for message in messages
+    ]
+
+
+def _arguments_as_text(messages: list[Message]) -> list[Message]:
+    """A call's arguments as JSON text, which some templates add to theirs."""
+
+    def as_text(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}  # type: ignore
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]

@@ -1,0 +1,152 @@
+"""Ranks that hold consecutive blocks of one model: together they are one worker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lib.distributed import heartbeat
+from lib.distributed.links import Links
+from lib.distributed.sharded_world import Lockstep
+from lib.distributed.world import Described, World
+from lib.model.partition import Holders
+from lib.model.pipeline_stage import Stage
+from lib.system.out_of_memory import OutOfMemory
+
+
+@dataclass(frozen=True)
+class PipelinedWorld(World):
+    """Ranks that hold consecutive blocks of one model (lib/model/pipeline_stage.py): batches go through one by one.
+
+    Args:
+        links: to the ranks before and after this one.
+        blocks: of each rank.
+        holders: of every parameter of the whole model, the ranks that hold it.
+    """
+
+    links: Links = field(default_factory=lambda: Links(World()))
+    blocks: tuple[int, ...] = ()
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> World:
+        """All ranks as one."""
+        return InStages(timeout_seconds=self.timeout_seconds, backend=self.backend, traffic=self.traffic, ranks=self)
+
+    @property
+    def last(self) -> int:
+        """The rank that knows what comes out of the model."""
+        return self.size - 1
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        self.links.finish(what)
+        return super().all_sum(array, what)
+
+    def gather_arrays(self, arrays: list[mx.array], what: str) -> list[list[mx.array]]:
+        self.links.finish(what)
+        return super().gather_arrays(arrays, what)
+
+    def from_last(self, array: mx.array, what: str) -> mx.array:
+        """The last rank's array, on every rank, bit for bit where numbers are finite."""
+        return self.all_sum(array if self.rank == self.last else mx.zeros_like(array), what)
+
+    # ---- Whole arrays, for a file
+
+    def part(self, name: str) -> Holders | None:
+        """Of what belongs to one rank, or to the first and the last."""
+        ranks = self.holders.get(name) or self.holders.get(name.rpartition(".")[0])
+        return None if ranks is None or len(ranks) == self.size > 2 else Holders(ranks)
+
+    def whole(self, arrays: Mapping[str, mx.array]) -> Described:
+        mine = [(name, list(a.shape), str(a.dtype).rpartition(".")[2]) for name, a in arrays.items()]
+        texts = self.gather_long_text(json.dumps(mine), "every rank's arrays")
+        all_ranks = {
+            name: (tuple(shape), getattr(mx, dtype)) for text in texts for name, shape, dtype in json.loads(text)
+        }
+        return dict(sorted(all_ranks.items()))
+
+    def align(self, tree: Any) -> Any:
+        """The tree with rank 0's arrays on the last rank, where both hold the same."""
+        flat = dict(tree_flatten(tree))
+        for name in sorted(flat):
+            part = self.part(name)
+            if part is None or len(part.ranks) == 1:
+                continue
+            if self.rank == 0:
+                self.links.send(flat[name], self.last, "what the first and the last rank hold")
+            else:
+                flat[name] = self.links.receive(
+                    flat[name].shape, flat[name].dtype, 0, "what the first and the last rank hold"
+                )
+        return tree_unflatten(list(flat.items()))
+
+    def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
+        for name, (shape, dtype) in described.items():
+            part = self.part(name)
+            if part is None:
+                yield name, own[name]
+                continue
+            # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
+            is_mine = part.ranks[0] == self.rank
+            words = mx.view(own[name].reshape(-1) if is_mine else mx.zeros(shape, dtype).reshape(-1), mx.int32)
+            yield name, mx.view(self.all_sum(words, "the parts of the model"), dtype).reshape(shape)
+
+
+def pipelined(
+    world: World, blocks: Sequence[int], stage: Stage | None = None, links: Links | None = None
+) -> PipelinedWorld:
+    """The world, once its ranks hold their blocks of a model."""
+    same = {of_world.name: getattr(world, of_world.name) for of_world in fields(World)}
+    holders = stage.holders if stage else {}
+    return PipelinedWorld(**same, links=links or Links(world), blocks=tuple(blocks), holders=holders)
+
+
+@dataclass(frozen=True)
+class InStages(Lockstep):
+    """Ranks through which the same work goes one after the other, seen as one. What comes of it the last rank says."""
+
+    ranks: PipelinedWorld = field(default_factory=PipelinedWorld)  # type: ignore[assignment]
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        return self.ranks.from_last(array, what)
+
+    def decide(self, x: mx.array) -> mx.array:
+        return self.ranks.from_last(x, "the last rank's decision")
+
+    def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
+        flat, what = dict(tree_flatten(gradients)), "the gradients that two ranks make a part of"
+        for name in sorted(flat):
+            part = self.ranks.part(name)
+            if part is not None and len(part.ranks) == 2:
+                other = next(rank for rank in part.ranks if rank != self.ranks.rank)
+                self.ranks.links.send(flat[name], other, what)
+                theirs = self.ranks.links.receive(flat[name].shape, flat[name].dtype, other, what)
+                flat[name] = flat[name] + theirs  # the same bits on both: addition commutes
+        return tree_unflatten(list(flat.items())), self.ranks.from_last(sums, "the sums of a step")
+
+    def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
+        mine = [value for name, value in values.items() if self._counts(name)]
+        return self.ranks.all_sum(sum(mine, mx.array(0.0)), "the gradient's norm")
+
+    def _counts(self, name: str) -> bool:
+        part = self.ranks.part(name)
+        return (part.ranks[0] if part else 0) == self.ranks.rank
+
+    def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Ranks do not synchronise here: a batch goes on where the one before it has left."""
+        return heartbeat.passing(what, passes)
+
+    def agree_to_go_on(self, what: str) -> None:
+        """Returns when all ranks are here.
+
+        Raises:
+            OutOfMemory: one gave up instead.
+        """
+        if self.ranks.all_sum(mx.array(0.0), what).item():
+            raise OutOfMemory("another rank's", (0,))

@@ -1,0 +1,339 @@
+"""A loaded model goes in, this rank's consecutive blocks come out: a stage of a pipeline.
+
+The model's own code still runs, over its whole list of blocks. Those of other ranks have neither weights nor work: they
+pass on what they are handed. The one before this rank's first block hands on what the rank before made, the one after
+its last block takes what goes to the next rank. So masks, windows and positions are those of the family's own code, and
+every parameter keeps its name. What comes before the blocks (the embedding) is on the first rank, what comes after them
+(norm and head) on the last, a tied embedding on both.
+
+The model files know nothing of it: the classes of their modules are derived from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from lib.errors import UserError
+from lib.model.partition import bounds
+from lib.model.token_stream import Stream
+
+
+class Neighbours(Protocol):
+    """What a stage needs of other ranks where nobody else carries its activations: when it evaluates or generates."""
+
+    def send(self, array: mx.array, rank: int, what: str) -> None: ...
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array: ...
+
+
+@dataclass(frozen=True)
+class Outline:
+    """How a model runs: its blocks one after the other, with other modules before and after.
+
+    dtypes: of what each block is handed; before, after: the names of the other modules with parameters, by when they
+    are used.
+    """
+
+    hidden_size: int
+    dtypes: tuple[mx.Dtype, ...]
+    before: frozenset[str]
+    after: frozenset[str]
+
+
+@dataclass
+class Stage:
+    """This rank's blocks, [first, last), of a model that ranks hold in stages.
+
+    Args:
+        dtypes: of what the first block is handed, and of what goes to the next rank.
+        holders: of every parameter of the whole model, by name: the ranks that hold it.
+        first_trained: the first rank that trains something: none before it needs gradients.
+    """
+
+    rank: int
+    size: int
+    first: int
+    last: int
+    hidden_size: int
+    dtypes: tuple[mx.Dtype, mx.Dtype]
+    holders: dict[str, tuple[int, ...]]
+    first_trained: int
+    neighbours: Neighbours
+    _given: mx.array | None = field(default=None, init=False)
+    _is_given: bool = field(default=False, init=False)
+    _output: mx.array | None = field(default=None, init=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether gradients pass through it."""
+        return self.rank >= self.first_trained
+
+    @property
+    def passes_gradients(self) -> bool:
+        """Whether the rank before wants the gradient of what it sent."""
+        return self.rank > self.first_trained
+
+    def run(self, work: Callable[[], mx.array], given: mx.array | None) -> mx.array:
+        """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank, its result.
+
+        Nothing is sent or received.
+        """
+        self._given, self._is_given = given, True
+        try:
+            result = work()
+        finally:
+            self._given, self._is_given = None, False
+        output, self._output = self._output, None
+        return result if output is None else output
+
+    def enter(self, like: mx.array) -> mx.array:
+        """What this rank's first block is handed. like: of its shape."""
+        if self._is_given:
+            assert self._given is not None
+            return self._given.reshape(like.shape)
+        shape = (like.size // self.hidden_size, self.hidden_size)
+        return self.neighbours.receive(shape, self.dtypes[0], self.rank - 1, "the activations").reshape(like.shape)
+
+    def leave(self, output: mx.array) -> mx.array:
+        """Takes what this rank's last block made to where it belongs."""
+        output = output.reshape(-1, self.hidden_size)
+        if self._is_given:
+            self._output = output
+        else:
+            mx.eval(output)
+            self.neighbours.send(output, self.rank + 1, "the activations")
+        return output
+
+
+def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbours) -> Stage:
+    """Leaves a rank its blocks of a model that may be loaded lazily: nothing else of it is ever read.
+
+    blocks: of each rank, in rank order. The stage is the model's `stage` afterwards.
+
+    Raises:
+        UserError: a model that cannot be cut between its blocks.
+    """
+    outline, ends, size = outline_of(model), bounds(blocks), len(blocks)
+    if ends[-1] != len(model.layers):
+        raise UserError(f"strategy=pipelined: {list(blocks)} are not the model's {len(model.layers)} blocks")
+    holders = _holders(model, outline, ends)
+    trained = [holders[name][0] for name, _ in tree_flatten(model.trainable_parameters())]
+    first, last = ends[rank], ends[rank + 1]
+    dtypes = outline.dtypes[first], outline.dtypes[min(last, ends[-1] - 1)]
+    stage = Stage(rank, size, first, last, outline.hidden_size, dtypes, holders, min(trained, default=size), neighbours)
+    for i, block in enumerate(model.layers):
+        if not first <= i < last:
+            entry = stage.enter if i == first - 1 else stage.leave if i == last else None
+            _absent_block(block, entry)
+    for name, unit in _units(model):
+        if not ((rank == 0 and name in outline.before) or (rank == size - 1 and name in outline.after)):
+            _absent_unit(unit, outline)
+    model.stage = stage
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(array)
+    mx.clear_cache()
+    return stage
+
+
+# ---- What runs when
+
+
+def outline_of(model: nn.Module) -> Outline:
+    """How a model runs, from a look at its own code: nothing is computed, no weight is read.
+
+    Raises:
+        UserError: its blocks are not handed each other's outputs, and nothing else that was computed.
+    """
+    family = type(model).__module__.rpartition(".")[2]
+    place = _list_of_blocks(model)
+    if place is None:
+        raise UserError(f"strategy=pipelined cannot cut a model of family {family}: its blocks are not found in a list")
+    look = _Look()
+    (owner, attribute), blocks = place, list(model.layers)
+    units = dict(_units(model))
+    classes = {name: type(unit) for name, unit in units.items()}
+    held = owner[attribute]
+    try:
+        owner[attribute] = [_Probe(block, look) for block in blocks]
+        for name, unit in units.items():
+            _derive(unit, look.used(name, len(blocks)))
+        model(mx.zeros((1, 2), mx.int32))
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as reason:
+        why = str(reason).splitlines()[0][:80]
+        raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {why}") from None
+    finally:
+        owner[attribute] = held
+        for name, unit in units.items():
+            unit.__class__ = classes[name]
+    unknown = sorted(units.keys() - look.before - look.after)
+    if len(look.dtypes) != len(blocks) or unknown or look.output is None:
+        what = f"{', '.join(unknown)} is used neither before nor after the blocks" if unknown else "it skips blocks"
+        raise UserError(f"strategy=pipelined cannot cut a model of family {family}: {what}")
+    return Outline(look.output.shape[-1], tuple(look.dtypes), frozenset(look.before), frozenset(look.after))
+
+
+def _list_of_blocks(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that has the blocks in a list, and the list's name there."""
+    wanted = [*map(id, model.layers)]
+    for module in model.modules():
+        for name, value in module.items():
+            if isinstance(value, list) and [*map(id, value)] == wanted:
+                return module, name
+    return None
+
+
+class _Look:
+    """What is seen of a model while its code runs once."""
+
+    def __init__(self) -> None:
+        self.output: mx.array | None = None
+        self.dtypes: list[mx.Dtype] = []
+        self.before: set[str] = set()
+        self.after: set[str] = set()
+
+    def used(self, name: str, blocks: int) -> Callable[[Any], Any]:
+        """Makes a call that notes when a module is used."""
+
+        def noted(plain: Any) -> Any:
+            def call(module: nn.Module, *args: Any, **options: Any) -> Any:
+                (self.after if len(self.dtypes) == blocks else self.before).add(name)
+                return plain(module, *args, **options)
+
+            return call
+
+        return noted
+
+    def passed(self, block: nn.Module, x: Any, args: Sequence[Any]) -> mx.array:
+        """A block's output, if it is one array made of the block before's alone."""
+        if not isinstance(x, mx.array) or (self.output is not None and x is not self.output):
+            raise TypeError("a block is not handed what the one before made")
+        if any(isinstance(arg, mx.array) and mx.issubdtype(arg.dtype, mx.floating) for _, arg in tree_flatten(args)):
+            raise TypeError("blocks are handed more than the output of the one before")
+        output = block(x, *args[0], **args[1])
+        if not isinstance(output, mx.array) or output.shape != x.shape:
+            raise TypeError("a block makes more than one array")
+        self.dtypes.append(x.dtype)
+        self.output = output
+        return output
+
+
+class _Probe:
+    """Stands for a block while its model's code is looked at."""
+
+    def __init__(self, block: nn.Module, look: _Look):
+        self.block, self.look = block, look
+
+    def __call__(self, x: Any = None, *args: Any, **options: Any) -> mx.array:
+        return self.look.passed(self.block, x, (args, options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block, name)
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules outside of the blocks that have parameters, by name; of modules within each other the outermost."""
+    blocks = {id(block) for block in model.layers}
+
+    def within(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in tree_flatten(module.children(), is_leaf=nn.Module.is_module):
+            if any(id(part) in blocks for part in child.modules()):
+                if id(child) not in blocks:
+                    yield from within(child, f"{prefix}{name}.")
+            elif tree_flatten(child.parameters()):
+                yield f"{prefix}{name}", child
+
+    return within(model, "")
+
+
+def _holders(model: nn.Module, outline: Outline, ends: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold every parameter.
+
+    Raises:
+        UserError: one is trained that belongs to no module of its own.
+    """
+    size = len(ends) - 1
+    names = {id(module): name for name, module in model.named_modules()}
+    ranks: dict[str, tuple[int, ...]] = {
+        f"{names[id(block)]}.": (next(rank for rank, (_, end) in enumerate(pairwise(ends)) if i < end),)
+        for i, block in enumerate(model.layers)
+    }
+    for name, _ in _units(model):
+        where = [0] * (name in outline.before) + [size - 1] * (name in outline.after)
+        ranks[f"{name}."] = tuple(sorted(set(where)))
+    everywhere = tuple(range(size))
+    trained = dict(tree_flatten(model.trainable_parameters()))
+    holders: dict[str, tuple[int, ...]] = {}
+    for name, _ in tree_flatten(model.parameters()):
+        parts = name.split(".")
+        prefixes = (".".join(parts[:i]) + "." for i in range(1, len(parts)))
+        holders[name] = next((ranks[prefix] for prefix in prefixes if prefix in ranks), everywhere)
+        if holders[name] == everywhere and size > 2 and name in trained:
+            raise UserError(f"strategy=pipelined cannot train {name}, which belongs to no block; leave it out")
+    return holders
+
+
+# ---- What takes the place of the others
+
+
+def _absent_block(block: nn.Module, entry: Callable[[mx.array], mx.array] | None) -> None:
+    """Leaves of a block what its model asks it for: it passes on what it is handed, or what `entry` makes of that."""
+    draws = sum(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
+    _empty(block)
+
+    def passing(_: Any) -> Any:
+        def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
+            if self.training:  # each mask is drawn after those of the blocks before: cuts change none
+                for _ in range(draws):
+                    mx.random.bernoulli(shape=())
+            cache = next((arg for arg in (*args, *options.values()) if hasattr(arg, "update_and_fetch")), None)
+            if cache is not None and not isinstance(cache, Stream):  # positions are asked of any block's cache
+                nothing = mx.zeros((x.shape[0], 1, x.shape[1], 1), x.dtype)
+                cache.update_and_fetch(nothing, nothing)
+            return x if entry is None else entry(x).reshape(x.shape)
+
+        return call
+
+    _derive(block, passing)
+
+
+def _absent_unit(unit: nn.Module, outline: Outline) -> None:
+    """Leaves of an embedding, a norm or a head something of the right shape, which nobody looks at."""
+    _empty(unit)
+
+    def nothing(_: Any) -> Any:
+        def call(self: nn.Module, x: mx.array, *args: Any, **options: Any) -> mx.array:
+            is_tokens = not mx.issubdtype(x.dtype, mx.floating)
+            return mx.zeros((*x.shape, outline.hidden_size), outline.dtypes[0]) if is_tokens else x
+
+        return call
+
+    _derive(unit, nothing)
+
+
+def _empty(module: nn.Module) -> None:
+    """Takes away parameters and modules; settings stay."""
+    for name, value in list(module.items()):
+        leaves = [leaf for _, leaf in tree_flatten([value], is_leaf=nn.Module.is_module)]
+        if any(isinstance(leaf, mx.array | nn.Module) for leaf in leaves):
+            dict.__delitem__(module, name)
+
+
+def _derive(module: nn.Module, make: Callable[[Any], Any]) -> None:
+    """Gives a module a class of its own whose call, also as a head, is `make(the call that it had)`."""
+    plain = type(module)
+    calls = {name: make(getattr(plain, name)) for name in ("__call__", "as_linear") if hasattr(plain, name)}
+    module.__class__ = type(plain.__name__, (plain,), {**calls, "__module__": plain.__module__})

@@ -1,0 +1,282 @@
+"""The optimizer step of ranks that hold stages of one model: micro-batches follow each other through them.
+
+A stage's gradients are a vector-Jacobian product: of its output by its input and its trained parameters, with the
+gradient that the next rank sends. The product's graph is made with the forward pass and evaluated when that gradient is
+there; until then it holds the activations. A stage that recomputes keeps its input only, and makes the graph then.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from lib.data.collate import Batch
+from lib.distributed import compression, heartbeat
+from lib.distributed.links import Links
+from lib.distributed.pipelined_world import InStages
+from lib.model.pipeline_stage import Stage
+from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
+from lib.plan.pipeline_schedule import operations
+from lib.system.out_of_memory import Limit
+from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside, is_compiled
+
+ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
+INPUT = ""  # its name among parameters
+MOST_PARTS = 2  # arrays that one message is sent as
+PASSES = 3  # forward, backward, and forward again where a stage recomputes
+
+
+class Message(NamedTuple):
+    """An array that another rank sends, and what it comes in."""
+
+    array: mx.array
+    parts: list[mx.array]
+
+
+@dataclass
+class UnderWay:
+    """A micro-batch between its forward and its backward pass.
+
+    given: what the stage was handed, [N, D]; None on the first rank. wanted: the gradient of its output, once what it
+    comes in is there. slopes: the gradients by input and parameters, not evaluated; None where they are to be made.
+    """
+
+    inputs: StreamInputs
+    given: mx.array | None
+    random_key: mx.array
+    wanted: Message | None = None
+    slopes: list[mx.array] | None = None
+
+
+@dataclass
+class PipelinedStep(TrainStep):
+    """A step whose gradients are made stage by stage; all else is a TrainStep's.
+
+    Args:
+        in_flight: micro-batches between their forward and their backward pass, of each rank at most.
+        recomputes: whether this rank keeps a micro-batch's input only, until its backward pass.
+        limit: what MLX may hold here.
+    """
+
+    stage: Stage = field(kw_only=True)
+    in_flight: Sequence[int] = field(kw_only=True)
+    recomputes: bool = field(kw_only=True)
+    limit: Limit = field(kw_only=True)
+    waited_seconds: float = field(default=0.0, init=False)  # of this step, for other stages
+    sent_error: float | None = field(default=None, init=False)  # what compression left out, of the norm of all sent
+
+    def __post_init__(self) -> None:
+        self.functions = StageFunctions(self)
+
+    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
+        """One step, as TrainStep's; the seconds are this rank's own."""
+        self.waited_seconds = 0.0
+        result = super().__call__(index, steps, batches, watching)
+        compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
+        wait = result.wait_seconds + self.waited_seconds
+        return replace(result, compute_seconds=[compute], wait_seconds=wait, sent_error=self.sent_error)
+
+    def _forward_backward(
+        self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], compared_with: mx.array | None
+    ) -> tuple[Tree | None, mx.array]:
+        made = list(batches)  # a reference that is asked as needed has its passes here
+        counted += [batch for batch, _ in made]
+        self.shapes.update(batch.shapes for batch in counted)
+        world = self.world
+        assert isinstance(world, InStages)
+        world.agree_to_go_on(what)
+        world.ranks.links.under_way = MOST_PARTS * self.in_flight[0]
+        passes = _Passes(self, world.ranks.links, made, compared_with)
+        with heartbeat.passing(what, PASSES * len(made)):
+            for operation in operations(self.in_flight[self.stage.rank], len(made)):
+                (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
+            world.ranks.links.finish(what)
+        self.waited_seconds, (left_out, sent) = passes.waited_seconds, passes.squares.tolist()
+        self.sent_error = math.sqrt(left_out / sent) if sent else None
+        self.limit.check(max((len(batch.rows) for batch in counted), default=0))
+        world.agree_to_go_on(what)
+        return passes.gradients, passes.sums
+
+
+def pipelined(step: TrainStep, in_flight: Sequence[int], recomputes: bool, limit: Limit) -> PipelinedStep:
+    """The same step for a rank that holds a stage of the model."""
+    stage = step.model.stage
+    return PipelinedStep(**vars(step), stage=stage, in_flight=in_flight, recomputes=recomputes, limit=limit)
+
+
+class StageFunctions:
+    """What a stage computes of one micro-batch; traced once for every shape, where the step is compiled.
+
+    The gradients are those by the stage's input, where the rank before wants them, then by what is trained.
+    """
+
+    def __init__(self, step: PipelinedStep):
+        self.stage, self.model, self.forward = step.stage, step.model, step.forward
+        self.output, self.product, self.last = self._output, self._product, self._last
+        if is_compiled(step.train, step.world):
+            state = [self.model.state, mx.random.state]
+            self.output = mx.compile(self._output, inputs=state, outputs=state)
+            self.product = mx.compile(self._product, inputs=state, outputs=state)
+            self.last = mx.compile(self._last, inputs=state, outputs=state)
+
+    def _output(self, inputs: StreamInputs, given: mx.array | None) -> mx.array:
+        """What goes to the next rank, [N, D]. given: what came from the rank before."""
+        window = getattr(self.model, "attention_window", None)
+        return self.stage.run(lambda: hidden_states(self.model, inputs, window), given)
+
+    def _product(
+        self, inputs: StreamInputs, given: mx.array | None, wanted: mx.array
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The output, and the products of `wanted`, its gradient, with its derivatives."""
+        arrays = self._differentiated(given)
+
+        def outputs(*values: mx.array) -> list[mx.array]:
+            return [self._output(inputs, self._taken(dict(zip(arrays, values, strict=True)), given))]
+
+        (output,), slopes = mx.vjp(outputs, list(arrays.values()), [wanted])
+        self._taken(arrays, given)
+        return output, list(slopes)
+
+    def _last(
+        self,
+        inputs: StreamInputs,
+        given: mx.array,
+        reference: mx.array | None,
+        labels: mx.array | None,
+        compared_with: mx.array | None,
+    ) -> tuple[mx.array, list[mx.array]]:
+        """SUMS, and the gradients of the loss: what the last rank computes."""
+        arrays = self._differentiated(given)
+
+        def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
+            of_micro_batch: list[mx.array] = []
+
+            def work() -> mx.array:
+                value, sums = self.forward(inputs, reference, labels, compared_with)
+                of_micro_batch.append(sums)
+                return value
+
+            return self.stage.run(work, self._taken(arrays, given)), of_micro_batch[0]
+
+        (_, sums), slopes = mx.value_and_grad(loss)(arrays) if arrays else (loss({}), {})
+        self._taken(arrays, given)
+        return sums, [slopes[name] for name in arrays]
+
+    def _differentiated(self, given: mx.array | None) -> dict[str, mx.array]:
+        """What gradients are made for."""
+        by_input = {} if given is None or not self.stage.passes_gradients else {INPUT: given}
+        return {**by_input, **_trained(self.model)}
+
+    def _taken(self, arrays: Mapping[str, mx.array], given: mx.array | None) -> mx.array | None:
+        """Puts the parameters among arrays in their places; returns the stage's input."""
+        self.model.update(tree_unflatten([(name, array) for name, array in arrays.items() if name != INPUT]))
+        return arrays.get(INPUT, given)
+
+
+def _trained(model: nn.Module) -> dict[str, mx.array]:
+    """What a rank trains, by sorted name."""
+    return dict(sorted(tree_flatten(model.trainable_parameters())))
+
+
+class _Passes:
+    """The passes of one step's micro-batches through this rank's stage."""
+
+    def __init__(
+        self, step: PipelinedStep, links: Links, batches: list[MicroBatch], compared_with: mx.array | None
+    ) -> None:
+        self.compared_with = compared_with  # lib/training/baseline.py
+        self.step, self.stage, self.links, self.batches = step, step.stage, links, batches
+        self.functions = step.functions
+        self.under_way: dict[int, UnderWay] = {}
+        self.gradients: Tree | None = None
+        self.sums = mx.zeros(len(SUMS))
+        self.waited_seconds = 0.0
+        self.compression = step.sync.compression
+        self.squares = mx.zeros(2)  # of what compression left out, and of all that was sent
+
+    def forward(self, i: int) -> None:
+        """A micro-batch through this rank's blocks, and on; on the last rank backward as well, up to the gradients."""
+        stage, (batch, reference) = self.stage, self.batches[i]
+        given = None
+        if not stage.is_first:
+            given = self._awaited(self._expected(i, stage.rank - 1, stage.dtypes[0]), ACTIVATIONS)
+        micro = UnderWay(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
+        self.under_way[i] = micro
+        if stage.is_last:
+            beside = *arrays_beside(batch, reference), self.compared_with
+            sums, micro.slopes = self.functions.last(micro.inputs, given, *beside)
+            self.sums = self.sums + sums
+            mx.eval(self.sums, micro.slopes)
+            return
+        if stage.is_trained:
+            micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
+        if stage.is_trained and not self.step.recomputes:
+            output, micro.slopes = self._product(micro)
+        else:
+            output = self.functions.output(micro.inputs, given)
+        mx.eval(output)
+        self._send(output, stage.rank + 1, ACTIVATIONS)
+
+    def backward(self, i: int) -> None:
+        """A micro-batch's gradients, by way of what the next rank sends; those of its input go to the rank before."""
+        micro = self.under_way.pop(i)
+        if not self.stage.is_trained:
+            return
+        if micro.wanted is not None:
+            self._awaited(micro.wanted, GRADIENTS)
+        if micro.slopes is None:
+            key = mx.random.state[0]
+            now, key[:] = mx.array(key), micro.random_key  # the masks of the forward pass once more
+            _, micro.slopes = self._product(micro)
+            mx.random.state[0][:] = now
+        slopes = micro.slopes
+        by_input = slopes.pop(0) if self.stage.passes_gradients else None
+        self._add(dict(zip(_trained(self.step.model), slopes, strict=True)))
+        del micro, slopes
+        mx.eval(self.gradients, [] if by_input is None else by_input)
+        if by_input is not None:
+            self._send(by_input, self.stage.rank - 1, GRADIENTS)
+
+    def _product(self, micro: UnderWay) -> tuple[mx.array, list[mx.array]]:
+        assert micro.wanted is not None
+        return self.functions.product(micro.inputs, micro.given, micro.wanted.array)
+
+    def _send(self, array: mx.array, rank: int, what: str) -> None:
+        parts = [array]
+        if self.compression != "none":
+            parts = compression.encode(array, self.compression)
+            wide, decoded = array.astype(mx.float32), compression.decode(parts, self.compression, array.shape)
+            self.squares = self.squares + mx.stack([mx.square(decoded - wide).sum(), mx.square(wide).sum()])
+            mx.eval(parts, self.squares)
+        for part in parts:
+            self.links.send(part, rank, what)
+
+    def _expected(self, i: int, rank: int, dtype: mx.Dtype) -> Message:
+        shape = self.batches[i][0].computed_tokens, self.stage.hidden_size
+        if self.compression == "none":
+            array = self.links.expect(shape, dtype, rank)
+            return Message(array, [array])
+        parts = [self.links.expect(*part, rank) for part in compression.parts_of(math.prod(shape), self.compression)]
+        return Message(compression.decode(parts, self.compression, shape).astype(dtype), parts)
+
+    def _awaited(self, message: Message, what: str) -> mx.array:
+        began = time.perf_counter()
+        self.links.wait(*message.parts, what=what)
+        self.waited_seconds += time.perf_counter() - began
+        return message.array
+
+    def _add(self, slopes: dict[str, mx.array]) -> None:
+        if not slopes:
+            return
+        flat = {name: g.astype(mx.float32) for name, g in slopes.items()}
+        if self.gradients is not None:
+            before = dict(tree_flatten(self.gradients))
+            flat = {name: before[name] + g for name, g in flat.items()}
+        self.gradients = tree_unflatten(list(flat.items()))

@@ -1,0 +1,365 @@
+"""Chat templates of real models: our token ids against TRL's, whole conversations, thinking, ends of turns."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lib.config.load import load as load_settings
+from lib.config.schema import DataSettings
+from lib.data.chat_tokens import Encoded
+from lib.data.collate import collate
+from lib.data.dataset import Dataset, Example, load_dataset
+from lib.data.record_formats import Chat, Unusable
+from lib.data.streaming import open_training
+from lib.data.template_facts import facts_of, picture
+from lib.data.tokenize import Encoder
+from lib.data.tokenizer import load_tokenizer_of
+from lib.errors import UserError
+from lib.serve import backend_process
+from lib.serve.command import recipes
+from tests import chat_models, chat_rows
+
+GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
+NAMES = list(chat_models.registry())
+MARKED = [name for name in NAMES if name.endswith("_training")]
+# docs/data.md names them: the template makes two turns of one message.
+KNOWN = {"NVIDIA-Nemotron-Nano-v2": {"tool call, said too"}}
+USER = {"role": "user", "content": "What is 12 + 30?"}
+GOOD = {"role": "assistant", "content": "The answer is 42."}
+BAD = {"role": "assistant", "content": "Blue."}
+
+
+def encode(name: str, chat: Chat, **settings: Any) -> Encoded | Unusable:
+    encoder = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name], **settings)
+    (made,) = encoder.encode([chat])
+    return made
+
+
+def decoded(name: str, chat: Chat, **settings: Any) -> tuple[str, list[str], list[str]]:
+    """Text of the prompt, of the completions, and of what is learnt of each."""
+    made = encode(name, chat, **settings)
+    assert isinstance(made, Encoded), made
+    text = chat_models.tokenizer_of(name).decode
+    learnt = made.learnt or [[True] * len(ids) for ids in made.completions]
+    of_model = [
+        [token for token, is_learnt in zip(ids, mask, strict=True) if is_learnt]
+        for ids, mask in zip(made.completions, learnt, strict=True)
+    ]
+    return text(made.prompt), [*map(text, made.completions)], [*map(text, of_model)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_are_those_of_the_whole_conversation(name):
+    """By TRL 1.16 (golden.json.gz): what benchmarks/chat_templates.py counts is nothing but what is known."""
+    tokenizer = chat_models.tokenizer_of(name)
+    found = chat_rows.differences(name, tokenizer, chat_models.registry()[name], GOLDEN)
+    assert set(found) == KNOWN.get(name, set()), found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_is_what_transformers_makes_today(name):
+    """Else a new version of it renders otherwise, and the golden ids have to be made again."""
+    tokenizer = chat_models.tokenizer_of(name)
+    row = chat_rows.rows()["system and turns"]
+    theirs = GOLDEN[f"{name} system and turns"]
+    if "strftime_now" in tokenizer.chat_template or "error" in theirs:
+        return
+    given = row["chat_template_kwargs"]
+    whole = [*row["prompt"], *row["completions"][0]]
+    assert tokenizer.apply_chat_template(whole, return_dict=False, **given) == theirs["wholes"][0]
+    assert (
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False, **given)
+        == theirs["prompt"]
+    )
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        (name, kind)
+        for name in MARKED
+        for kind in ("single", "turns", "system and turns", "thinking in turns")
+        if "error" not in GOLDEN[f"{name} {kind}"]  # Gemma's refuses system prompts
+    ],
+)
+def test_what_a_template_marks_is_learnt_as_with_assistant_only_loss(name, kind):
+    row, theirs = chat_rows.rows()[kind], GOLDEN[f"{name} {kind}"]
+    messages = [*row["prompt"], *row["completions"][0]]
+    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    learnt = tuple(message["role"] == "assistant" for message in messages[first:])
+    chat = Chat(messages[:first], (messages[first:],), "messages", (learnt,))
+    made = encode(name, chat)
+    if isinstance(made, Unusable):
+        assert "leaves out" in str(made) and "reasoning_content" in str(made)
+        return
+    (ids,), mask = made.completions, (made.learnt or [[True] * len(made.completions[0])])[0]
+    ours = [False] * len(made.prompt) + mask
+    assert (made.prompt + ids)[: len(ours)] == theirs["wholes"][0][: len(ours)]
+    wanted = [bool(bit) for bit in theirs["masks"][0]]
+    assert ours == wanted[: len(ours)] and not any(wanted[len(ours) :])
+
+
+@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen3.5-4B", "deepseek-ai-DeepSeek-V3.1", "StepFun3.5-Flash"])
+def test_an_empty_block_of_thinking_is_not_learnt(name):
+    _, completions, learnt = decoded(name, Chat([USER], ([GOOD], [BAD]), ""))
+    assert all("think>" not in text for text in learnt)
+    assert [text.removesuffix(end) for text in learnt for end in [completions[0][-10:]]][0].startswith(
+        "The answer is 42."
+    )
+
+
+def test_thinking_goes_on_from_the_prompt_that_opens_it():
+    """DeepSeek-R1's template drops it from every answer; the model writes it all the same."""
+    thought = {**GOOD, "reasoning_content": "12 + 30 makes 42"}
+    inline = {"role": "assistant", "content": "<think>\n12 + 30 makes 42\n</think>\n\nThe answer is 42."}
+    for name in ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "Qwen-QwQ-32B"):
+        for answer in (thought, inline):
+            prompt, (text,), learnt = decoded(name, Chat([USER], ([answer],), ""))
+            assert prompt.endswith("<think>\n") and learnt == [text]
+            assert text.startswith("12 + 30 makes 42\n</think>\n\nThe answer is 42.<")
+
+
+def test_what_a_template_leaves_out_is_named():
+    call = chat_rows.CALL
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    made = encode("microsoft-Phi-3.5-mini-instruct", Chat([USER], ([answer],), "", tools=chat_rows.TOOLS))
+    assert isinstance(made, Unusable) and "leaves out the call of 'get_weather'" in str(made)
+    thought = {**GOOD, "reasoning_content": "12 + 30 makes 42"}
+    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([thought],), ""))
+    assert isinstance(made, Unusable) and "leaves out 'reasoning_content'" in str(made)
+
+
+@pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"])
+def test_a_system_prompt_that_a_template_does_not_take_opens_the_question(name):
+    prompt, completions, _ = decoded(name, Chat([chat_rows.SYSTEM, USER], ([GOOD],), ""))
+    assert "You are terse.\n\nWhat is 12 + 30?" in prompt
+    assert completions[0].strip().startswith("The answer is 42.")
+
+
+def test_turns_are_learnt_where_a_template_marks_none():
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    both = decoded(name, Chat([USER], (messages,), "", ((True, False, True),)))
+    assert both[1] == [
+        "The answer is 42.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>"
+    ]
+    assert both[2] == ["The answer is 42.<|im_end|>Yes.<|im_end|>"]
+    assert decoded(name, Chat([USER], (messages,), "", ((True, False, False),)))[2] == ["The answer is 42.<|im_end|>"]
+    assert decoded(name, Chat([USER], (messages,), ""))[2] == ["Yes.<|im_end|>"]
+    prompt, texts, learnt = decoded(name, Chat([USER], (messages,), "", ((True, True, True),)))
+    assert learnt == texts and texts[0].endswith("Sure?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>")
+    every = decoded(name, Chat([], ([USER, *messages],), "", ((True,) * 4,)))
+    assert every[0] == "" and every[1] == every[2] == [prompt + texts[0]]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in MARKED])
+def test_every_turn_of_a_conversation_is_learnt_or_the_reason_is_given(name):
+    said = [{"role": "assistant", "content": text} for text in ("First 1.", "Second 2.")]
+    chat = Chat([USER], ([said[0], {"role": "user", "content": "Sure?"}, said[1]],), "", ((True, False, True),))
+    made = encode(name, chat)
+    if isinstance(made, Unusable):  # Hermes' template for tools takes no conversation without them
+        assert "refuses" in str(made) and "tool_use" in name
+        return
+    _, _, (learnt,) = decoded(name, chat)
+    assert "First 1." in learnt and "Second 2." in learnt and "Sure?" not in learnt and "+ 30" not in learnt
+    assert made.completions[0][-1] in chat_models.end_ids(chat_models.tokenizer_of(name), chat_models.registry()[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen2.5-7B-Instruct", "google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"]
+)
+def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
+    """What is left is, id for id, the shorter conversation: system prompt, opening tokens and last question in place."""
+    turns = [
+        {"role": role, "content": f"{number} " + "word " * 20} for number in range(8) for role in ("user", "assistant")
+    ]
+    prompt = [chat_rows.SYSTEM, *turns, USER]
+    tokenizer, about = chat_models.tokenizer_of(name), chat_models.registry()[name]
+    encoder = chat_rows.encoder_of(tokenizer, about)
+    lengths = []
+    for kept in range(9):
+        (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+        assert isinstance(short, Encoded)
+        lengths.append(len(short.prompt) + max(map(len, short.completions)))
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}) + "\n")
+    wrapped = encoder.tokenizer
+    for kept, length in enumerate(lengths[:-1]):
+        for limit in (length, lengths[kept + 1] - 1):
+            settings = DataSettings(train=str(file), max_length=limit)
+            data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+            (short,) = encoder.encode([Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), "")])
+            assert isinstance(short, Encoded) and data.truncated_count == 1
+            assert data[0].prompt_ids.tolist() == short.prompt
+            assert [ids.tolist() for ids in data[0].completions] == short.completions
+
+
+def test_a_long_question_is_cut_at_its_beginning_and_stays_well_formed(tmp_path):
+    question = {"role": "user", "content": " ".join(f"word{number}" for number in range(200)) + " and?"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": [chat_rows.SYSTEM, question], "chosen": [GOOD], "rejected": [BAD]}) + "\n")
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
+    settings = DataSettings(train=str(file), max_length=90)
+    data = load_dataset(str(file), settings, "preference", wrapped, eos_token_id=None)
+    text = wrapped.decode(data[0].prompt_ids.tolist())
+    assert text.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
+    assert text.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
+
+
+def test_arguments_of_the_settings_and_of_a_row():
+    name = "Qwen-Qwen3-0.6B"
+    chat = Chat([USER], ([GOOD],), "")
+    assert decoded(name, chat)[0].endswith("<think>\n\n</think>\n\n")
+    assert decoded(name, chat, chat_template_kwargs={"enable_thinking": True})[0].endswith("assistant\n")
+    own = Chat([USER], ([GOOD],), "", template_arguments={"enable_thinking": True})
+    assert decoded(name, own)[0].endswith("assistant\n")
+    assert decoded(name, Chat([USER], (), ""))[0].endswith("</think>\n\n")
+
+
+def test_a_template_of_a_file(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}[assistant] ")
+    prompt, completions, _ = decoded("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), ""), chat_template=str(file))
+    assert prompt == "[user] What is 12 + 30?<|im_end|>[assistant] " and completions == ["The answer is 42.<|im_end|>"]
+
+
+def test_a_model_may_have_templates_by_name():
+    """As Command-R has one for tools; each is given the day of the settings."""
+    tokenizer = chat_models.tokenizer_of("meta-llama-Llama-3.2-3B-Instruct")
+    dated = "{{ strftime_now('%Y') }}: {{ messages[0].content }}{% if tools %} TOOLS{% endif %}"
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": dated}
+    encoder = chat_rows.encoder_of(tokenizer, chat_models.registry()["meta-llama-Llama-3.2-3B-Instruct"])
+    plain, with_tools = encoder.encode([Chat([USER], (), ""), Chat([USER], (), "", tools=chat_rows.TOOLS)])
+    assert isinstance(plain, Encoded) and isinstance(with_tools, Encoded)
+    assert "<|start_header_id|>" in tokenizer.decode(plain.prompt)
+    assert tokenizer.decode(with_tools.prompt) == "2024: What is 12 + 30? TOOLS"
+
+
+@pytest.mark.parametrize("name", ["openai-gpt-oss-120b", "meta-llama-Llama-3.2-3B-Instruct"])
+def test_the_day_is_that_of_the_settings(name):
+    chat = Chat([USER], ([GOOD],), "")
+    assert any(day in decoded(name, chat)[0] for day in ("2024-07-26", "26 Jul 2024"))
+    assert any(
+        day in decoded(name, chat, template_date=datetime.date(2026, 11, 22))[0]
+        for day in ("2026-11-22", "22 Nov 2026")
+    )
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("Qwen-Qwen3-0.6B", "thinking off, unless an answer thinks"),
+        ("Qwen-Qwen3-0.6B", "earlier turns lose their thinking"),
+        ("Qwen-Qwen3-0.6B", "tools known"),
+        ("google-gemma-2-2b-it", "system prompts open the first question; thinking unknown to it; tools unknown to it"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "thinking always opened by the prompt"),
+        ("microsoft-Phi-3.5-mini-instruct", "turns end with <|endoftext|> or <|end|> or <|assistant|>"),
+    ],
+)
+def test_a_run_says_what_its_template_does(name, said):
+    encoder = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name])
+    assert said in str(facts_of(encoder))
+
+
+def test_a_row_in_colours():
+    name = "Qwen-Qwen2.5-7B-Instruct"
+    messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    made = encode(name, Chat([USER], (messages,), "", ((True, False, True),)))
+    assert isinstance(made, Encoded) and made.learnt is not None
+    example = Example(0, np.array(made.prompt), (np.array(made.completions[0]),), learnt=(np.array(made.learnt[0]),))
+    text = picture(example, chat_models.tokenizer_of(name), 0, "green").plain
+    assert text.endswith(
+        "assistant\n⟦The answer is 42.<|im_end|>⟧\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦Yes.<|im_end|>⟧"
+    )
+
+
+def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
+    """Through the data set, the cache of streamed rows and the micro-batch: one count, and the same batch."""
+    encoder = chat_rows.encoder_of(
+        chat_models.tokenizer_of("StepFun3.5-Flash"), chat_models.registry()["StepFun3.5-Flash"]
+    )
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [USER], "chosen": [{**GOOD, "content": f"It is {n}."}], "rejected": [BAD]} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = []
+    for streaming in (False, True, True):
+        settings = DataSettings(train=str(file), streaming=streaming, cache_dir=str(tmp_path / "cache"))
+        data = open_training(settings, "preference", encoder.tokenizer, tell=print, eos_token_id=None)
+        examples = data.examples(range(3))
+        batches.append(collate(examples, 16, True))
+        counts = [[*map(len, example.scored_indices)] for example in examples]
+        if isinstance(data, Dataset):
+            assert data.scored_tokens.tolist() == counts and (data.tokens < 0).any()
+    one = batches[0]
+    text = encoder.tokenizer.decode
+    assert one.completion_tokens == sum(map(sum, counts)) == int(one.mask.sum())
+    assert text(one.targets[one.logp_indices[0, 0][one.mask[0, 0]]].tolist()) == "It is 0.<|im_end|>"
+    for other in batches[1:]:
+        for key, value in one.inputs.items():
+            assert np.array_equal(value, other.inputs[key]), key
+
+
+def test_tokens_of_ones_own_may_have_a_mask(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    record = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9, 10], "completion_mask": [1, 0, 0, 1]}
+    file.write_text(json.dumps(record) + "\n")
+    settings = DataSettings(train=str(file))
+    (example,) = load_dataset(str(file), settings, "sft", None, eos_token_id=1)
+    assert example.completions[0].tolist() == [7, 8, 9, 10]
+    batch = collate([example], 16, True)
+    assert batch.targets[batch.logp_indices[batch.mask]].tolist() == [7, 10] and batch.completion_tokens == 2
+    for mask in ([1, 0, 0], [0, 0, 0, 0], [1, 0, 2, 0], "1001"):
+        file.write_text(json.dumps(record | {"completion_mask": mask}) + "\n")
+        with pytest.raises(UserError, match=r"rows.jsonl:1: completion_mask"):
+            load_dataset(str(file), settings, "sft", None, eos_token_id=1)
+
+
+def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_path):
+    """Phi-3's config.json names <|endoftext|>, its generation_config.json <|end|>: both end an answer."""
+    name = "microsoft-Phi-3.5-mini-instruct"
+    tokenizer = chat_models.tokenizer_of(name)
+    tokenizer.save_pretrained(tmp_path)
+    text, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|end|>"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": text, "vocab_size": 2000}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn]}))
+    settings = load_settings(None, [], {"model": {"path": str(tmp_path)}, "data": {"train": "none"}})
+    wrapped = load_tokenizer_of(settings.model)
+    assert wrapped is not None and {text, turn} <= set(wrapped.eos_token_ids)
+    encoder = Encoder(wrapped, settings.data, text)
+    (made,) = encoder.encode([Chat([USER], ([GOOD],), "")])
+    assert isinstance(made, Encoded) and made.completions[0][-1] == turn and text not in made.completions[0]
+    server = SimpleNamespace(load=lambda path, **options: (None, SimpleNamespace(eos_token_ids={turn}), {}))
+    backend_process._stop_at_every_end(server)
+    assert server.load(str(tmp_path), return_config=True)[1].eos_token_ids == {text, turn}
+
+
+def test_serving_renders_prompts_as_the_run_did(tmp_path):
+    base = {"model": {"path": str(tmp_path)}, "data": {"train": "none"}}
+    given = ["data.chat_template_kwargs={enable_thinking: true}", f"data.chat_template={tmp_path}/mine.jinja"]
+    (tmp_path / "mine.jinja").write_text("{{ date_string }} {{ messages[0].content }}")
+    (recipe,) = recipes(load_settings(None, given, base), tmp_path).values()
+    assert recipe is not None
+    words = dict(zip(recipe.words, recipe.words[1:], strict=False))
+    assert words["--chat-template"] == f"{tmp_path}/mine.jinja"
+    assert json.loads(words["--chat-template-args"]) == {"enable_thinking": True, "date_string": "26 Jul 2024"}
+    (other,) = recipes(load_settings(None, [], base), tmp_path, tmp_path).values()
+    assert other is not None and json.loads(other.words[-1]) == {"enable_thinking": False}
+    (plain,) = recipes(load_settings(None, [], base), None).values()
+    assert plain is not None and "--chat-template-args" not in plain.words
+
+
+def test_a_template_of_its_own_end_ends_generation():
+    """ChatML on a model whose end token is another: its end of a turn is where answers have to stop."""
+    tokenizer = chat_models.tokenizer_of("Qwen-Qwen2.5-7B-Instruct")
+    tokenizer.eos_token = "<|im_start|>"  # anything else
+    encoder = Encoder(tokenizer, DataSettings(train="-"), None)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in encoder.end_ids

@@ -1,0 +1,340 @@
+"""A model in stages is the whole model: outputs, gradients, files and memory, on real ranks."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import save_model
+
+import train as script
+from lib.config import load, schema
+from lib.data.collate import Batch, collate
+from lib.data.dataset import Example
+from lib.distributed import world as sync
+from lib.distributed.links import Links
+from lib.distributed.pipelined_world import PipelinedWorld, pipelined
+from lib.distributed.world import World
+from lib.errors import Stopped, UserError
+from lib.evaluate import command
+from lib.model import load as load_module
+from lib.model import pipeline_stage, token_stream
+from lib.system import mpi_and_blas
+from lib.system.out_of_memory import Limit
+from lib.training import pipelined_step
+from lib.training.step import MicroBatch, make_step
+from tests import rounding, tiny
+from tests.test_shard import build, gathered, train
+from tests.tiny import difference, model_folder, steps_of
+
+mpi = pytest.mark.mpi(min_size=2)
+two = pytest.mark.mpi(min_size=2, max_size=2)
+
+BLOCKS = 5
+CUTS = {2: [(4, 1), (2, 3)], 3: [(1, 3, 1), (2, 1, 2)]}
+LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": []}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**LIMITS, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 4, **LIMITS},
+    "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 5, "sliding_window_pattern": 2},
+    "mistral": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3],
+    },
+    "qwen3_moe": {"head_dim": 4, **MOE, **SPARSE, **LIMITS},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64},
+    "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
+}
+MODEL = {"num_hidden_layers": BLOCKS}
+DPO, SFT = schema.TrainSettings(), schema.TrainSettings(loss="sft")
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_text(str(tmp_path)))
+
+
+def folder_of(world: World, folder: Path, family: str) -> Path:
+    path = folder / family
+    if world.rank == 0:
+        model_folder(path, model_type=family.partition("-")[0], **MODEL, **FAMILIES[family])
+    world.gather_text("written")
+    return path
+
+
+def cut(world: World, model: nn.Module, blocks: Sequence[int]) -> PipelinedWorld:
+    links = Links(world)
+    return pipelined(world, blocks, pipeline_stage.cut(model, blocks, world.rank, links), links)
+
+
+def batches(completions: int, shares_prompts: bool = True) -> list[MicroBatch]:
+    """Micro-batches of ragged sizes and lengths, each with its reference."""
+    draw = np.random.default_rng(3)
+
+    def ids(low: int, high: int) -> np.ndarray:
+        return draw.integers(2, 48, draw.integers(low, high)).astype(np.int32)
+
+    def batch(count: int) -> Batch:
+        rows = [Example(i, ids(1, 9), tuple(ids(2, 8) for _ in range(completions))) for i in range(count)]
+        return collate(rows, 4, shares_prompts)
+
+    made = [batch(count) for count in (3, 1, 2, 2)]
+    return [(one, draw.normal(-20, 3, (len(one.rows), completions)).astype(np.float32)) for one in made]
+
+
+def sums_and_gradients(
+    model: nn.Module, train: schema.TrainSettings, world: World, made: list[MicroBatch], recomputes: bool = False
+) -> tuple[mx.array, dict[str, mx.array]]:
+    mx.random.seed(7)  # of the dropout
+    step = make_step(model.train(), optim.SGD(1.0), train, world, dropout=True)
+    if getattr(model, "stage", None) is not None:
+        in_flight = [model.stage.size - rank for rank in range(model.stage.size)]
+        step = pipelined_step.pipelined(step, in_flight, recomputes, Limit())
+    gradients, sums = step._forward_backward("a test's step", made, [], None)
+    mx.eval(gradients, sums)
+    return sums, dict(tree_flatten(gradients or {}))
+
+
+def assert_equals_whole(
+    world: World,
+    path: Path,
+    cuts: Sequence[int],
+    train: schema.TrainSettings = DPO,
+    recomputes: bool = False,
+    shares_prompts: bool = True,
+    **changes: Any,
+) -> None:
+    """The sums and every gradient of a model in stages against those of the whole one."""
+    whole, _ = build(path, **changes)
+    model, _ = build(path, **changes)
+    together = cut(world, model, cuts)
+    made = batches(1 if train.loss == "sft" else 2, shares_prompts)
+    can_share = token_stream.cannot_share_prompts(whole) is None
+    assert can_share == (token_stream.cannot_share_prompts(model) is None)
+    assert can_share or not shares_prompts
+
+    def compute() -> Sequence[rounding.Results]:
+        sums, gradients = sums_and_gradients(whole, train, World(), made)
+        return [{"sums": sums}, gradients]
+
+    expected, limits = rounding.expected_and_limits(whole, compute)
+    sums, gradients = sums_and_gradients(model, train, together.workers, made, recomputes)
+    summed, sums = together.workers.sum_gradients(tree_unflatten(list(gradients.items())), sums)
+    rounding.assert_within([{"sums": sums}, gathered(together, summed)], expected, limits)
+    squares = {name: mx.square(g).sum() for name, g in tree_flatten(summed)}
+    norm = np.sqrt(together.workers.sum_of_all(squares).item())
+    wanted = np.sqrt(sum(np.square(g).sum() for g in expected[1].values()))
+    assert abs(norm - wanted) <= np.sqrt(sum(limit**2 for limit in limits[1].values()))
+
+
+@mpi
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_compute_what_the_whole_computes(world: World, folder: Path, family: str) -> None:
+    """One method a family and world, so that all of them meet; DPO and SFT, kept and recomputed, in turn."""
+    turn = list(FAMILIES).index(family) + world.size
+    method, path = ("lora", "dora", "full")[turn % 3], folder_of(world, folder, family)
+    changes: dict[str, Any] = {"method": method}
+    if method == "dora" and family in ("qwen3_moe", "mixtral"):
+        changes["keys"] = ("self_attn.q_proj", "self_attn.o_proj")  # mlx-lm has no DoRA of experts
+    can_share, objective = family != "gemma2", (DPO, SFT)[turn % 2]
+    assert_equals_whole(world, path, CUTS[world.size][turn % 2], objective, turn % 4 < 2, can_share, **changes)
+    world.gather_text("compared")
+
+
+@mpi
+@pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
+def test_stages_drop_what_the_whole_drops(world: World, folder: Path, recomputes: bool) -> None:
+    path = folder_of(world, folder, "qwen3_moe")
+    assert_equals_whole(world, path, CUTS[world.size][0], recomputes=recomputes, dropout=0.3)
+    world.gather_text("compared")
+
+
+@two
+@pytest.mark.parametrize(
+    "changes",
+    [{"blocks": 1}, {"blocks": 4, "method": "full"}, {"method": "full", "gradient_checkpointing": True}],
+    ids=["the last block", "all but the first block", "checkpointing"],
+)
+def test_no_gradient_goes_where_nothing_is_trained(world: World, folder: Path, changes: dict[str, Any]) -> None:
+    path = folder_of(world, folder, "llama-tied-biased")
+    for recomputes, blocks in zip((False, True), CUTS[world.size], strict=True):
+        assert_equals_whole(world, path, blocks, recomputes=recomputes, **changes)
+    world.gather_text("compared")
+
+
+@two
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
+    wide = {"moe_intermediate_size": 32, "head_dim": 16}
+    if world.rank == 0:
+        tiny.stored_model(folder, quantised=True, **{"model_type": family, **MODEL, **FAMILIES[family], **wide})
+    world.gather_text("written")
+    assert_equals_whole(world, folder / "stored", CUTS[world.size][0], random_init=False)
+    world.gather_text("compared")
+
+
+@two
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.steps=20"),
+        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "train.optimizer=muon"),
+        ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
+        ("model.method=lora", "train.loss=ipo", "train.compile=true", "model.dropout=0.1"),
+        ("model.method=lora", "train.loss=kto", "train.learning_rate=1e-2"),
+        ("model.method=lora", "train.loss=bco", "train.learning_rate=1e-2"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
+    common = [*words_of(world, folder), "train.steps=5", *words, "train.max_grad_norm=0.05", "strategy=pipelined"]
+    common += ["plan.micro_batch_sizes=[3]"]
+    alone = train(World(), folder, common, f"alone{world.rank}")
+    run = train(world, folder, [*common, "evaluate.every=4", f"plan.shares={list(CUTS[world.size][0])}"], "stages")
+    world.gather_text("finished")
+    rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
+    for key in ("tokens", "rows"):
+        assert [record[key] for record in steps_of(alone)] == [record[key] for record in steps_of(run)], key
+    assert steps_of(run, world.rank)[-1]["rows"] == steps_of(run)[-1]["rows"]
+    before, after = (json.loads((either / "summary.json").read_text()) for either in (alone, run))
+    assert after["strategy"] == "pipelined" and after["world_size"] == world.size
+    assert after["pairs"] == before["pairs"] and after["loss"] == pytest.approx(before["loss"], rel=1e-4)
+    world.gather_text("checked")
+
+
+@mpi
+def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> None:
+    common = [*words_of(world, folder, tie_word_embeddings=True), "model.method=full", "train.learning_rate=1e-4"]
+    common += ["train.schedule=constant", "checkpoint.every=1", "strategy=pipelined", "data.valid=null"]
+    first, second = (f"plan.shares={list(blocks)}" for blocks in CUTS[world.size])
+    train(world, folder, [*common, first, "train.steps=2"], "moving")
+    train(world, folder, [*common, second, "train.steps=4"], "moving", resume=True)
+    if world.rank == 0:
+        train(World(), folder, [*common, first, "train.steps=6"], "moving", resume=True)
+    world.gather_text("moved")
+    run = train(world, folder, [*common, "train.steps=8", "plan.micro_batch_sizes=[3]"], "moving", resume=True)
+    straight = train(World(), folder, [*common, "train.steps=8"], f"straight{world.rank}")
+    world.gather_text("finished")
+    assert difference(straight, run) <= rounding.limit_of(straight)
+    assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight)]
+    world.gather_text("checked")
+
+
+@two
+def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
+    common = [*words_of(world, folder), "train.schedule=constant", "checkpoint.every=1", "data.valid=null"]
+    common += ["plan.micro_batch_sizes=[3]"]
+    train(world, folder, [*common, "strategy=sharded", "train.steps=2"], "moving")
+    run = train(world, folder, [*common, "strategy=pipelined", "train.steps=4"], "moving", resume=True)
+    straight = train(World(), folder, [*common, "train.steps=4"], f"straight{world.rank}")
+    world.gather_text("finished")
+    assert difference(straight, run) <= rounding.limit_of(straight)
+    world.gather_text("checked")
+
+
+@two
+def test_answers_metrics_and_another_reference_in_stages(
+    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
+    words += ["model.reference=configs/quickstart/model", "train.global_batch_size=8", "evaluate.batch_size=3"]
+    words += [f"run.dir={folder / 'runs'}", f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
+    if world.rank == 0:
+        rows = Path("configs/quickstart/valid.jsonl").read_text().splitlines()
+        (folder / "few.jsonl").write_text("\n".join(rows[:20]) + "\n")
+    world.gather_text("written")
+
+    def run(world: World, *more: str) -> Path:
+        settings = load.load("configs/quickstart.yaml", [*words, *more])
+        script.train(settings, world, resume=False, dry_run=False)
+        return Path(settings.run.dir) / str(settings.run.name)
+
+    alone = run(World(), f"run.name=alone{world.rank}")
+    stages = run(world, "run.name=stages", "strategy=pipelined")
+    world.gather_text("finished")
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, stages)]
+    for key in ("exact_match_before", "exact_match_after", "loss", "reward_accuracy", "kl"):
+        assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=5e-4), key  # kl: of roundings
+    capsys.readouterr()
+    settings = load.load(stages / "config.yaml", [])
+    options = argparse.Namespace(run=str(stages), model=None, per_pair=str(folder / "pairs.jsonl"))
+    command.evaluate(settings, options, world)
+    if world.rank == 0:
+        told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        assert told["loss"] == pytest.approx(summaries[1]["loss"], rel=1e-4)
+        assert told["exact_match"] == summaries[1]["exact_match_after"]
+        assert len((folder / "pairs.jsonl").read_text().splitlines()) == told["rows"]
+        # What the stages saved is an ordinary adapter.
+        model, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(stages))
+        mine, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(alone))
+        logits = [m(mx.array([[7, 8, 9, 10]])) for m in (model, mine)]
+        assert mx.allclose(*logits, rtol=1e-4, atol=1e-5)
+    world.gather_text("checked")
+
+
+@mpi
+def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> None:
+    """Loading piece by piece: never more than 1.2 times what is kept, and that in proportion to the blocks."""
+    path, sizes = folder / "model", {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 64}
+    if world.rank == 0:
+        model_folder(path, **sizes, **heads)
+        save_model(path, load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0))
+    world.gather_text("written")
+    blocks = {2: (9, 3), 3: (2, 7, 3)}[world.size]
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, _ = build(path, random_init=False)
+    pipeline_stage.cut(model, blocks, world.rank, Links(world))
+    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    assert peak <= 1.2 * held
+    told = [int(text) for text in world.gather_text(str(held))]
+    for size, count in zip(told, blocks, strict=True):
+        assert size / sum(told) == pytest.approx(count / sum(blocks), rel=0.05)
+    world.gather_text("checked")
+
+
+@mpi
+def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: World, folder: Path) -> None:
+    common = [*words_of(world, folder), "strategy=pipelined", "data.valid=null"]
+    if world.rank == 0:
+        (folder / "runs/full").mkdir(parents=True)
+        (folder / "runs/full/checkpoints").write_text("a file where a folder should be")
+    with pytest.raises(UserError, match="bytes are free there"):  # rank 0 alone writes
+        train(world, folder, [*common, "train.steps=1"], "full")
+    diverging = ["model.method=full", "train.learning_rate=1e38", "train.max_skipped_steps=2", "train.steps=9"]
+    with pytest.raises(Stopped, match="2 updates in a row were not finite"):
+        train(world, folder, [*common, *diverging], "diverging")
+    world.gather_text("all are here")
+
+
+def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[str]:
+    """The same settings on every rank; rank 0 writes the files, before anyone reads them."""
+    mine: list[str] = []
+    if world.rank == 0:
+        mine = tiny.settings(folder)
+        model_folder(folder / "model", **(MODEL | {"num_attention_heads": 8, "num_key_value_heads": 4} | changes))
+    return [*json.loads(world.broadcast_text(json.dumps(mine))), *words]
