@@ -792,6 +792,11 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
         (base | {"chat_template_kwargs": {"enable_thinking": False}}, {}),
         (base, {"learn": "assistant"}),
         (base, {"learn": "all"}),
+        ({"messages": [user("a"), *[assistant("b"), user("c")] * 2, assistant("d")]}, {"learn": "assistant"}),
+        (
+            {"messages": [user("a"), assistant("b"), user("c"), assistant("b", weight=0), user("c"), assistant("d")]},
+            {"learn": "assistant"},
+        ),
         ({"messages": [user("a"), assistant("b", tool_calls=[BARE_CALL]), RESULT, assistant("d")]}, {}),
         ({"messages": [user("a"), assistant("b", tool_calls=[CALL])]}, {}),
         ({"messages": [user("a"), assistant("b", tool_calls=[CALL], reasoning_content="c")]}, {}),

@@ -80,7 +80,7 @@ def _text_of_chat(chat: Chat) -> tuple[str, str]:
     is_plain = only is not None and only["role"] == "user" and only.keys() == _PLAIN and not _extras(chat)
     asked = (*messages, *_extras(chat))
     prompt = only["content"] if is_plain and only else json.dumps(asked, sort_keys=True, default=str)
-    if chat.learnt is None and all(len(answer) == 1 and answer[0].keys() == _PLAIN for answer in chat.completions):
+    if all(len(answer) == 1 and answer[0].keys() == _PLAIN for answer in chat.completions):
         return prompt, "\0".join(answer[0]["content"] for answer in chat.completions)
     return prompt, json.dumps([chat.completions, chat.learnt], sort_keys=True, default=str)
 

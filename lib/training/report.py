@@ -68,11 +68,13 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         ("model", f"{model.path}, {method}"),
         ("loss", train.loss if train.loss == "sft" else f"{train.loss}, beta {train.beta:g}"),
         ("data", f"{data.path}: {len(data):,} rows, {tokens}" + ", read as they are needed" * data.is_estimated),
+        ("format", data.columns),
     ]
     if data.labels is not None:
-        rows.append(("labels", f"{data.unit.removeprefix('rows ').strip('()')}; from {data.columns}"))
+        rows.append(("labels", data.unit.removeprefix("rows ").strip("()")))
     if valid is not None:
-        rows.append(("held out", f"{valid.path}: {len(valid):,} rows"))
+        other = f" from {valid.columns}" if valid.columns != data.columns else ""
+        rows.append(("held out", f"{valid.path}: {len(valid):,} rows{other}"))
     shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
     rows += [
         ("steps", f"{steps:,} of {shares}{batch:,} rows, {_epochs(steps / -(-len(data) // batch))}"),
