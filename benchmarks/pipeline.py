@@ -41,7 +41,7 @@ from lib.telemetry.run_records import read_records  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
 
 PORT = 5200
-TOKENS, VOCABULARY, HIDDEN = 32, 256, 256  # tokens of a prompt and of each completion
+TOKENS, VOCABULARY, HIDDEN = 32, 256, 128  # tokens of a prompt and of each completion
 BLOCKS, PAIRS, MICRO_BATCHES = 8, 2, 16  # pairs of a micro-batch
 WARM = 2  # first steps that do not count
 MODEL = {
