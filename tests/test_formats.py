@@ -640,6 +640,11 @@ def test_pairs_that_differ_before_their_last_message_share_what_is_common() -> N
     assert chat.learnt == ((True, False, True), (True, False, True))
     longer = as_chat(read({"chosen": first[:2], "rejected": second}))
     assert longer.completions == (first[1:2], second[1:]) and longer.learnt == ((True,), (True, False, True))
+    # Questions that differ: the answer before them is the same in both, and nothing is learnt of it.
+    other = [user("a"), assistant("b"), user("x"), assistant("y")]
+    asked = as_chat(read({"chosen": first, "rejected": other}))
+    assert asked.prompt == [user("a")] and asked.completions == (first[1:], other[1:])
+    assert asked.learnt == ((False, False, True),) * 2
 
 
 def test_a_completion_may_be_several_messages() -> None:

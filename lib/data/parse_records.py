@@ -178,9 +178,12 @@ def _chat(draft: Draft, record: JSON, reader: Reader, columns: Columns, kind: Re
         prompt, completion, flags = learnt_part(conversation, learn, draft.names[0])
         completions, learnt = (completion,), (flags,)
     else:
-        prompt, completions = _answers(draft, columns)
+        prompt, completions, common = _answers(draft, columns)
         prompt = _join(opening, prompt, columns)
-        learnt = tuple([message["role"] == "assistant" for message in answer] for answer in completions)
+        learnt = tuple(
+            [message["role"] == "assistant" and i >= common for i, message in enumerate(answer)]
+            for answer in completions
+        )
         for message in (*prompt, *(message for answer in completions for message in answer)):
             if "weight" in message:
                 raise Unusable(
@@ -259,8 +262,8 @@ def _said(completion: object, name: str, columns: Columns) -> list[Message]:
     return check_messages(completion, name, columns.ignore)
 
 
-def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[Message], ...]]:
-    """The messages of the prompt, and those of each completion.
+def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[Message], ...], int]:
+    """The messages of the prompt, those of each completion, and how many of these the completions have in common.
 
     A completion may be a whole conversation. Of two of them the common leading messages are the prompt, and a prompt's
     column has to be among these: else it would be dropped without a word.
@@ -268,7 +271,10 @@ def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[
     answers = [_said(said, name, columns) for said, name in zip(draft.completions, draft.names, strict=True)]
     are_whole = all(answer[0]["role"] != "assistant" for answer in answers)
     if draft.prompt is None or isinstance(draft.prompt, str) and are_whole:
-        length = _common_length(answers)
+        length = common = _common_length(answers)
+        # A prompt is what a model is asked: the completions begin where an assistant speaks.
+        while length and any(answer[length]["role"] != "assistant" for answer in answers):
+            length -= 1
         prompt = answers[0][:length]
         if isinstance(draft.prompt, str):
             asked = draft.prompt.strip()
@@ -276,14 +282,14 @@ def _answers(draft: Draft, columns: Columns) -> tuple[list[Message], tuple[list[
                 raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
         if not prompt:
             raise Unusable(f"{draft.names[0]!r} and {draft.names[1]!r} have no first message in common: no prompt")
-        return prompt, tuple([answer[length:] for answer in answers])
+        return prompt, tuple([answer[length:] for answer in answers]), common - length
     prompt, rests = _asked(draft.prompt, columns), []
     for answer, name in zip(answers, draft.names, strict=True):
         is_whole = answer[0]["role"] != "assistant"
         if is_whole and answer[: len(prompt)] != prompt or len(answer) == len(prompt) * is_whole:
             raise Unusable(f"{name!r} has {len(answer)} messages that do not begin with the prompt")
         rests.append(answer[len(prompt) * is_whole :])
-    return prompt, tuple(rests)
+    return prompt, tuple(rests), 0
 
 
 def _common_length(conversations: list[list[Message]]) -> int:
