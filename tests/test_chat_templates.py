@@ -304,6 +304,36 @@ def test_a_run_says_what_its_template_does(name, said):
     assert said in str(facts_of(encoder))
 
 
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+LOOKED = {"role": "user", "content": "What is it?", "images": ["a.png"]}
+RESULT = {"role": "tool", "name": "f", "content": "rain"}
+
+
+@pytest.mark.parametrize(
+    "name, message, reason",
+    [
+        ("Qwen-Qwen2.5-7B-Instruct", LOOKED, "'images' of a message from 'user' (or leave it out with data.ignore"),
+        ("microsoft-Phi-3.5-mini-instruct", RESULT, "the content of a message from 'tool'"),
+    ],
+)
+def test_what_a_template_leaves_out_of_any_message_is_an_error_by_name(name, message, reason):
+    for chat in (Chat([USER, GOOD, message], ([GOOD],), ""), Chat([USER], ([GOOD, message, GOOD],), "")):
+        assert reason in str(encode(name, chat))
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen2.5-7B-Instruct", "google-gemma-2-2b-it", "meta-llama-Llama-3.1-8B-Instruct"]
+)
+def test_a_developers_instructions_reach_every_template(name):
+    prompt, _, _ = decoded(name, Chat([DEVELOPER, USER], ([GOOD],), ""))
+    assert DEVELOPER["content"] in prompt
+
+
+def test_a_tools_result_may_be_written_as_json():
+    result = {**RESULT, "content": '{"x": "é",\n "y": [1]}'}
+    assert isinstance(encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER, GOOD, result], ([GOOD],), "")), Encoded)
+
+
 def test_a_row_in_colours():
     name = "Qwen-Qwen2.5-7B-Instruct"
     messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]

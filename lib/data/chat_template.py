@@ -19,6 +19,8 @@ from lib.errors import UserError
 # Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
 SENTINEL = "qZ7sentinelZ7q"
 REASONING = ("reasoning_content", "reasoning", "thinking")
+FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING})
+"""Of a message: what is looked for by itself, what only tells which call is meant, and what no template shows."""
 """Fields in which messages carry their thinking; transformers gives templates all of them where a message has one."""
 # An opening and a closing mark of thinking, in the templates that there are, with nothing between them.
 EMPTY_THINKING = re.compile(
@@ -324,12 +326,40 @@ def _pin_date(text: str, date: datetime.date) -> None:
 
 
 def _lost(made: Rendering) -> str | None:
-    """What of the answers is not in their texts, in words; None for nothing."""
-    for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
+    """What of a chat's messages is not in its texts, in words; None for nothing.
+
+    Tools that a template does not show are no error: lib/data/template_facts.py says so at the start.
+    """
+    chat = made.chat
+    for message in chat.prompt:
+        # Of earlier answers a template may keep what it likes: their thinking, mostly, is not shown again.
+        if message["role"] != "assistant" and (name := _lost_of_others(message, made.prompt)) is not None:
+            return name
+    for answer, whole in zip(chat.completions, made.wholes, strict=True):
         for message in answer:
-            if (name := lost(message, whole)) is not None:
+            is_answer = message["role"] == "assistant"
+            if (name := lost(message, whole) if is_answer else _lost_of_others(message, whole)) is not None:
                 return name
     return None
+
+
+def _lost_of_others(message: Message, text: str) -> str | None:
+    """What of a question, an instruction or a tool's result is not in a text, in words; None for nothing."""
+    content = message.get("content")
+    if isinstance(content, str) and not _is_said(content.strip(), text):
+        return f"the content of a message from {message['role']!r}"
+    if len(message) > 2:
+        for name, value in message.items():
+            if name not in FIELDS and value not in ("", [], {}) and not _is_said(str(value), text):
+                return f"{name!r} of a message from {message['role']!r} (or leave it out with data.ignore=[{name}])"
+    return None
+
+
+def _is_said(said: str, text: str) -> bool:
+    """Whether a text has this in it: as it is, as a JSON string, or with other white space."""
+    if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
+        return True
+    return "".join(said.split()) in "".join(text.split())
 
 
 def lost(message: Message, whole: str) -> str | None:
@@ -365,6 +395,7 @@ def _rendering(chat: Chat, prompt: str | Unusable, wholes: list[str | Unusable])
 def _adaptations(chat: Chat) -> Iterator[Chat]:
     """The chat in other forms, one after the other, each with what the ones before changed."""
     changes: list[Callable[[list[Message]], list[Message]]] = [
+        _developer_as_system,
         _fold_system,
         _without_empty_content,
         _with_content,
@@ -372,10 +403,16 @@ def _adaptations(chat: Chat) -> Iterator[Chat]:
     ]
     for change in changes:
         prompt = change(chat.prompt)
-        completions = [*chat.completions] if change is _fold_system else [*map(change, chat.completions)]
+        of_prompt = change in (_developer_as_system, _fold_system)
+        completions = [*chat.completions] if of_prompt else [*map(change, chat.completions)]
         if prompt != chat.prompt or completions != list(chat.completions):
             chat = dataclasses.replace(chat, prompt=prompt, completions=tuple(completions))
             yield chat
+
+
+def _developer_as_system(messages: list[Message]) -> list[Message]:
+    """A developer's instructions as a system prompt, for templates that do not know that role."""
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
 
 def _fold_system(messages: list[Message]) -> list[Message]:
