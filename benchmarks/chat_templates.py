@@ -8,7 +8,7 @@ sides get the same tokenizer, template arguments and date. A row counts as a dif
 - the prompt is, id for id, what TRL makes of it with add_generation_prompt=True;
 - the completion is what stands behind the prompt in TRL's ids of the whole conversation, where the prompt begins them,
   else it is the end of the whole and has the answer in it; each up to the first token that ends the turn;
-- and it is not refused, unless TRL refuses it, too, or would lose the answer's thinking without a word.
+- and it is not refused, unless TRL refuses it, too, or would lose thinking or a call without a word.
 
 --quick takes 8 templates. --write-golden keeps TRL's ids in tests/templates/golden.json.gz.
 """

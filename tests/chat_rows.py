@@ -121,6 +121,8 @@ def _difference(row: dict[str, Any], ours: Any, theirs: dict[str, Any], tokenize
     if isinstance(ours, Unusable):
         both = zip(row["completions"], theirs["wholes"], strict=True)
         loses = any(lost(message, tokenizer.decode(whole)) for answer, whole in both for message in answer)
+        prompt = tokenizer.decode(theirs["prompt"])
+        loses |= any(lost_of_earlier(one, prompt) for one in row["prompt"] if one["role"] == "assistant")
         return "" if loses else f"refused: {ours}"
     if ours.prompt != theirs["prompt"]:
         return f"prompt {tokenizer.decode(ours.prompt)[-60:]!r}, not {tokenizer.decode(theirs['prompt'])[-60:]!r}"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lib.config.schema import DataSettings
 from lib.data.record_formats import JSON, Chat, Message, Unusable
@@ -332,15 +332,23 @@ def _lost(made: Rendering) -> str | None:
     """
     chat = made.chat
     for message in chat.prompt:
-        # Of earlier answers a template may keep what it likes: their thinking, mostly, is not shown again.
-        if message["role"] != "assistant" and (name := _lost_of_others(message, made.prompt)) is not None:
+        is_answer = message["role"] == "assistant"
+        if (name := (lost_of_earlier if is_answer else _lost_of_others)(message, made.prompt)) is not None:
             return name
     for answer, whole in zip(chat.completions, made.wholes, strict=True):
         for message in answer:
             is_answer = message["role"] == "assistant"
-            if (name := lost(message, whole) if is_answer else _lost_of_others(message, whole)) is not None:
+            if (name := (lost if is_answer else _lost_of_others)(message, whole)) is not None:
                 return name
     return None
+
+
+def lost_of_earlier(message: Message, text: str) -> str | None:
+    """`lost` of an answer in the prompt, whose thinking need not be shown again."""
+    content = message.get("content")
+    said = INLINE_THINKING.sub("", content, count=1) if isinstance(content, str) else content
+    without = {key: item for key, item in message.items() if key not in REASONING} | {"content": said}
+    return lost(cast(Message, without), text)
 
 
 def _lost_of_others(message: Message, text: str) -> str | None:

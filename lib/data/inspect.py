@@ -55,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
     files = [word for word in options.inspect if not _is_setting(word)]
+    if not files:
+        parser.error("--inspect wants FILES before settings, e.g. --inspect data.jsonl train.loss=sft")
     words = [*(word for word in options.inspect if _is_setting(word)), *options.overrides]
     base = {"model": {"path": options.model or "-"}, "data": {"train": files[0] if files else "-"}}
     inspect(files, load.load(None, words, base=base), options.model is not None, options.picture)
