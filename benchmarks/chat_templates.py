@@ -25,7 +25,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)
+
+from lib import environment
+
+environment.enter()
 
 # Runs in TRL's environment: stdin has a list of {name, tokenizer, bos, eos, template, rows}.
 REFERENCE = """

@@ -268,13 +268,13 @@ def test_pieces_train_what_whole_micro_batches_train(
     sizes: dict[str, list[int]] = {}
     words = [*tiny.settings(tmp_path), "train.steps=4", f"strategy={strategy}", "plan.micro_batch_sizes=[8]"]
     words = ["--config", str(tiny.config_file(tmp_path)), *words]
-    real = micro_batches.collate
+    real = micro_batches.collate_trained
     for name, pace in (("whole", Pace()), ("pieces", Pace(1.0, 0.5, is_fixed=True))):
         sizes[name] = []
         monkeypatch.setattr(metal, "pace", lambda *_, pace=pace: pace)
         seen = sizes[name]
         monkeypatch.setattr(
-            micro_batches, "collate", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
+            micro_batches, "collate_trained", lambda rows, *more, seen=seen: seen.append(len(rows)) or real(rows, *more)
         )
         assert train.main([*words, f"run.name={name}"]) == 0
     assert max(sizes["whole"]) == 8 and max(sizes["pieces"]) == 2

@@ -1,7 +1,7 @@
 """Losses and gradients of KTO and BCO as TRL computes them: the numbers that tests/test_unpaired.py compares with.
 
-    python benchmarks/trl_unpaired.py kto        with trl==1.16.0
-    python benchmarks/trl_unpaired.py bco        with trl==1.9.0: later ones have no BCO
+    python tests/trl_unpaired.py kto        with trl==1.16.0
+    python tests/trl_unpaired.py bco        with trl==1.9.0: later ones have no BCO
 
 `python` is that of an environment with TRL and PyTorch. TRL's own trainers are asked, without a model: six completions' log-probabilities under policy and reference are made
 up, and those of six mismatched ones. Computed in float64. Prints one JSON object.
@@ -15,7 +15,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.pop(0)  # the other files here have names of packages
+sys.path.pop(0)  # the other files here are tests
 
 import torch  # noqa: E402
 
