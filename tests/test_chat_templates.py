@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.serve import backend_process
 from lib.serve.command import recipes
-from tests import chat_models, chat_rows
+from tests import chat_models, chat_rows, tiny
 
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
 NAMES = list(chat_models.registry())
@@ -428,3 +429,16 @@ def test_a_template_of_its_own_end_ends_generation():
     tokenizer.eos_token = "<|im_start|>"  # anything else
     encoder = Encoder(tokenizer, DataSettings(train="-"), None)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in encoder.end_ids
+
+
+def test_a_run_says_what_its_template_does_and_shows_a_row(tmp_path):
+    words = ["--dry-run", "--config", str(tiny.ROOT / "configs/quickstart.yaml"), f"run.dir={tmp_path}"]
+    shown = tiny.train(tmp_path, [*words, f"data.cache_dir={tmp_path}/cache"]).stdout
+    assert "chat template: system prompts have a turn of their own" in shown
+    assert re.search(r"^row 1: <\|user\|>Add \d+ and \d+\.<\|end\|><\|assistant\|>⟦.*<\|end\|>⟧$", shown, re.M)
+
+
+def test_of_two_failures_the_one_that_says_more_is_told():
+    calls = [{"type": "function", "id": "call12345", "function": {"name": "get_weather", "arguments": {}}}]
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert "leaves out the call of 'get_weather'" in str(encode("phi3_training", Chat([USER], ([called],), "")))

@@ -211,6 +211,7 @@ class ChatTemplate:
             first = self._with_thinking(first)
             if not _lost(first):
                 return first
+        best = first  # of two failures the one that says more
         for adapted in _adaptations(chat):
             given = self.arguments(adapted)
             (prompt,) = self.texts([Conversation(adapted.prompt, adapted.tools, given)], True)
@@ -218,10 +219,11 @@ class ChatTemplate:
             rendered = _rendering(adapted, prompt, self.texts(wholes, False))
             if isinstance(rendered, Rendering) and not _lost(rendered):
                 return rendered
-        if isinstance(first, Unusable):
-            return first
+            best = rendered if isinstance(best, Unusable) else best
+        if isinstance(best, Unusable):
+            return first if isinstance(first, Unusable) else best
         return Unusable(
-            f"the chat template leaves out {_lost(first)}; take it out of the data, or give a template that keeps it "
+            f"the chat template leaves out {_lost(best)}; take it out of the data, or give a template that keeps it "
             "with data.chat_template=FILE"
         )
 
