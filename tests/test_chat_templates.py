@@ -442,3 +442,9 @@ def test_of_two_failures_the_one_that_says_more_is_told():
     calls = [{"type": "function", "id": "call12345", "function": {"name": "get_weather", "arguments": {}}}]
     called = {"role": "assistant", "content": None, "tool_calls": calls}
     assert "leaves out the call of 'get_weather'" in str(encode("phi3_training", Chat([USER], ([called],), "")))
+
+
+def test_a_file_that_is_no_template_is_named_and_not_the_rows(tmp_path):
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match=r"data\.chat_template: not a template: Expected an expression"):
+        encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD],), ""), chat_template=str(tmp_path / "bad.jinja"))

@@ -119,7 +119,7 @@ class ChatTemplate:
         self.arguments_without_answer = arguments_at_inference(settings, " ".join(self._texts))
         """What a prompt alone is rendered with."""
         for text in self._texts if self.is_used else ():
-            if "strftime_now" in text:
+            if own is not None or "strftime_now" in text:
                 _pin_date(text, settings.template_date)
 
     @property
