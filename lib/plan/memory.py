@@ -51,7 +51,7 @@ def step_bytes(
     """
     tape = Step(shape, training, batch, device).write()
     gradients = sum(array.size_bytes for array in tape.kept_to_the_end)
-    backward = tape.peak_bytes(device, training.method)
+    backward = tape.peak_bytes(training.method)
     adapters = 0.0 if training.method == "full" else gradients
     if training.method == "full":  # float32, whatever was loaded
         adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
