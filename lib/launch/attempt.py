@@ -261,7 +261,7 @@ class Attempt:
                 await asyncio.sleep(0.02)
         elif world.is_mpi and len(world.hosts) > 1:  # of other hosts only their agents know
             await asyncio.sleep(SETTLE_SECONDS)
-        if any(rank.memory for rank in world.ranks.values()):
+        if any(rank.memory or rank.cause or rank.lost_another for rank in world.ranks.values()):
             return world.fault() or fault
         return fault
 
