@@ -71,7 +71,6 @@ NEAR = (
 # As the Makefile has it: Open MPI starts as root, and more ranks than cores.
 MPI = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
 MPI |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-WORKERS = 4 if (os.cpu_count() or 1) > 3 else 3  # as the Makefile has it
 SETUP_SECONDS, PART_SECONDS = 1200, 3600
 RECORD = ROOT / "build/test-matrix.jsonl"
 
@@ -198,7 +197,7 @@ def commands_of(options: argparse.Namespace, python: str) -> list[list[str]]:
         plain, of_ranks = [[f"tests/test_{name}.py" for name in each] for each in (names, NUMERICS_OF_RANKS)]
     everything = not plain
     seed = [f"--hypothesis-seed={options.seed}"]
-    workers = ["-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder"]
+    workers = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
     commands = [[python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *seed, *plain]]
     mpirun = str(Path(python).parent / "mpirun")
     for ranks in ("2", "3") if not options.quick and (everything or of_ranks) else ():

@@ -198,7 +198,7 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
 @pytest.mark.parametrize(
     "words",
     [
-        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.steps=20"),
+        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.steps=10"),
         ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "train.optimizer=muon"),
         ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
         ("model.method=lora", "train.loss=ipo", "train.compile=true", "model.dropout=0.1"),
@@ -210,14 +210,14 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
 def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
     common = [*words_of(world, folder), "train.steps=5", *words, "train.max_grad_norm=0.05", "strategy=pipelined"]
     common += ["plan.micro_batch_sizes=[3]"]
-    alone = train(World(), folder, common, f"alone{world.rank}")
+    alone = rounding.trained_alone(world, common)
     run = train(world, folder, [*common, "evaluate.every=4", f"plan.shares={list(CUTS[world.size][0])}"], "stages")
     world.gather_text("finished")
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     for key in ("tokens", "rows"):
-        assert [record[key] for record in steps_of(alone)] == [record[key] for record in steps_of(run)], key
+        assert [record[key] for record in steps_of(alone.run)] == [record[key] for record in steps_of(run)], key
     assert steps_of(run, world.rank)[-1]["rows"] == steps_of(run)[-1]["rows"]
-    before, after = (json.loads((either / "summary.json").read_text()) for either in (alone, run))
+    before, after = (json.loads((either / "summary.json").read_text()) for either in (alone.run, run))
     assert after["strategy"] == "pipelined" and after["world_size"] == world.size
     assert after["pairs"] == before["pairs"] and after["loss"] == pytest.approx(before["loss"], rel=1e-4)
     world.gather_text("checked")
@@ -234,10 +234,9 @@ def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> No
         train(World(), folder, [*common, first, "train.steps=6"], "moving", resume=True)
     world.gather_text("moved")
     run = train(world, folder, [*common, "train.steps=8", "plan.micro_batch_sizes=[3]"], "moving", resume=True)
-    straight = train(World(), folder, [*common, "train.steps=8"], f"straight{world.rank}")
-    world.gather_text("finished")
-    assert difference(straight, run) <= rounding.limit_of(straight)
-    assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight)]
+    straight = rounding.trained_alone(world, [*common, "train.steps=8"], "straight")
+    assert difference(straight.run, run) <= straight.limit
+    assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight.run)]
     world.gather_text("checked")
 
 
@@ -247,9 +246,8 @@ def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     common += ["plan.micro_batch_sizes=[3]"]
     train(world, folder, [*common, "strategy=sharded", "train.steps=2"], "moving")
     run = train(world, folder, [*common, "strategy=pipelined", "train.steps=4"], "moving", resume=True)
-    straight = train(World(), folder, [*common, "train.steps=4"], f"straight{world.rank}")
-    world.gather_text("finished")
-    assert difference(straight, run) <= rounding.limit_of(straight)
+    straight = rounding.trained_alone(world, [*common, "train.steps=4"], "straight")
+    assert difference(straight.run, run) <= straight.limit
     world.gather_text("checked")
 
 
@@ -270,7 +268,9 @@ def test_answers_metrics_and_another_reference_in_stages(
         script.train(settings, world, resume=False, dry_run=False)
         return Path(settings.run.dir) / str(settings.run.name)
 
-    alone = run(World(), f"run.name=alone{world.rank}")
+    alone = folder / "runs/alone"
+    if world.rank == 0:
+        run(World(), "run.name=alone")
     stages = run(world, "run.name=stages", "strategy=pipelined")
     world.gather_text("finished")
     summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, stages)]
