@@ -27,5 +27,13 @@ class EvaluateSettings(Section):
     temperature: PositiveFloat = 1.0
     """Temperature that they are drawn at."""
     judge: str | None = None
-    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line;
-    by default an answer is right or wrong (evaluate.answer_pattern)."""
+    """Who scores completions for --make-pairs and --against. By default an answer is right or wrong by
+    evaluate.answer_pattern; `exact` compares the whole text with the record's `answer`, `number` the last number in it.
+    MODULE:FUNCTION is called with (prompt, completions, record) and returns a list of scores. An http(s) address is an
+    OpenAI-compatible server (http://HOST:8080/v1), whose model compares two answers. Anything else is a command that
+    reads {"prompt", "completions", "record"} a line and writes a list of scores a line."""
+    judge_model: str | None = None
+    """Model of that server; its key is OPENAI_API_KEY of the environment."""
+    judge_prompt: str | None = None
+    """File with the instructions for that model, in which {prompt}, {first} and {second} are filled in; it has to
+    answer with [[A]], [[B]] or [[C]] (equal)."""
