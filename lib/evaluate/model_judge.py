@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import time
@@ -34,7 +35,8 @@ and their length must not matter.
 
 Explain in a few sentences. Then end with one of these lines: [[A]] if answer A is better, [[B]] if answer B is better,
 [[C]] if they are equally good."""
-VERDICTS = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
+VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
+UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
 TRIES = 4
 WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
@@ -63,7 +65,7 @@ class ModelJudge:
                 raise UserError(f"evaluate.judge_prompt={evaluate.judge_prompt}: {', '.join(missing)} is missing in it")
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        """1 for the better of two answers and 0 for the other, or 0.5 each."""
+        """1 for the better of two answers and 0 for the other, or 0.5 each; NaN where the model gave no verdict."""
         if any(len(question.completions) != 2 for question in questions):
             raise UserError(f"{self.name} compares two answers, for --against; --make-pairs needs a score for each")
         key = os.environ.get("OPENAI_API_KEY")
@@ -81,13 +83,7 @@ class ModelJudge:
         asked = re.sub("|".join(map(re.escape, parts)), lambda found: parts[found.group()], self.instructions)
         message = {"role": "user", "content": asked}
         text = self._ask(client, {"model": self.model, "messages": [message], "temperature": 0})
-        verdict = extract(r"\[\[([ABC])\]\]", text)
-        if verdict is None:
-            end = " ".join(text.split())[-80:]
-            raise UserError(
-                f"{self.name}: {question.place}: an answer without [[A]], [[B]] or [[C]], ending in {end!r}"
-            )
-        return VERDICTS[verdict]
+        return VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), UNCLEAR)
 
     def _ask(self, client: httpx2.Client, body: dict[str, Any]) -> str:
         """What the model answers; a server that is busy, or cannot be reached, is asked again."""
