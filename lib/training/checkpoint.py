@@ -35,7 +35,8 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.step import Metrics, StepResult
+from lib.training.objective import Metrics
+from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
