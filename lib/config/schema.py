@@ -7,6 +7,7 @@ and the resolved tree is written into the run's folder.
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,8 @@ from pydantic import Field, model_validator
 from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
+
+Blocks = Natural | Annotated[str, Field(pattern=r"^\d+-\d+$")]  # one, or the first and the last of several
 
 
 class RunSettings(Section):
@@ -48,12 +51,22 @@ class ModelSettings(Section):
     """Rank of the adapters."""
     scale: PositiveFloat = 2.0
     """Factor on the adapter's output (alpha / rank in other trainers)."""
+    alpha: PositiveFloat | None = None
+    """Instead of model.scale: the factor is alpha / rank, of each layer's own rank."""
+    use_rslora: bool = False
+    """rsLoRA: the factor is model.alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
+    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
+    """Ranks of layers whose names end as a regular expression says, e.g. {o_proj: 16, "layers.[0-3].mlp.*": 4}."""
+    alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """The same of model.alpha."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
     keys: tuple[str, ...] | None = None
     """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
-    blocks: Positive | None = None
-    """Train only the last n blocks; by default all."""
+    adapt_embeddings: bool = False
+    """Give the embedding and the head adapters as well; of tied ones, one for both. For method=lora."""
+    blocks: Positive | tuple[Blocks, ...] | None = None
+    """Train only the last n blocks, or those of a list that counts from 0, e.g. [0-3, 28-31]; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full
     the weights."""
@@ -71,6 +84,39 @@ class ModelSettings(Section):
     """Revision of a hub model."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model or tokenizer."""
+
+    def __hash__(self) -> int:  # which mappings have none of
+        return hash(self.model_dump_json())
+
+    @model_validator(mode="after")
+    def _adapters_are_possible(self) -> ModelSettings:
+        for setting in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, setting):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"model.{setting}: {pattern!r} is no regular expression: {error}") from None
+        if self.alpha is not None and self.scale != type(self).model_fields["scale"].default:
+            raise ValueError(
+                f"model.alpha={self.alpha:g} gives the adapters' factor, and so does model.scale={self.scale:g}; "
+                "leave one of them out"
+            )
+        if self.alpha is None and (self.use_rslora or self.alpha_pattern):
+            named = "use_rslora" if self.use_rslora else "alpha_pattern"
+            raise ValueError(f"model.{named} needs model.alpha, e.g. model.alpha={self.scale * self.rank:g}")
+        of_adapters = ("alpha", "use_rslora", "rank_pattern", "alpha_pattern", "adapt_embeddings")
+        given = [name for name in of_adapters if getattr(self, name)]
+        if self.method == "full" and given:
+            raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
+        if self.method == "dora" and self.adapt_embeddings:
+            raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
+        for part in self.blocks if isinstance(self.blocks, tuple) else ():
+            first, _, last = str(part).partition("-")
+            if int(last or first) < int(first):
+                raise ValueError(f"model.blocks: {part} ends before it begins")
+        if self.blocks == ():
+            raise ValueError("model.blocks=[] trains nothing; leave it out for all blocks")
+        return self
 
     @property
     def may_turn_on_checkpointing(self) -> bool:
