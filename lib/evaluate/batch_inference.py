@@ -58,7 +58,7 @@ class FileFigures(TypedDict):
 
 
 def pull(
-    kind: str, key: str, rows: Sized, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
+    kind: str, key: str, items: Sized, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
 ) -> FileFigures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
@@ -70,7 +70,7 @@ def pull(
     Raises:
         AgreedError, UserError: on one rank, so on all.
     """
-    size, total = settings.evaluate.batch_size, len(rows)
+    size, total = settings.evaluate.batch_size, len(items)
     say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
     server = dispatcher = None
