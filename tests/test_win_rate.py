@@ -18,7 +18,8 @@ from lib.distributed.world import start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, judges, model_judge, win_rate
 from lib.evaluate import command as evaluate
-from lib.evaluate.judges import Question, judge_of
+from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.judges import Question
 from lib.evaluate.whole_model import WholeModel
 from lib.system import mpi_and_blas
 from lib.training.progress_display import RunConsole
@@ -259,7 +260,10 @@ def test_two_ranks_give_the_lines_of_one(tmp_path: Path) -> None:
         {"model": {"path": str(MODEL)}, "data": {"train": "-", "cache_dir": str(folder)}, "evaluate": evaluation}
     )
     other = own.model_copy(update={"model": own.model.model_copy(update={"random_init": True})})
-    records = batch_inference.open_rows(str(questions(folder)), own.data, "prompt", RunConsole(world))
+    if world.rank == 0:
+        questions(folder)
+    world.gather_text("written")
+    records = batch_inference.open_rows(str(folder / "questions.jsonl"), own.data, "prompt", RunConsole(world))
     first, second = (WholeModel(each, None) for each in (own, other))
     if world.rank == 0:
         alone = win_rate.compare(first, second, records, folder / "one.jsonl", world.alone())

@@ -34,7 +34,8 @@ from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.judges import Question, judge_of
+from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.judges import Question
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
