@@ -225,11 +225,28 @@ def test_without_the_package_the_command_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(harness_tasks, "PACKAGE", "lm_eval_that_is_not_there")
-    words = ["--model", str(MODEL), "--data", "-", "--tasks", "x", "--out", str(tmp_path / "out.json")]
+    words = ["--model", str(MODEL), "--tasks", "x", "--out", str(tmp_path / "out.json")]
     assert evaluate.main(words) == 2
     said = capsys.readouterr().err
     assert "--tasks needs the package" in said and "-m pip install -c constraints.txt" in said
     assert len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--tasks", "a,,b"], "give names with commas between them"),
+        (["--tasks", "a", "--limit", "0"], "--limit 1 or more"),
+        (["--tasks", "a", "--shots", "-1"], "--shots is 0 or more"),
+        (["--tasks", "a", "--tasks-folder", "no/such", "--out", "x.json"], "--tasks-folder no/such: no such folder"),
+        (["--tasks", "a"], "--tasks with --model needs --out OUT"),
+        (["--chat"], "--model needs --data FILE"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(["--model", str(MODEL), *words]) == 2
+    said = capsys.readouterr().err
+    assert why in said and len(said.splitlines()) == 1
 
 
 def test_the_table_has_metrics_with_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

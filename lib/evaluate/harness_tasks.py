@@ -84,14 +84,14 @@ def evaluate_tasks(subject: WholeModel, tasks: Tasks, out: Path, world: World) -
 
 def _check(tasks: Tasks, out: Path) -> None:
     """Looks for what would fail only after the model is loaded."""
+    if tasks.folder is not None and not tasks.folder.is_dir():
+        raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
+    if out.exists():
+        raise UserError(f"{out} is there already; remove it, or give another name")
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             f"--tasks needs the package {PACKAGE}; run .venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
         )
-    if out.exists():
-        raise UserError(f"{out} is there already; remove it, or give another name")
-    if tasks.folder is not None and not tasks.folder.is_dir():
-        raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
 
 
 def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: WholeModel, tasks: Tasks) -> dict[str, Any]:
