@@ -201,10 +201,8 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
     names = tuple(name.strip() for name in options.tasks.split(","))
     tasks = harness_tasks.Tasks(names, folder, options.shots, options.limit, options.chat)
-    subject, out = (
-        _subject(settings, options),
-        Path(options.out or options.home / f"tasks-{re.sub(r'[^\w.-]+', '-', options.tasks)}.json"),
-    )
+    subject, plain_names = _subject(settings, options), re.sub(r"[^\w.-]+", "-", options.tasks)
+    out = Path(options.out or options.home / f"tasks-{plain_names}.json")
     results = harness_tasks.evaluate_tasks(subject, tasks, out, world)
     if results is not None:
         harness_tasks.show(RunConsole(world), subject.name, results, out)
