@@ -34,6 +34,9 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from lib.system import mpi_and_blas  # noqa: E402
+
+mpi_and_blas.prepare()
+
 from tests import tiny  # noqa: E402
 
 QUICKSTART = ROOT / "configs/quickstart"
