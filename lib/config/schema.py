@@ -383,6 +383,8 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
+        if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
+            raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
             # MLX draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
             raise ValueError(
@@ -407,7 +409,7 @@ class Config(Section):
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
 
     def _sharding_is_possible(self) -> None:
-        if self.train.optimizer in ("adafactor", "muon"):
+        if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):
             raise ValueError(
                 f"train.optimizer={self.train.optimizer} looks at whole matrices, "
                 "which no rank of strategy=sharded has; take adamw"
