@@ -16,7 +16,8 @@ from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Se
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
 
-Blocks = Natural | Annotated[str, Field(pattern=r"^\d+-\d+$")]  # one, or the first and the last of several
+# One, or the first and the last of several.
+Blocks = Annotated[int, Field(ge=0, le=9999)] | Annotated[str, Field(pattern=r"^\d{1,4}-\d{1,4}$")]
 
 
 class RunSettings(Section):
@@ -110,6 +111,8 @@ class ModelSettings(Section):
             raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
         if self.method == "dora" and self.adapt_embeddings:
             raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
+        if self.adapt_embeddings and self.shard_vocabulary:
+            raise ValueError("model.adapt_embeddings adapts what model.shard_vocabulary divides; leave one of them out")
         for part in self.blocks if isinstance(self.blocks, tuple) else ():
             first, _, last = str(part).partition("-")
             if int(last or first) < int(first):
