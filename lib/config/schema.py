@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from lib.config.evaluate_settings import EvaluateSettings
 from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
@@ -277,32 +278,9 @@ class CheckpointSettings(Section):
     synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
-
-
-class EvaluateSettings(Section):
-    """Held-out evaluation."""
-
-    every: Positive | None = None
-    """Steps between evaluations; by default only at the start and the end."""
-    batch_size: Positive = 16
-    """Pairs per forward pass, here and in the reference pass."""
-    answers: str | None = None
-    """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
-    answer_pattern: str = r"([^\s].*?)\s*$"
-    """Regular expression; its last match's first group in the generated text is compared with the answer."""
-    answers_limit: Positive = 512
-    """Most answers checked."""
-    samples: Natural = 3
-    """Held-out prompts whose greedy continuation is shown."""
-    max_tokens: Positive = 128
-    """Longest generation."""
-    completions: Positive = 4
-    """Completions that --score=samples and --make-pairs draw for each prompt."""
-    temperature: PositiveFloat = 1.0
-    """Temperature that they are drawn at."""
-    judge: str | None = None
-    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line;
-    by default an answer is right or wrong (evaluate.answer_pattern)."""
+    final: Literal["best", "last"] = "best"
+    """What the run's folder holds at the end: the weights of the evaluation with the lowest held-out loss, or the last
+    ones. Without held-out data, and of ranks that are never merged, the last."""
 
 
 class MetalSettings(Section):
@@ -393,6 +371,21 @@ class Config(Section):
             raise ValueError(
                 "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; "
                 "set one of them to 0 or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _patience_is_possible(self) -> Config:
+        if self.train.patience is None:
+            return self
+        if self.evaluate.every is None or not (self.data.valid or self.data.holdout):
+            raise ValueError(
+                "train.patience compares held-out losses as the run goes on: "
+                "it needs evaluate.every, and data.valid or data.holdout"
+            )
+        if self.independent.merge == "none":
+            raise ValueError(
+                "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
             )
         return self
 

@@ -59,6 +59,9 @@ class TrainSettings(Section):
     """Passes over the training records; train.steps overrules it."""
     steps: Positive | None = None
     """Optimizer steps."""
+    patience: Positive | None = None
+    """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its steps.
+    Needs evaluate.every and held-out data."""
     global_batch_size: Positive = 16
     """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
