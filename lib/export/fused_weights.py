@@ -42,6 +42,11 @@ class AdaptedLayer:
         return [f"{self.name}.{part}" for part in ("lora_a", "lora_b", *(["m"] if self.magnitude is not None else []))]
 
     @property
+    def rank(self) -> int:
+        """Columns of lora_a [in, r]; of experts [E, r, in] rows."""
+        return int(self.module.lora_a.shape[1])
+
+    @property
     def change(self) -> mx.array:
         """What is added to the weight: scale B A, float32 [(experts,) out, in]; of embeddings [vocabulary, D]."""
         a, b, scale = self.module.lora_a, self.module.lora_b, self.module.scale
@@ -94,9 +99,9 @@ def fused_model(run: TrainedRun) -> nn.Module:
     Raises:
         UserError: some trained array would be lost.
     """
-    model = _merged(run, _plain_layer)
+    model = _merged(run, plain_layer)
     quantised = {
-        name: _plain_layer(module, plain_weight(module))
+        name: plain_layer(module, plain_weight(module))
         for name, module in model.named_modules()
         if isinstance(module, QUANTISED)
     }
@@ -114,7 +119,7 @@ def requantised_model(run: TrainedRun) -> nn.Module:
     """
 
     def layer_of(base: nn.Module, weight: mx.array) -> nn.Module:
-        plain = _plain_layer(base, weight)
+        plain = plain_layer(base, weight)
         if not isinstance(base, QUANTISED):
             return plain
         quantised: nn.Module = plain.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
@@ -132,7 +137,7 @@ def _merged(run: TrainedRun, layer_of: Callable[[nn.Module, mx.array], nn.Module
     return model.eval()
 
 
-def _plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
+def plain_layer(base: nn.Module, weight: mx.array) -> nn.Module:
     """A layer like the base's, without quantisation, with another weight."""
     plain: nn.Module
     if isinstance(base, nn.Embedding | nn.QuantizedEmbedding):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
-from lib.training.checkpoint import STATE, checkpoints_in, step_of
+from lib.training import find_checkpoint
+from lib.training.checkpoint import step_of
 
 
 @dataclass(frozen=True)
@@ -104,35 +104,14 @@ def open_run(
 
 def _weights(folder: Path, checkpoint: str) -> tuple[Path, str]:
     """The folder that holds a checkpoint's adapter, and the checkpoint's name."""
-    found = checkpoints_in(folder / "checkpoints")
     if checkpoint == "final":
         if not (folder / ADAPTER_WEIGHTS).is_file():
-            some = f"; --checkpoint last takes step {step_of(found[0])}" if found else ""
-            raise UserError(f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing){some}")
+            raise UserError(
+                f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing); --checkpoint last takes what there is"
+            )
         return folder, "final"
-    if not found:
-        raise UserError(f"{folder}: it has no checkpoints; --checkpoint final takes what the run ended with")
-    steps = [step_of(path) for path in found]
-    wanted = _step(found, checkpoint)
-    if wanted not in steps:
-        raise UserError(
-            f"--checkpoint {checkpoint}: {folder} keeps none of that step; "
-            f"there {'are' if len(steps) > 1 else 'is'} {', '.join(map(str, sorted(steps)))}"
-        )
-    return found[steps.index(wanted)], f"step {wanted}"
-
-
-def _step(found: Sequence[Path], checkpoint: str) -> int:
-    if checkpoint == "last":
-        return step_of(found[0])
-    if checkpoint == "best":
-        best = json.loads((found[0] / STATE).read_text()).get("best_step")
-        if best is None:
-            raise UserError("--checkpoint best: the run has evaluated no held-out data; take last, or a step")
-        return int(best)
-    if not checkpoint.isdigit():
-        raise UserError(f"--checkpoint {checkpoint}: give final, best, last or a step")
-    return int(checkpoint)
+    found = find_checkpoint.find(folder, checkpoint)
+    return found, f"step {step_of(found)}"
 
 
 def _rows(settings: Config, count: int, tell: Callable[[str], None]) -> tuple[list[np.ndarray], str]:

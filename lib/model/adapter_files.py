@@ -55,13 +55,15 @@ def save_trained(
     (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model, settings), indent=2) + "\n")
 
 
-def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
+def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "mlx") -> None:
     """A safetensors file, written array by array: the whole is never in memory.
+
+    kind: `mlx`, or `pt` where others expect PyTorch's.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+    header: dict[str, object] = {"__metadata__": {"format": kind}}
     end = 0
     for name, (shape, dtype) in described.items():
         begin, end = end, end + math.prod(shape) * dtype.size
@@ -115,15 +117,23 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
         loaded = mx.load(str(folder / ADAPTER_WEIGHTS))
     except (RuntimeError, OSError) as error:
         raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
+    return fitted(wanted, loaded, f"{where} {folder}")
+
+
+def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
+    """Trained parameters in the wanted types; LoRA's factors may have another rank.
+
+    Raises:
+        UserError: they are not those of the wanted names and shapes; names the first of them.
+    """
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
             raise UserError(
-                f"{where} {folder} does not fit the model: {name} is only in the "
-                f"{'model' if name in wanted else 'adapter'}"
+                f"{where} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}"
             )
         if shape_without_rank(name, loaded[name].shape) != shape_without_rank(name, wanted[name][0]):
             raise UserError(
-                f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, "
+                f"{where} does not fit the model: {name} has shape {loaded[name].shape}, "
                 f"the model wants {wanted[name][0]}"
             )
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
