@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": None,
     },
-    "gemma": {"model_type": "gemma", "hidden_act": "gelu", "num_key_value_heads": 1, **GEMMA},
+    "gemma": {"model_type": "gemma", "num_key_value_heads": 1, **GEMMA},
     "gemma2": {
         "model_type": "gemma2",
         "query_pre_attn_scalar": 16,
@@ -71,6 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {
         "model_type": "gemma3_text",
+        "hidden_size": 64,  # whose root is exact in bfloat16, to which mlx-lm rounds it
         "query_pre_attn_scalar": 16,
         "sliding_window": 64,
         "sliding_window_pattern": 2,
