@@ -23,12 +23,12 @@ from types import ModuleType
 
 from lib.config import command_line
 from lib.errors import UserError
-from lib.export import fused, mlx_adapter, peft_adapter, proof
+from lib.export import fused, gguf_model, mlx_adapter, peft_adapter, proof
 from lib.export.form import ExportOptions, Form, WeightType
 from lib.export.trained_run import TrainedRun, open_run
 from lib.system import command_errors, files, terminal
 
-FORMS: dict[str, ModuleType] = {"mlx": mlx_adapter, "fused": fused, "peft": peft_adapter}
+FORMS: dict[str, ModuleType] = {"mlx": mlx_adapter, "fused": fused, "peft": peft_adapter, "gguf": gguf_model}
 FACTS = "tandem_export.json"
 
 
