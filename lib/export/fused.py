@@ -44,8 +44,10 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
 
 
 def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:
-    """As it is written, then float32."""
+    """As it is written, then float32; None where all of it is float32 anyway."""
     model = _stored(run, options)
+    if all(array.dtype == mx.float32 for _, array in tree_flatten(model.parameters())):
+        return None
     model.set_dtype(mx.float32)
     return model
 
