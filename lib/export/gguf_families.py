@@ -1,4 +1,4 @@
-"""What GGUF says of a family of models, and how its tensors are laid out there: facts of llama.cpp, for mlx-lm's models.
+"""What GGUF says of a family of models and how its tensors lie there: facts of llama.cpp, for mlx-lm's models.
 
 Sizes come from the model's own arguments and its rope layers, so that the file says what was trained, whatever
 config.json left out.

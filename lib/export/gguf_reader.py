@@ -299,7 +299,7 @@ class Rope:
 
 
 def _yarn(model: GgufModel, angles: Array, base: float, stretch: float) -> Array:
-    """YaRN's angles: slow ones stretched, fast ones as they are, between them a ramp (arXiv:2309.00071, section 3.2)."""
+    """YaRN's angles: slow ones stretched, fast ones kept, between them a ramp (arXiv:2309.00071, section 3.2)."""
     dimensions = 2 * len(angles)
     trained = float(model.field("*.rope.scaling.original_context_length"))
 

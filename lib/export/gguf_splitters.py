@@ -1,4 +1,4 @@
-"""How texts are split before byte-level BPE: as tokenizer.json says it, and by llama.cpp's names of the same splitters."""
+"""How texts are split before byte-level BPE: as tokenizer.json says it, and llama.cpp's name of the same splitter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of Go's text/template that a Modelfile of ours uses, rendered: to compare with the chat template it stands for.
+"""The part of Go's text/template that our Modelfiles use, rendered: to compare with the chat template it stands for.
 
 Text, {{ value }}, if / else if / else, range with an index; values are .Name, $.Name, $name, strings, numbers and calls
 of eq, and, not, len and slice (https://pkg.go.dev/text/template).
