@@ -31,7 +31,7 @@ class ChatShape:
     """The texts around messages.
 
     Args:
-        head: before a conversation that has no system message: what a template says in its place.
+        head: before a conversation; where a system message has a place before all others, only where there is none.
         system, user, assistant: before and behind a message of that role.
         answer: before the answer that the model is to write.
         system_goes: a message of its own, or into the first or the last message of the user, then with `system`
@@ -61,8 +61,9 @@ class ChatShape:
         roles = "{{ else ".join(
             f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{behind}' for role, before, behind in branches
         )
-        head = f"{{{{ if not .System }}}}{literal(self.head)}{{{{ end }}}}" if self.head else ""
-        answer = literal(self.answer)
+        head, answer = literal(self.head), literal(self.answer)
+        if head and self.system_goes in ("alone", "first"):
+            head = f"{{{{ if not .System }}}}{head}{{{{ end }}}}"
         return f"{head}{{{{ range $i, $m := .Messages }}}}{{{{ {roles}{{{{ end }}}}{{{{ end }}}}{answer}"
 
 

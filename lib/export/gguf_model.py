@@ -30,8 +30,8 @@ def check(run: TrainedRun, options: ExportOptions, prove: bool) -> None:
         raise UserError("--to gguf needs the package gguf: pip install gguf (make setup brings it)")
     if options.dequantize:
         raise UserError("--dequantize is for --to fused; GGUF has its own types: --type q8_0")
-    model = run.stored_base()
-    family = gguf_families.family_of(model, run.settings.model.path)
+    family = gguf_families.family_of(run.stored_base(), run.settings.model.path)
+    model = fused_model(run)  # not evaluated: of its weights only names and shapes are looked at
     plan_tensors(model, family, "f32")
     facts = tokenizer_facts(run)
     if facts is not None and facts.size > gguf_families.text_model(model).args.vocab_size:

@@ -69,7 +69,8 @@ def facts_of(tokenizer: Any, chat_template: str | None, where: str) -> Tokenizer
     Raises:
         UserError: llama.cpp has no such tokenizer.
     """
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    # mlx-lm's wrapper cannot be called; the tokenizer inside it can.
+    inner = tokenizer if callable(tokenizer) else tokenizer._tokenizer
     if not getattr(inner, "is_fast", False):
         raise UserError(f"--to gguf: {where}: its tokenizer has no tokenizer.json, which GGUF's tokens come from")
     stored = json.loads(inner.backend_tokenizer.to_str())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,9 +33,12 @@ def push(folder: Path, repository: str, private: bool, say: Voice) -> str:
         Stopped: there is no way to the hub, or no room; the same command goes on.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import disable_progress_bars
 
     found = files_to_send(folder)
     api = HfApi()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     with _explained(repository, folder, api.endpoint):
         made = api.create_repo(repository, private=private or None, exist_ok=True)
         if private and not api.repo_info(repository).private:
@@ -109,7 +113,7 @@ def _explained(repository: str, folder: Path, endpoint: str) -> Iterator[None]:
         status = answer.response.status_code
         said = _line(answer.server_message or answer)
         if status in FULL or "quota" in said.lower():
-            raise Stopped(f"{what} has no room for it ({status}: {said}); free some, then {again}") from None
+            raise Stopped(f"{what} has no room for it ({status}: {said}); free some: {again}") from None
         if status in REFUSED:
             raise UserError(f"{what} refuses ({status}: {said}): {REFUSED[status]}") from None
         raise Stopped(f"{what} answers {status}: {said}; {again}") from None
