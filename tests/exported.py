@@ -71,6 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {
         "model_type": "gemma3_text",
+        "hidden_size": 64,  # whose root is exact in bfloat16, to which mlx-lm rounds it
         "query_pre_attn_scalar": 16,
         "sliding_window": 64,
         "sliding_window_pattern": 2,

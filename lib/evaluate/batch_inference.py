@@ -43,8 +43,8 @@ from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
 from lib.training import losses, reference_model
+from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
-from lib.training.step import objective
 
 KINDS = ("logps", "rewards", "greedy", "samples")
 
@@ -204,8 +204,9 @@ class Scorer:
         of_policy, of_reference = (
             losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), *counts) for logps in (policy, reference)
         )
-        assert settings.train.loss in losses.PREFERENCE_LOSSES
-        chosen, rejected = losses.implicit_rewards(settings.train.loss, of_policy, of_reference, settings.train.beta)
+        chosen, rejected = losses.implicit_rewards(
+            losses.terms_of(settings.train.loss), of_policy, of_reference, settings.train.beta
+        )
         values |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
         return values | {
             "reward_chosen": np.array(chosen),

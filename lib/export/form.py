@@ -13,6 +13,20 @@ from lib.export.trained_run import TrainedRun
 
 Logps = list[np.ndarray]  # a row: float32 [tokens - 1], log-probability of every token but the first, in nats
 
+
+@dataclass(frozen=True)
+class Reading:
+    """What a reader makes of an export.
+
+    Args:
+        logps: of the export.
+        base: of the base model by itself, where the reader has other code for it than mlx-lm.
+    """
+
+    logps: Logps
+    base: Logps | None = None
+
+
 WeightType = Literal["f32", "bf16", "f16", "q8_0"]
 
 
@@ -55,6 +69,6 @@ class Form(Protocol):
         """The model with its weights rounded as the export's type rounds them, then float32; None where nothing is."""
         ...
 
-    def read_logps(self, run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
+    def read_logps(self, run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
         """The log-probabilities of `run.rows` by the export's own reader, in float32."""
         ...

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.errors import UserError
 from lib.export import mlx_reader
-from lib.export.form import ExportOptions, Logps
+from lib.export.form import ExportOptions, Reading
 from lib.export.fused_weights import fused_model, requantised_model
 from lib.export.model_files import copy_companions, stored_names, without_quantisation, write_weights
 from lib.export.trained_run import TrainedRun
@@ -52,8 +52,8 @@ def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:
     return model
 
 
-def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
-    return mlx_reader.logps(folder, run.rows, run.settings.model.trust_remote_code)
+def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
+    return Reading(mlx_reader.logps(folder, run.rows, run.settings.model.trust_remote_code))
 
 
 def _stored(run: TrainedRun, options: ExportOptions) -> nn.Module:

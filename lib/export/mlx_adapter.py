@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import mlx.nn as nn
 
 from lib.errors import UserError
 from lib.export import mlx_reader
-from lib.export.form import ExportOptions, Logps
+from lib.export.form import ExportOptions, Reading
 from lib.export.trained_run import TrainedRun
-from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from lib.model.adapter_files import save_trained
 
 READER = "mlx_lm.load"
 
@@ -36,15 +34,13 @@ def require_stored_base(run: TrainedRun) -> None:
 
 
 def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
-    """Writes adapters.safetensors, byte for byte, and adapter_config.json."""
-    shutil.copyfile(run.weights / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
-    stored = json.loads((run.weights / ADAPTER_CONFIG).read_text())
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(stored, indent=2) + "\n")
+    """Writes adapters.safetensors and adapter_config.json; ranks that differ are padded, since mlx-lm knows one."""
+    save_trained(run.model(), run.settings.model, folder)
 
 
 def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:
     return None
 
 
-def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
-    return mlx_reader.logps(run.base, run.rows, run.settings.model.trust_remote_code, adapter=folder)
+def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
+    return Reading(mlx_reader.logps(run.base, run.rows, run.settings.model.trust_remote_code, adapter=folder))

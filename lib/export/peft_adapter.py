@@ -18,7 +18,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from lib.errors import Stopped, UserError
 from lib.export import base_copy
-from lib.export.form import ExportOptions, Logps
+from lib.export.form import ExportOptions, Reading
 from lib.export.fused_weights import QUANTISED, AdaptedLayer, adapted_layers
 from lib.export.mlx_adapter import require_stored_base
 from lib.export.trained_run import TrainedRun
@@ -70,7 +70,7 @@ def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module | None:
     return None
 
 
-def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
+def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
     """By peft and transformers, in a process of their own; a base that they cannot read is copied for them first.
 
     Raises:
@@ -87,7 +87,8 @@ def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
             reason = (done.errors.strip().splitlines() or ["no answer"])[-1]
             raise Stopped(f"peft cannot read the adapter of {run.folder}: {reason}. Nothing was written")
         with np.load(found) as arrays:
-            return [arrays[f"row{index}"] for index in range(len(run.rows))]
+            adapted, plain = ([arrays[f"{kind}{index}"] for index in range(len(run.rows))] for kind in ("row", "base"))
+        return Reading(adapted, base=plain)
 
 
 # ---- adapter_config.json: pure

@@ -3,7 +3,7 @@
     python peft_reader.py BASE ADAPTER ROWS.json OUT.npz [--trust-remote-code]
 
 It imports nothing of this project. float32, on the CPU, one row at a time: row0, row1 ... of OUT.npz are the
-log-probabilities of every token but the first.
+log-probabilities of every token but the first; base0, base1 ... the same without the adapter.
 """
 
 import json
@@ -25,12 +25,19 @@ def main(base: str, adapter: str, rows: str, out: str, *options: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=trusts)
     adapted = peft.PeftModel.from_pretrained(model, adapter).float().eval()
     found = {}
-    with torch.no_grad():
-        for index, ids in enumerate(json.loads(Path(rows).read_text())):
-            tokens = torch.tensor([ids])
-            logps = torch.log_softmax(adapted(tokens[:, :-1]).logits[0].float(), dim=-1)
-            found[f"row{index}"] = logps.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    for index, ids in enumerate(json.loads(Path(rows).read_text())):
+        found[f"row{index}"] = logps_of(adapted, ids)
+        with adapted.disable_adapter():
+            found[f"base{index}"] = logps_of(adapted, ids)
     np.savez(out, **found)
+
+
+def logps_of(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
+    """Of every token but the first: float32 [tokens - 1]."""
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        logps = torch.log_softmax(model(tokens[:, :-1]).logits[0].float(), dim=-1)
+    return logps.gather(1, tokens[0, 1:, None])[:, 0].numpy()
 
 
 if __name__ == "__main__":

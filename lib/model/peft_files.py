@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from lib.errors import UserError
+from lib.model.adapter_layers import AdapterLayer, first_match
 from lib.model.checkpoint_names import expert_pattern, stacked_name
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
@@ -55,14 +55,14 @@ class PeftAdapter:
     """An adapter of PEFT's.
 
     Args:
-        method: `lora` or `dora`.
+        config: adapter_config.json.
         arrays: by our names, not evaluated yet.
-        scales: of every layer, alpha / r.
+        layers: the rank and scale of every layer.
     """
 
-    method: str
+    config: Mapping[str, Any]
     arrays: dict[str, mx.array]
-    scales: dict[str, float]
+    layers: dict[str, AdapterLayer]
 
 
 def is_peft(folder: Path) -> bool:
@@ -129,8 +129,8 @@ def read(folder: Path, where: str) -> PeftAdapter:
         if key in config and config[key] not in plain:
             raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
     arrays = our_arrays(stored, where)
-    scales = {name.removesuffix(".lora_a"): _scale(name, arrays, config, where) for name in arrays if "lora_a" in name}
-    return PeftAdapter("dora" if config.get("use_dora") else "lora", arrays, scales)
+    names = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
+    return PeftAdapter(config, arrays, {name: _layer(name, arrays, config, where) for name in names})
 
 
 def _layer_and_part(name: str, where: str) -> tuple[str, str]:
@@ -142,19 +142,13 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
     raise UserError(f"{where}: {name} is no part of a low-rank layer; save the adapter without modules_to_save")
 
 
-def _scale(name: str, arrays: Mapping[str, mx.array], config: Mapping[str, Any], where: str) -> float:
-    """alpha / r of a layer, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732), by the patterns that its name matches."""
-    layer = name.removesuffix(".lora_a")
+def _layer(layer: str, arrays: Mapping[str, mx.array], config: Mapping[str, Any], where: str) -> AdapterLayer:
+    """By the patterns that it matches its rank, and alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
     pattern = expert_pattern(layer)
     theirs = layer if pattern is None else pattern.format(0)
-    rank = _by_pattern(config.get("rank_pattern") or {}, theirs, config.get("r", 8))
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, theirs, config.get("lora_alpha", 8))
-    stored = arrays[name].shape[1]
+    rank = first_match(config.get("rank_pattern") or {}, theirs, config.get("r", 8))
+    alpha = first_match(config.get("alpha_pattern") or {}, theirs, config.get("lora_alpha", 8))
+    stored = arrays[f"{layer}.lora_a"].shape[1]
     if stored != rank:
         raise UserError(f"{where}: {layer} has rank {stored}, but {ADAPTER_CONFIG} says {rank}")
-    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def _by_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
-    """The value of the first pattern that matches a layer's name, as peft does: its end, from a dot on."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+    return AdapterLayer(rank, float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)))

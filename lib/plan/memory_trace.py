@@ -41,7 +41,8 @@ class Training:
 
     method: Literal["lora", "dora", "full"] = "lora"
     rank: int = 8
-    blocks: int | None = None  # that are trained, the last ones; None: all
+    blocks: int | None = None  # that gradients pass through, the last ones; None: all
+    adapts_embeddings: bool = False
     checkpointing: bool = False
     window: int | None = None  # of attention
     moments: int = 2  # numbers that the optimizer keeps for each that is trained
@@ -146,6 +147,8 @@ class Step:
         self.is_full = training.method == "full"
         self.item = 4 if self.is_full else shape.other_bytes
         self.trained_blocks = min(training.blocks or shape.blocks, shape.blocks)
+        v, d, r = shape.vocabulary, shape.hidden_size, training.rank * training.adapts_embeddings
+        self.head_gradient = r * (v + d) or v * d * (self.is_full and training.blocks is None)  # the embedding's, too
         self.is_trained = False  # the block that is being written down
         # MLX orders a graph breadth first, twenty arrays wide: the first parameters' gradients are made last of all,
         # and what they read is held until then.
@@ -441,8 +444,8 @@ class Step:
         self.is_late = False
         for elements, reads in self.late:
             self.gradient(elements, *reads)
-        if self.is_full and self.training.blocks is None:  # of the embedding, added to the head's where they are one
-            embedding = tape.make(shape.vocabulary * shape.hidden_size, 4)
+        if self.head_gradient:  # of the embedding, added to the head's where they are one
+            embedding = tape.make(self.head_gradient, 4)
             if not shape.is_tied:
                 tape.kept_to_the_end.append(embedding)
         return tape
@@ -454,12 +457,8 @@ class Step:
         rows = math.ceil(scored / pieces)
         taken = tape.make(scored * shape.hidden_size, self.item, hidden)
         head_weights = shape.vocabulary * shape.hidden_size
-        is_trained = self.is_full and self.training.blocks is None
-        slopes: list[_Array] = []
-        if not is_trained:
-            slopes = [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
-        else:
-            slopes = self.trained_head(taken, rows, pieces, head_weights)
+        frozen = [] if self.head_gradient else [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
+        slopes = frozen or self.trained_head(taken, rows, pieces, head_weights)
         for _ in range(LOSS_OPERATIONS):
             tape.touch()
         d_taken = tape.make(scored * shape.hidden_size, self.item, *slopes)
@@ -478,8 +477,8 @@ class Step:
                 logits = tape.make(size, 4, taken, weights=head_weights)
             by_logits = tape.make(size, 4, logits)
             slopes.append(tape.make(rows * self.shape.hidden_size, 4, by_logits, weights=head_weights))
-            one = tape.make(head_weights, 4, by_logits, taken)
-            total = one if total is None else tape.make(head_weights, 4, total, one)
+            one = tape.make(self.head_gradient, 4, by_logits, taken)
+            total = one if total is None else tape.make(self.head_gradient, 4, total, one)
         assert total is not None
         tape.kept_to_the_end.append(total)
         return slopes
