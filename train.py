@@ -97,7 +97,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         run.progress.before = loop.evaluate()
         evaluator.show_before()
     loop.train()
-    evaluator.show_after()
+    evaluator.show_after(loop.final_step)
 
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
 

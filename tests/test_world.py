@@ -66,9 +66,21 @@ def unequal(world: World) -> list[int]:
     [
         ("model.method=lora", "train.loss=sigmoid"),
         ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4"),
-        pytest.param(("model.method=full", "train.loss=sigmoid", "train.learning_rate=1e-4"), marks=two),
-        pytest.param(("model.method=lora", "train.loss=sft"), marks=two),
-        pytest.param(("model.method=dora", "train.loss=orpo"), marks=two),
+        *(
+            pytest.param(words, marks=two)
+            for words in (
+                ("model.method=full", "train.loss=sigmoid", "train.learning_rate=1e-4"),
+                ("model.method=lora", "train.loss=sft"),
+                ("model.method=dora", "train.loss=orpo"),
+                ("train.loss=[sigmoid,apo_zero,sft]", "train.use_weighting=true", "train.neftune_noise_alpha=5"),
+                (
+                    "model.adapt_embeddings=true",
+                    "model.rank_pattern={q_proj: 3}",
+                    "model.alpha=4",
+                    "train.loraplus_lr_ratio=8",
+                ),
+            )
+        ),
     ],
     ids=lambda words: " ".join(words[:2]),
 )

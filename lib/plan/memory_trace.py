@@ -30,7 +30,8 @@ LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/log
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
 CUDA_LATE_BLOCKS = {"lora": 0, "dora": 3, "full": 5}  # the same by one H200's peaks
-MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "rmsprop": 1, "adagrad": 1, "adafactor": 1}  # a trained number
+# Float32 numbers that an optimizer keeps for each that is trained; others keep two.
+MOMENTS = {**dict.fromkeys(("sgd", "lion", "muon", "rmsprop", "adagrad", "adafactor"), 1.0), "adamw_8bit": 0.51}
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Training:
 
     method: Literal["lora", "dora", "full"] = "lora"
     rank: int = 8
-    blocks: int | None = None  # that are trained, the last ones; None: all
+    blocks: int | None = None  # that gradients pass through, the last ones; None: all
+    adapts_embeddings: bool = False
     checkpointing: bool = False
     window: int | None = None  # of attention
-    moments: int = 2  # numbers that the optimizer keeps for each that is trained
+    moments: float = 2  # as MOMENTS has them
     shared_prompts: bool = True
 
 
@@ -71,6 +73,8 @@ class Step:
         self.is_full = training.method == "full"
         self.item = 4 if self.is_full else shape.other_bytes
         self.trained_blocks = min(training.blocks or shape.blocks, shape.blocks)
+        v, d, r = shape.vocabulary, shape.hidden_size, training.rank * training.adapts_embeddings
+        self.head_gradient = r * (v + d) or v * d * (self.is_full and training.blocks is None)  # the embedding's, too
         self.is_trained = False  # the block that is being written down
         # MLX orders a graph breadth first, twenty arrays wide: the first parameters' gradients are made last of all,
         # and what they read is held until then.
@@ -366,8 +370,8 @@ class Step:
         self.is_late = False
         for elements, reads in self.late:
             self.gradient(elements, *reads)
-        if self.is_full and self.training.blocks is None:  # of the embedding, added to the head's where they are one
-            embedding = tape.make(shape.vocabulary * shape.hidden_size, 4)
+        if self.head_gradient:  # of the embedding, added to the head's where they are one
+            embedding = tape.make(self.head_gradient, 4)
             if not shape.is_tied:
                 tape.kept_to_the_end.append(embedding)
         return tape
@@ -379,12 +383,8 @@ class Step:
         rows = math.ceil(scored / pieces)
         taken = tape.make(scored * shape.hidden_size, self.item, hidden)
         head_weights = shape.vocabulary * shape.hidden_size
-        is_trained = self.is_full and self.training.blocks is None
-        slopes: list[Array] = []
-        if not is_trained:
-            slopes = [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
-        else:
-            slopes = self.trained_head(taken, rows, pieces, head_weights)
+        frozen = [] if self.head_gradient else [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
+        slopes = frozen or self.trained_head(taken, rows, pieces, head_weights)
         for _ in range(LOSS_OPERATIONS):
             tape.touch()
         d_taken = tape.make(scored * shape.hidden_size, self.item, *slopes)
@@ -403,7 +403,7 @@ class Step:
                 logits = tape.make(size, 4, taken, weights=head_weights)
             by_logits = tape.make(size, 4, logits)
             slopes.append(tape.make(rows * self.shape.hidden_size, 4, by_logits, weights=head_weights))
-            one = tape.make(head_weights, 4, by_logits, taken)
+            one = tape.make(self.head_gradient, 4, by_logits, taken)
             total = one if total is None else tape.over(one, 4, total)
         assert total is not None
         tape.kept_to_the_end.append(total)
