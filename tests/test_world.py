@@ -129,7 +129,7 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
 
 
 def test_a_run_moves_from_many_ranks_to_one_and_back(world: World, folder: Path) -> None:
-    common = [*settings(world, folder, rows=27), "strategy=synchronous", "checkpoint.every=2"]
+    common = [*settings(world, folder, rows=27), "strategy=synchronous", "checkpoint.every=2", "checkpoint.final=last"]
     if world.rank == 0:
         train(World(rank=0), folder, [*common, "train.steps=12"], "other")
     run = train(world, folder, [*common, "train.steps=4", "train.schedule=constant"], "moving")
