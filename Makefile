@@ -56,6 +56,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into .venv; two or three minutes with nothing to see"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
 	@$(BIN)/python -m lib.system.mpi_and_blas
+	@ln -sf ../../train.py $(BIN)/train.py # mlx.launch -n 2 train.py looks for it in the PATH, and nowhere else
 	@touch $@
 
 train: setup
