@@ -32,8 +32,9 @@ _RENAMED: dict[str, tuple[str, str]] = {
     "train.steps={}": ("iters max_steps num_steps max_iters total_steps num_train_steps", ""),
     "train.loss={}": (
         "loss_type loss_fn dpo_loss_type train_mode rl algorithm",
-        "sigmoid is DPO; sft, ipo, simpo, ...",
+        "sigmoid is DPO; sft, ipo, simpo, ...; a sum is [sigmoid,sft]",
     ),
+    "train.use_weighting={}": ("wpo use_wpo", ""),
     "train.beta={}": ("dpo_beta pref_beta kl_coef", ""),
     "train.label_smoothing={}": ("label_smoothing_factor cdpo_label_smoothing", ""),
     "train.rpo_alpha={}": ("rpo sft_weight pref_ftx", ""),
@@ -48,7 +49,10 @@ _RENAMED: dict[str, tuple[str, str]] = {
         "a folder or a hub name",
     ),
     "model.reference={}": ("ref_model reference_model ref_model_path reference_model_path ref_model_name_or_path", ""),
-    "model.adapter={}": ("resume_adapter_file adapter_file lora_model_dir peft_model", "a folder with an adapter"),
+    "model.adapter={}": (
+        "resume_adapter_file adapter_file lora_model_dir peft_model",
+        "a folder with an adapter: mlx-lm's, or PEFT's",
+    ),
     "model.method={}": ("fine_tune_type finetuning_type train_type", "lora, dora or full"),
     "model.method=lora": ("use_peft use_lora lora peft", "which is the default"),
     "model.method=dora": ("use_dora peft_use_dora lora_use_dora", ""),
@@ -126,7 +130,15 @@ _NOTHING: dict[str, str] = {
 
 # Values that other trainers call otherwise.
 _VALUES: dict[str, dict[str, str]] = {
-    "train.loss": {"dpo": "DPO is sigmoid", "cdpo": "cDPO is sigmoid with train.label_smoothing", "rdpo": "robust"},
+    "train.loss": {
+        "dpo": "DPO is sigmoid",
+        "cdpo": "cDPO is sigmoid with train.label_smoothing",
+        "rdpo": "robust",
+        "sppo_hard": "sppo",
+        "wpo": "WPO is sigmoid with train.use_weighting=true",
+        "mpo": "MPO is train.loss=[sigmoid,bco_pair,sft] train.loss_weights=[0.8,0.2,1.0]",
+        "bco": "in a sum, bco_pair",
+    },
     "model.dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
     "model.method": {
         "qlora": "QLoRA is lora with a quantised model.path",

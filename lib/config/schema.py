@@ -7,6 +7,7 @@ and the resolved tree is written into the run's folder.
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,10 @@ from pydantic import Field, model_validator
 from lib.config.evaluate_settings import EvaluateSettings
 from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
 from lib.config.serve_settings import ServeSettings
+from lib.config.train_settings import TrainSettings
+
+# One, or the first and the last of several.
+Blocks = Annotated[int, Field(ge=0, le=9999)] | Annotated[str, Field(pattern=r"^\d{1,4}-\d{1,4}$")]
 
 
 class RunSettings(Section):
@@ -43,17 +48,27 @@ class ModelSettings(Section):
     method: Literal["lora", "dora", "full"] = "lora"
     """Train low-rank adapters, weight-decomposed adapters, or every weight."""
     adapter: str | None = None
-    """Folder of an adapter (mlx-lm's layout) to start from."""
+    """Folder of an adapter to start from: a run, or what mlx-lm or PEFT saved."""
     rank: Positive = 8
     """Rank of the adapters."""
     scale: PositiveFloat = 2.0
     """Factor on the adapter's output (alpha / rank in other trainers)."""
+    alpha: PositiveFloat | None = None
+    """Instead of model.scale: the factor is alpha / rank, of each layer's own rank."""
+    use_rslora: bool = False
+    """rsLoRA: the factor is model.alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
+    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
+    """Ranks of layers whose names end as a regular expression says, e.g. {o_proj: 16, "layers.[0-3].mlp.*": 4}."""
+    alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """The same of model.alpha."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
     keys: tuple[str, ...] | None = None
     """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
-    blocks: Positive | None = None
-    """Train only the last n blocks; by default all."""
+    adapt_embeddings: bool = False
+    """Give the embedding and the head adapters as well; of tied ones, one for both. For method=lora."""
+    blocks: Positive | tuple[Blocks, ...] | None = None
+    """Train only the last n blocks, or those of a list that counts from 0, e.g. [0-3, 28-31]; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full
     the weights."""
@@ -71,6 +86,41 @@ class ModelSettings(Section):
     """Revision of a hub model."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model or tokenizer."""
+
+    def __hash__(self) -> int:  # which mappings have none of
+        return hash(self.model_dump_json())
+
+    @model_validator(mode="after")
+    def _adapters_are_possible(self) -> ModelSettings:
+        for setting in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, setting):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"model.{setting}: {pattern!r} is no regular expression: {error}") from None
+        if self.alpha is not None and self.scale != type(self).model_fields["scale"].default:
+            raise ValueError(
+                f"model.alpha={self.alpha:g} gives the adapters' factor, and so does model.scale={self.scale:g}; "
+                "leave one of them out"
+            )
+        if self.alpha is None and (self.use_rslora or self.alpha_pattern):
+            named = "use_rslora" if self.use_rslora else "alpha_pattern"
+            raise ValueError(f"model.{named} needs model.alpha, e.g. model.alpha={self.scale * self.rank:g}")
+        of_adapters = ("alpha", "use_rslora", "rank_pattern", "alpha_pattern", "adapt_embeddings")
+        given = [name for name in of_adapters if getattr(self, name)]
+        if self.method == "full" and given:
+            raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
+        if self.method == "dora" and self.adapt_embeddings:
+            raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
+        if self.adapt_embeddings and self.shard_vocabulary:
+            raise ValueError("model.adapt_embeddings adapts what model.shard_vocabulary divides; leave one of them out")
+        for part in self.blocks if isinstance(self.blocks, tuple) else ():
+            first, _, last = str(part).partition("-")
+            if int(last or first) < int(first):
+                raise ValueError(f"model.blocks: {part} ends before it begins")
+        if self.blocks == ():
+            raise ValueError("model.blocks=[] trains nothing; leave it out for all blocks")
+        return self
 
     @property
     def may_turn_on_checkpointing(self) -> bool:
@@ -146,73 +196,6 @@ class DataSettings(Section):
     """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
     length_window: Positive = 32
     """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
-
-
-class TrainSettings(Section):
-    """The optimisation."""
-
-    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo", "kto", "bco"] = "sigmoid"
-    """`sft`, a preference loss, or `kto` or `bco` for completions with a label each; lib/training/losses.py cites each
-    paper."""
-    beta: PositiveFloat = 0.1
-    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
-    desirable_weight: PositiveFloat = 1.0
-    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
-    the rarer one counts."""
-    undesirable_weight: PositiveFloat = 1.0
-    """Weight of undesirable completions in kto and bco."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
-    rpo_alpha: NonNegative = 0.0
-    """Weight of an SFT term on the chosen completion, added to any preference loss."""
-    simpo_gamma: NonNegative = 0.5
-    """Target reward margin of simpo."""
-    dpop_lambda: NonNegative = 50.0
-    """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
-    cpo_alpha: NonNegative = 1.0
-    """Weight of the likelihood term of cpo."""
-    epochs: Positive = 1
-    """Passes over the training records; train.steps overrules it."""
-    steps: Positive | None = None
-    """Optimizer steps."""
-    patience: Positive | None = None
-    """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its steps.
-    Needs evaluate.every and held-out data."""
-    global_batch_size: Positive = 16
-    """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
-    learning_rate: PositiveFloat = 5e-5
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    warmup_steps: Natural = 0
-    """Steps over which the learning rate rises from zero."""
-    final_learning_rate: NonNegative = 0.0
-    """Learning rate at the last step (linear, cosine)."""
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were
-    chosen for."""
-    learning_rate_batch_size: Positive | None = None
-    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a
-    word on the command line does: the file's."""
-    optimizer: Literal[
-        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
-    ] = "adamw"
-    """Optimizer of MLX, by name."""
-    optimizer_options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
-    weight_decay: NonNegative = 0.0
-    """Weight decay, for the optimizers that know it."""
-    max_grad_norm: PositiveFloat | None = 1.0
-    """Clip the gradient's global norm to this; null for never."""
-    seed: Natural = 0
-    """Decides everything random: adapters, data order, dropout, sampling."""
-    max_skipped_steps: Natural = 5
-    """Non-finite updates in a row that are skipped before the run stops."""
-    compile: bool | None = None
-    """Compile the step; by default where it pays (on a GPU)."""
-    max_traces: Positive = 16
-    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer
-    cost more padding."""
 
 
 class PlanSettings(Section):
@@ -341,11 +324,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
         plan, batch = self.plan, self.train.global_batch_size
-        if self.train.learning_rate_scaling != "none" and self.train.learning_rate_batch_size is None:
-            raise ValueError(
-                f"train.learning_rate_scaling={self.train.learning_rate_scaling} needs train.learning_rate_batch_size, "
-                "the global batch that the learning rate was chosen for"
-            )
         if (self.serve.tls_certificate is None) != (self.serve.tls_key is None):
             raise ValueError("serve.tls_certificate and serve.tls_key belong together; give both or neither")
         has_replicas = self.strategy not in ("sharded", "pipelined")
@@ -386,25 +364,13 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
+        if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
+            raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
             # MLX draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
             raise ValueError(
                 "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; "
                 "set one of them to 0 or false"
-            )
-        if self.train.label_smoothing and self.train.loss not in ("sigmoid", "robust"):
-            raise ValueError(
-                f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0"
-            )
-        if self.train.rpo_alpha and self.record_kind != "preference":
-            raise ValueError(
-                f"train.rpo_alpha adds an SFT term to a preference loss, but train.loss is {self.train.loss}; "
-                "leave it at 0"
-            )
-        if self.record_kind != "unpaired" and (self.train.desirable_weight, self.train.undesirable_weight) != (1, 1):
-            raise ValueError(
-                "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "
-                f"not {self.train.loss}; leave them at 1"
             )
         return self
 
@@ -439,7 +405,7 @@ class Config(Section):
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
 
     def _sharding_is_possible(self) -> None:
-        if self.train.optimizer in ("adafactor", "muon"):
+        if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):
             raise ValueError(
                 f"train.optimizer={self.train.optimizer} looks at whole matrices, "
                 "which no rank of strategy=sharded has; take adamw"
@@ -457,6 +423,4 @@ class Config(Section):
 
     @property
     def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
-        if self.train.loss == "sft":
-            return "sft"
-        return "unpaired" if self.train.loss in ("kto", "bco") else "preference"
+        return self.train.record_kind

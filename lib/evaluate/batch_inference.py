@@ -42,8 +42,8 @@ from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
 from lib.training import losses, reference_model
+from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
-from lib.training.step import objective
 
 KINDS = ("logps", "rewards", "greedy", "samples")
 
@@ -104,9 +104,9 @@ def pull(
     if server is not None:
         server.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
-    rows = total - min(before * size, total)
+    scored = total - min(before * size, total)
     figures = FileFigures(
-        rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank
+        rows=total, scored=scored, seconds=seconds, rows_per_second=scored / seconds, chunks_by_rank=by_rank
     )
     say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
     return figures
@@ -203,8 +203,9 @@ class Scorer:
         of_policy, of_reference = (
             losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), *counts) for logps in (policy, reference)
         )
-        assert settings.train.loss in losses.PREFERENCE_LOSSES
-        chosen, rejected = losses.implicit_rewards(settings.train.loss, of_policy, of_reference, settings.train.beta)
+        chosen, rejected = losses.implicit_rewards(
+            losses.terms_of(settings.train.loss), of_policy, of_reference, settings.train.beta
+        )
         values |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
         return values | {
             "reward_chosen": np.array(chosen),

@@ -10,7 +10,7 @@ import numpy as np
 from lib.distributed.world import World
 from lib.evaluate import answers
 from lib.evaluate.held_out_metrics import metrics_of, policy_logps
-from lib.training.step import Metrics
+from lib.training.objective import Metrics
 from lib.training.training_run import TrainingRun
 
 

@@ -35,7 +35,8 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.step import Metrics, StepResult
+from lib.training.objective import Metrics
+from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -270,7 +271,9 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
             OPTIMIZER: moments,
         }
         texts = {
-            adapter_files.ADAPTER_CONFIG: json.dumps(adapter_files.adapter_config(model, config.model), indent=2)
+            adapter_files.ADAPTER_CONFIG: json.dumps(
+                adapter_files.adapter_config(config.model, weights[0], len(model.layers)), indent=2
+            )
             + "\n",
             "plan.json": json.dumps(state.plan, indent=2) + "\n",
             STATE: json.dumps(asdict(progress), indent=2) + "\n",

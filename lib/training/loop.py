@@ -22,8 +22,9 @@ from lib.system import metal
 from lib.training import checkpoint, report, summary
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
+from lib.training.objective import Metrics
 from lib.training.resume import restore_weights
-from lib.training.step import Metrics, MicroBatch, StepResult, is_compiled
+from lib.training.step import MicroBatch, StepResult, is_compiled
 from lib.training.step_retries import Learner
 from lib.training.training_run import PREFETCHED, TrainingRun
 

@@ -13,9 +13,9 @@ from lib.plan.cluster_plan import ClusterPlan
 from lib.system.terminal import python
 from lib.telemetry.cost import HostCost, RunCost, hosts_cost
 from lib.training.checkpoint import Progress
+from lib.training.objective import Metrics
 from lib.training.progress_display import RunConsole, size_text, three_digits
 from lib.training.report import duration
-from lib.training.step import Metrics
 
 
 class RankTotals(TypedDict):
