@@ -224,7 +224,6 @@ def show(say: RunConsole, first: str, second: str, result: WinRate) -> None:
     parts += [f"{result['unclear']:,} without a verdict"] if result["unclear"] else []
     parts += [f"{result['order_decided']:,} decided by the order"] if result["order_decided"] else []
     say.line(f"{first} against {second}, {result['prompts']:,} prompts", "bold")
-    say.line(
-        f"win rate {result['win_rate']:.1%} (95 %: {low:.1%} to {high:.1%}): {', '.join(parts)}".replace("%", " %")
-    )
+    rate, low_text, high_text = (f"{100 * value:.1f} %" for value in (result["win_rate"], low, high))
+    say.line(f"win rate {rate} (95 %: {low_text} to {high_text}): {', '.join(parts)}")
     say.record({"run": first, "against": second, **result})
