@@ -218,7 +218,8 @@ def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, wo
     common = [*words_of(world, folder), "train.steps=5", *words, "train.max_grad_norm=0.05", "strategy=pipelined"]
     common += ["plan.micro_batch_sizes=[3]"]
     alone = rounding.trained_alone(world, common)
-    run = train(world, folder, [*common, "evaluate.every=4", f"plan.shares={list(CUTS[world.size][0])}"], "stages")
+    cut = ["evaluate.every=4", "checkpoint.final=last", f"plan.shares={list(CUTS[world.size][0])}"]
+    run = train(world, folder, [*common, *cut], "stages")
     world.gather_text("finished")
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     for key in ("tokens", "rows"):

@@ -344,7 +344,8 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
 def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
     common = [*words_of(world, folder), "train.steps=20", *words, "train.max_grad_norm=0.05", "strategy=sharded"]
     alone = rounding.trained_alone(world, common)
-    run = train(world, folder, [*common, "evaluate.every=8", f"plan.shares={list(UNEVEN[world.size])}"], "sharded")
+    uneven = ["evaluate.every=8", "checkpoint.final=last", f"plan.shares={list(UNEVEN[world.size])}"]
+    run = train(world, folder, [*common, *uneven], "sharded")
     world.gather_text("finished")
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     for key in ("tokens", "rows"):

@@ -105,11 +105,9 @@ def pull(
         server.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
     scored = total - min(before * size, total)
-    figures = FileFigures(
+    return FileFigures(
         rows=total, scored=scored, seconds=seconds, rows_per_second=scored / seconds, chunks_by_rank=by_rank
     )
-    say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
-    return figures
 
 
 def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:

@@ -178,6 +178,8 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         do = batch_inference.Scorer(model, reference, records, settings, tokenizer, world.alone())
     figures = batch_inference.pull(kind, key, records, out, settings, world, do)
     if figures is not None:
+        speed = f"{figures['rows_per_second']:.1f} rows/s"
+        say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
         say.record(dict(figures))
 
 

@@ -135,7 +135,7 @@ class TrainingLoop:
         if why := self.early_end():
             run.say.line(f"training ends after step {run.progress.step} of {run.steps}: {why}")
         self.final_step = run.progress.step
-        if run.config.checkpoint.final == "best":
+        if run.config.checkpoint.final == "best" and run.config.evaluate.every is not None:
             self._take_best()
 
     def early_end(self) -> str | None:
