@@ -210,7 +210,12 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
             "train.use_weighting=true",
             "model.rank_pattern={up_proj: 3}",
         ),
-        ("train.neftune_noise_alpha=5", "train.loraplus_lr_ratio=8", "model.blocks=[1]", "train.loss=sigmoid_norm"),
+        (
+            "train.neftune_noise_alpha=5",
+            "train.loraplus_lr_ratio=8",
+            "train.reference_sync_steps=2",
+            "train.loss=sigmoid_norm",
+        ),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
