@@ -63,6 +63,7 @@ LAYERS = [
     (["model.blocks=[0, 2-3]"], {}),
     (["model.adapt_embeddings=true", "model.rank_pattern={embed_tokens: 3}"], {}),
     (["model.adapt_embeddings=true", "model.blocks=[1]"], {"tie_word_embeddings": True}),
+    (["model.adapt_embeddings=true", "model.alpha=4", "model.rank_pattern={lm_head: 2}"], {"quantised": True}),
     (["model.method=dora", "model.alpha=6", "model.rank_pattern={q_proj: 2}"], {}),
 ]
 

@@ -60,8 +60,8 @@ _RENAMED: dict[str, tuple[str, str]] = {
     "model.method=dora": ("use_dora peft_use_dora lora_use_dora", ""),
     "model.rank={}": ("lora_r lora_rank r adapter_rank", ""),
     "model.scale={}": ("lora_scale lora_scaling", "alpha / rank"),
-    "model.alpha={}": ("lora_alpha", "the scale is alpha / rank: alpha 16 at rank 8 is model.scale=2"),
-    "model.use_rslora=true": ("rslora rs_lora rank_stabilized lora_use_rslora", "with model.alpha"),
+    "model.alpha={}": ("lora_alpha", "the factor is alpha / rank; model.scale is that factor itself"),
+    "model.use_rslora={}": ("rslora rs_lora lora_use_rslora", "with model.alpha"),
     "model.rank_pattern={}": ("lora_rank_pattern", ""),
     "model.alpha_pattern={}": ("lora_alpha_pattern", ""),
     "model.adapt_embeddings=true": (
