@@ -337,6 +337,7 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
 )
 def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
     common = [*words_of(world, folder), *words, "train.steps=20", "train.max_grad_norm=0.05", "strategy=sharded"]
+    common.append("checkpoint.final=last")
     alone = train(World(), folder, common, f"alone{world.rank}")
     run = train(world, folder, [*common, "evaluate.every=8", f"plan.shares={list(UNEVEN[world.size])}"], "sharded")
     world.gather_text("finished")

@@ -45,7 +45,7 @@ class ModelSettings(Section):
     method: Literal["lora", "dora", "full"] = "lora"
     """Train low-rank adapters, weight-decomposed adapters, or every weight."""
     adapter: str | None = None
-    """Folder of an adapter (mlx-lm's layout) to start from."""
+    """Folder of an adapter to start from: a run, or what mlx-lm or PEFT saved."""
     rank: Positive = 8
     """Rank of the adapters."""
     scale: PositiveFloat = 2.0

@@ -63,7 +63,7 @@ def _named_blocks(settings: ModelSettings, count: int) -> list[int]:
 
 def rank_of(settings: ModelSettings, layer: str) -> int:
     """The rank of a layer's adapter."""
-    return _first_match(settings.rank_pattern, layer, settings.rank)
+    return first_match(settings.rank_pattern, layer, settings.rank)
 
 
 def most_rank(settings: ModelSettings) -> int:
@@ -79,7 +79,7 @@ def scale_of(settings: ModelSettings, layer: str) -> float:
     """
     if settings.alpha is None:
         return settings.scale
-    rank, alpha = rank_of(settings, layer), _first_match(settings.alpha_pattern, layer, settings.alpha)
+    rank, alpha = rank_of(settings, layer), first_match(settings.alpha_pattern, layer, settings.alpha)
     return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
 
 
@@ -99,7 +99,8 @@ def groups(settings: ModelSettings, layers: Iterable[str]) -> dict[AdapterLayer,
     return grouped
 
 
-def _first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Value:
+def first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Value:
+    """The value of the first pattern that matches a layer's name."""
     return next((value for pattern, value in patterns.items() if matches(pattern, layer)), default)
 
 
