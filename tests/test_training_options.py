@@ -346,7 +346,7 @@ RUNS = [
     ["model.alpha=4", "model.use_rslora=true", "model.rank_pattern={q_proj: 3}", "model.adapt_embeddings=true"],
     ["train.reference_sync_steps=2", "train.loss=kto"],
     ["train.reference_sync_steps=2", "model.method=full", "train.loss=sppo"],
-    ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5", "model.dropout=0.1"],
+    ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5", "train.compile=true"],
 ]
 
 
@@ -364,3 +364,11 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(
     assert tiny.difference(whole, halves) == 0.0 and tiny.figure_difference(whole, halves, "loss") == 0.0
     configured = json.loads((whole / "checkpoints/step-00000007/adapter_config.json").read_text())
     assert configured.get("padded", False) is False
+
+
+def test_a_compiled_run_ends_with_the_weights_of_a_plain_one(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=5", "train.neftune_noise_alpha=5", "train.use_weighting=true"]
+    words += ["train.loraplus_lr_ratio=4", "train.reference_sync_steps=2", "model.adapt_embeddings=true"]
+    for compiled in ("false", "true"):
+        tiny.train(tmp_path, [*words, f"run.name={compiled}", f"train.compile={compiled}"])
+    rounding.assert_equal_runs(tmp_path / "runs/false", [tmp_path / "runs/true"], ["loss", "grad_norm"])
