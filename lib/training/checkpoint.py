@@ -463,11 +463,13 @@ def share(world: World, model: nn.Module, optimizer: optim.Optimizer, reference:
     """
     if world.size == 1:
         return
-    held = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
+    held = [{**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}]
+    held += [reference.arrays] if reference is not None else []
+    digests = " ".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
+    if len(set(world.gather_text(digests, "every rank's weights"))) == 1:
+        return
     if reference is not None:
         reference.arrays = dict(tree_flatten(world.align(tree_unflatten(list(reference.arrays.items())))))
-    if len(set(world.gather_text(adapter_files.digest(world.replicated(held)), "every rank's weights"))) == 1:
-        return
     model.update(world.align(model.trainable_parameters()))
     optimizer.state = world.align(optimizer.state)
 
