@@ -16,7 +16,6 @@ from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapter_layers
 from lib.model.partition import FAMILIES, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration, memory_ceilings
@@ -24,7 +23,7 @@ from lib.plan.calibration import HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.divide_work import plan_sharded
 from lib.plan.memory import MemoryModel, Rows
-from lib.plan.memory_trace import MOMENTS, Training
+from lib.plan.memory_trace import Training
 from lib.plan.plan_warnings import advised
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
@@ -165,19 +164,9 @@ def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | 
         shape = model_shape_of(stored, model_dtype(config), to_divide=False)
     except (UserError, ValueError, TypeError):
         return None
-    settings = config.model
     return MemoryModel(
         shape,
-        Training(
-            method=settings.method,
-            rank=adapter_layers.most_rank(settings),
-            blocks=None if settings.blocks is None else adapter_layers.depth(settings, shape.blocks),
-            adapts_embeddings=settings.adapt_embeddings,
-            checkpointing=bool(settings.gradient_checkpointing),
-            window=settings.attention_window,
-            moments=MOMENTS.get(config.train.optimizer, 2),
-            shared_prompts=config.data.shared_prompts and stored.get("model_type") in FAMILIES,
-        ),
+        Training.of(config, shape.blocks, config.data.shared_prompts and stored.get("model_type") in FAMILIES),
         Rows(**rows),
     )
 

@@ -72,7 +72,8 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     """Derived, printed, then run: what the data and the settings come to."""
     data, valid, batch = inputs.data, inputs.valid, config.train.global_batch_size
     model, train, about = config.model, config.train, "about " * data.is_estimated
-    method = model.method if model.method == "full" else f"{model.method} of rank {model.rank}"
+    ranks = sorted({model.rank, *model.rank_pattern.values()})
+    method = model.method if model.method == "full" else f"{model.method} of rank {' and '.join(map(str, ranks))}"
     tokens = f"{about}{int(data.lengths.sum()):,} tokens, longest {about}{int(data.lengths.max())}"
     rows = [
         ("model", f"{model.path}, {method}"),

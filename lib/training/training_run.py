@@ -20,7 +20,7 @@ from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Trai
 from lib.training.local_sgd import LocalSGD
 from lib.training.preload import Inputs
 from lib.training.progress_display import RunConsole
-from lib.training.reference_model import Layout
+from lib.training.reference_model import AskedReference, Layout
 
 PREFETCHED = 2  # batches made ahead of the step
 
@@ -55,6 +55,7 @@ class TrainingRun:
         self.progress = Progress(data_digest=data.digest)
         self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
         self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
+        self.reference: AskedReference | None = None  # that follows the policy
         self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
         if plan.strategy == "independent":
             self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
@@ -83,9 +84,9 @@ class TrainingRun:
         if self.local_sgd is not None:
             own = self.local_sgd.own_arrays(self.optimizer)
         else:  # replicas on unlike machines drift by roundings, so all take rank 0's weights first
-            share(self.world, self.model, self.optimizer)
+            share(self.world, self.model, self.optimizer, self.reference)
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
         plan = self.schedule.at(progress.step + 1).to_dict()
-        state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own)
+        state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own, self.reference)
         if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, self.is_over):
             self.say.warning(fault, progress.step)
