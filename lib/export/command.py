@@ -22,11 +22,13 @@ from pathlib import Path
 from types import ModuleType
 
 from lib.config import command_line
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.export import fused, mlx_adapter, peft_adapter, proof
 from lib.export.form import ExportOptions, Form, WeightType
 from lib.export.trained_run import TrainedRun, open_run
-from lib.system import command_errors, files, terminal
+from lib.system import command_errors, files
+from lib.training.progress_display import RunConsole
 
 FORMS: dict[str, ModuleType] = {"mlx": mlx_adapter, "fused": fused, "peft": peft_adapter}
 FACTS = "tandem_export.json"
@@ -36,7 +38,7 @@ FACTS = "tandem_export.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 the export is not the run's model."""
     options = _parse(arguments)
-    say = terminal.Voice()
+    say = RunConsole(World())
     form = typing.cast(Form, FORMS[options.to])
     wanted = ExportOptions(type=options.type, dequantize=options.dequantize, peft_python=options.peft_python)
     run = open_run(
@@ -49,8 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run.settings.model.attention_window is not None:
         say.labelled("warning", "model.attention_window is no part of an export: its reader attends to all tokens")
     with _whole_or_absent(target) as folder:
-        form.write(run, folder, wanted)
-        proven = proof.prove(form, run, folder, wanted) if options.prove else None
+        with say.doing("writing"):
+            form.write(run, folder, wanted)
+        with say.doing(f"reading it back, by {form.READER}"):
+            proven = proof.prove(form, run, folder, wanted) if options.prove else None
         facts = _facts(options.to, run, wanted, proven)
         (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
     say.line(f"{target}: {options.to} of {run.folder}, {run.checkpoint}", "bold")

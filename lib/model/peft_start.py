@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
@@ -26,6 +27,8 @@ def load(model: nn.Module, folder: Path, settings: schema.ModelSettings) -> None
         UserError: it cannot be read, or wants other settings, which are named as one would type them.
     """
     adapter = peft_files.read(folder, "model.adapter")
+    if peft_files.HEAD in adapter.layers and peft_files.HEAD not in dict(model.named_modules()):
+        adapter = _with_tied_head(adapter, folder)
     shapes = described(trainable(model))
     layers = adapter_layers_of(settings, shapes)
     words = []
@@ -39,6 +42,28 @@ def load(model: nn.Module, folder: Path, settings: schema.ModelSettings) -> None
         raise UserError(f"model.adapter {folder} was made with other settings; add {' '.join(words)}")
     arrays = fitted(shapes, adapter.arrays, f"model.adapter {folder}")
     model.update(tree_unflatten(list(arrays.items())))
+
+
+def _with_tied_head(adapter: peft_files.PeftAdapter, folder: Path) -> peft_files.PeftAdapter:
+    """The adapter of a model whose head is its embedding: one for both.
+
+    Raises:
+        UserError: PEFT trained two.
+    """
+    head = peft_files.HEAD
+    embedding = next((name for name in adapter.layers if name.endswith("embed_tokens")), None)
+    arrays, layers = dict(adapter.arrays), dict(adapter.layers)
+    own = {part: arrays.pop(f"{head}.{part}", None) for part in ("lora_a", "lora_b", "m")}
+    of_head = layers.pop(head)
+    is_one = embedding is not None and own["m"] is None and layers[embedding] == of_head
+    for part, other in (("lora_a", "lora_b"), ("lora_b", "lora_a")):
+        is_one = is_one and mx.array_equal(own[part], arrays[f"{embedding}.{other}"].T).item()
+    if not is_one:
+        raise UserError(
+            f"model.adapter {folder}: the model's head is its embedding, which has one adapter here for both uses; "
+            "train with ensure_weight_tying=True, or without lm_head"
+        )
+    return peft_files.PeftAdapter(adapter.config, arrays, layers)
 
 
 def _method(adapter: peft_files.PeftAdapter) -> str:
