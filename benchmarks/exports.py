@@ -234,7 +234,9 @@ TARGETS = {"mixtral": ["q_proj", "v_proj"], "phi3": ["qkv_proj", "o_proj"]}
 
 def peft_adapters(only: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Family, what is special, LoraConfig's arguments."""
-    for family in only or [family for family in exported.FAMILIES if family != "gpt_oss"]:
+    for family in only or exported.FAMILIES:
+        if family == "gpt_oss":
+            continue
         targets = TARGETS.get(family, ["q_proj", "v_proj", "o_proj"])
         yield family, "lora", {"r": 2, "lora_alpha": 3, "target_modules": targets}
         yield family, "dora", {"r": 2, "lora_alpha": 3, "use_dora": True, "target_modules": targets}

@@ -82,7 +82,7 @@ def prove(form: Form, run: TrainedRun, folder: Path, options: ExportOptions) -> 
         _require_kept(run, largest_difference(stored, trained), trained_difference)
     found = form.read_logps(run, folder, options)
     base_difference = largest_difference(found.base, base) if found.base is not None else 0.0
-    limit = _agree(run, form.READER, found.logps, stored, _allowed_for(form, base_difference, trained_difference))
+    limit = _agree(run, form.READER, found.logps, stored, allowed_for(form.READER, base_difference, trained_difference))
     return Proof(
         reader=form.READER,
         rows=len(run.rows),
@@ -109,7 +109,7 @@ def _require_kept(run: TrainedRun, rounding_difference: float, trained_differenc
         )
 
 
-def _allowed_for(form: Form, base_difference: float, trained_difference: float) -> float:
+def allowed_for(reader: str, base_difference: float, trained_difference: float) -> float:
     """What an implementation of the base model that is not mlx-lm's may change: as much as in the base by itself.
 
     The reader's Gemma, say, has the tanh form of GELU where mlx-lm has the exact one. Four times that for the trained
@@ -122,7 +122,7 @@ def _allowed_for(form: Form, base_difference: float, trained_difference: float) 
         return LIMIT
     if 4 * base_difference > trained_difference / 4:
         raise Stopped(
-            f"{form.READER} computes the base model itself otherwise than mlx-lm: log-probabilities are "
+            f"{reader} computes the base model itself otherwise than mlx-lm: log-probabilities are "
             f"{base_difference:.1e} nats apart, and training moved them by {trained_difference:.1e}, too little to be "
             "told by that; --no-proof writes without a proof"
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +17,7 @@ from lib.config import schema
 from lib.errors import UserError
 from lib.model import peft_files
 from lib.model.adapter_files import adapter_layers_of, described, fitted, trainable
-from lib.model.adapter_layers import AdapterLayer
+from lib.model.adapter_layers import AdapterLayer, first_match
 
 SAME_SCALE = 1e-6  # relatively: what one types of a square root
 
@@ -102,9 +104,28 @@ def _words_for_scales(adapter: peft_files.PeftAdapter, settings: schema.ModelSet
         return [f"model.rank={rank}", f"model.scale={scale}"]
     words = [f"model.rank={rank}", f"model.alpha={alpha}"]
     words += ["model.use_rslora=true"] if config.get("use_rslora") else []
-    for pattern in ("rank_pattern", "alpha_pattern"):
-        words += [f"'model.{pattern}={json.dumps(config[pattern])}'"] if config.get(pattern) else []
+    alphas = {name: _alpha(layer, config) for name, layer in adapter.layers.items()}
+    ranks = {name: layer.rank for name, layer in adapter.layers.items()}
+    for setting, values, most in (("rank_pattern", ranks, rank), ("alpha_pattern", alphas, alpha)):
+        if pattern := _pattern(values, most, config.get(setting) or {}):
+            words.append(f"'model.{setting}={json.dumps(pattern)}'")
     return words
+
+
+def _alpha(layer: AdapterLayer, config: Mapping[str, Any]) -> float:
+    return layer.scale * (math.sqrt(layer.rank) if config.get("use_rslora") else layer.rank)
+
+
+def _pattern(values: Mapping[str, float], most: float, theirs: Mapping[str, float]) -> Mapping[str, float]:
+    """The pattern that gives layers these values: PEFT's, else (its names of experts are not ours) one of our names."""
+    if all(math.isclose(first_match(theirs, name, most), value) for name, value in values.items()):
+        return theirs
+    ends: dict[str, set[float]] = {}
+    for name, value in values.items():
+        ends.setdefault(name.rpartition(".")[2], set()).add(value)
+    if all(len(own) == 1 for own in ends.values()):
+        return {end: own.pop() for end, own in ends.items() if own != {most}}
+    return {re.escape(name): value for name, value in values.items() if value != most}
 
 
 def _list(names: Iterable[object]) -> str:
