@@ -10,7 +10,9 @@ On Linux with two cores. Each rank has a core of its own; rank 1 gets a part of 
 quota in periods of 10 ms, else by as many busy processes on its core as make the skew. For each skew a curve of a few
 micro-batch sizes is measured on each rank, in rounds; then both train, by that curve and by what their first steps correct.
 Efficiency is pairs/s from step 20 on over the sum of what the ranks do alone; the ideal is 1. The training stands still every
-few seconds, and each rank runs steps alone while the other sleeps: both speeds are then of the same minutes.
+few seconds, and each rank runs steps alone while the other sleeps: both speeds are then of the same minutes. Then both run
+steps at once without a word between them: what is missing there (`contention`) two cores of one chip take from each other, by
+its caches, memory and clock, whatever the plan. Two machines do not; `efficiency_of_both` is over that sum.
 
 The neighbour runs without a pause, in bursts of 2 to 20 ms, on one core and then as long on the other, which first is
 random; while it is on a core, the rank there has nearly none of it. The last line is one JSON object.
@@ -320,6 +322,11 @@ class Bench:
                 time.sleep(0.02)
         return [json.loads(text) for text in self.world.gather_long_text(json.dumps(result))]
 
+    def at_once(self, measure: Any) -> list[Any]:
+        """All ranks' measurements while the others measure as well, on all ranks."""
+        self.world.gather_text("at once")
+        return [json.loads(text) for text in self.world.gather_long_text(json.dumps(measure()))]
+
     def row(self, skew: float) -> dict[str, Any]:
         """One skew: alone, equal, planned."""
         from lib.plan.calibration import BatchCurve
@@ -343,7 +350,7 @@ class Bench:
             f"{max(c.step_overhead_seconds for c in curves):.4f} s; {batch} pairs a step; {falsified}"
         )
         seconds = plan.predicted_step_seconds or 1.0
-        records, solo = self.beside_alone(curves[self.world.rank].best_point.batch_size, batch, seconds)
+        records, solo, both = self.beside_alone(curves[self.world.rank].best_point.batch_size, batch, seconds)
         speeds = [
             batch
             / float(np.mean([record["step_seconds"] for record in records["step"] if first < record["step"] <= last]))
@@ -351,7 +358,8 @@ class Bench:
         ]
         # What the ranks do alone is measured before and after each window of training together.
         sums = [sum(solo[first]) / 2 + sum(solo[last]) / 2 for first, last in pairwise(solo)]
-        efficiencies = [speed / both for speed, both in zip(speeds, sums, strict=True)]
+        efficiencies = [speed / total for speed, total in zip(speeds, sums, strict=True)]
+        at_once = [sum(both[first]) / 2 + sum(both[last]) / 2 for first, last in pairwise(both)]
         alone = np.median(list(solo.values()), axis=0)
         equal = equal_shares(batch, 2)
         slower = max(share / speed for share, speed in zip(equal, alone, strict=True))
@@ -369,6 +377,8 @@ class Bench:
             "pairs_per_second": round(float(np.median(speeds)), 2),
             "efficiency": round(float(np.median(efficiencies)), 4),
             "efficiency_of_windows": [round(one, 3) for one in efficiencies],
+            "contention": round(1 - float(np.median(np.array(at_once) / np.array(sums))), 4),
+            "efficiency_of_both": round(float(np.median(np.array(speeds) / np.array(at_once))), 4),
             "predicted_efficiency": round(plan.efficiency or 0.0, 4),
             "equal_split_pairs_per_second": round(equal_speed, 2),
             "equal_split_efficiency": round(equal_speed / float(alone.sum()), 4),
@@ -399,11 +409,12 @@ class Bench:
 
     def beside_alone(
         self, best: int, batch: int, step_seconds: float
-    ) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[float]]]:
-        """A run of both ranks, which stands still every few steps for what each does alone.
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[float]], dict[int, list[float]]]:
+        """A run of both ranks, which stands still every few steps for what each does alone, and both at once.
 
         Returns:
-            The run's records by kind; {step: pairs/s of every rank alone after it}, the first after CORRECTED_BY.
+            The run's records by kind; {step: pairs/s of every rank alone after it}, the first after CORRECTED_BY; the
+            same of both at once.
         """
         from lib.plan.replan import Schedule
 
@@ -411,12 +422,14 @@ class Bench:
         steps = CORRECTED_BY + WINDOWS * every
         alone = self.alone(best)
         solo: dict[int, list[float]] = {}
+        both: dict[int, list[float]] = {}
         observe = Schedule.observe
 
         def observed(schedule: Schedule, step: int, tokens: Sequence[float], seconds: Sequence[float]) -> Any:
             new = observe(schedule, step, tokens, seconds)
             if step >= CORRECTED_BY and (step - CORRECTED_BY) % every == 0:
                 solo[step] = self.in_turn(lambda: alone(batch, self.options.seconds / WINDOWS / 2))
+                both[step] = self.at_once(lambda: alone(batch, self.options.seconds / WINDOWS / 2))
             return new
 
         Schedule.observe = observed  # type: ignore[method-assign]
@@ -425,7 +438,7 @@ class Bench:
         finally:
             Schedule.observe = observe  # type: ignore[method-assign]
         kinds = ("start", "step", "plan")
-        return {kind: [record for record in records if record["kind"] == kind] for kind in kinds}, solo
+        return {kind: [record for record in records if record["kind"] == kind] for kind in kinds}, solo, both
 
     def throttled(self) -> dict[str, Any]:
         """A rank that is throttled twofold in mid-run: when a new plan begins, and what it is worth."""
@@ -614,7 +627,7 @@ def pairs_per_second(records: Sequence[dict[str, Any]], batch: int, skip: int = 
 def describe(row: dict[str, Any]) -> str:
     shares = " + ".join(map(str, row["shares"]))
     equal = row["equal_split_efficiency"]
-    return f"{shares} pairs, efficiency {row['efficiency']:.3f}, equal split {equal:.3f}"
+    return f"{shares} pairs, efficiency {row['efficiency']:.3f} ({row['efficiency_of_both']:.3f} of both at once), equal split {equal:.3f}"
 
 
 def show(rows: Sequence[dict[str, Any]], throttled: dict[str, Any] | None) -> None:
@@ -631,6 +644,7 @@ def show(rows: Sequence[dict[str, Any]], throttled: dict[str, Any] | None) -> No
         "global batch",
         "planned shares",
         "planned",
+        "of both at once",
         "predicted",
         "equal split",
         "its ideal",
@@ -643,6 +657,7 @@ def show(rows: Sequence[dict[str, Any]], throttled: dict[str, Any] | None) -> No
             f"{row[key]:.3f}"
             for key in (
                 "efficiency",
+                "efficiency_of_both",
                 "predicted_efficiency",
                 "equal_split_efficiency",
                 "ideal_equal_split_efficiency",

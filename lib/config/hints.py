@@ -99,6 +99,11 @@ _RENAMED: dict[str, tuple[str, str]] = {
     "run.sinks=[{}]": ("report_to log_with tracker", "tensorboard, trackio, wandb"),
     "checkpoint.every={}": ("save_steps save_every save_interval checkpoint_steps saves_per_epoch save_freq", ""),
     "checkpoint.keep={}": ("save_total_limit max_checkpoints", ""),
+    "train.patience={}": ("early_stopping_patience early_stopping early_stop", "evaluations in a row"),
+    "checkpoint.final=best": (
+        "load_best_model_at_end load_best metric_for_best_model",
+        "by held-out loss; the default",
+    ),
     "evaluate.every={}": ("eval_steps steps_per_eval eval_interval eval_every val_interval evals_per_epoch", ""),
     "evaluate.max_tokens={}": ("max_new_tokens max_completion_length", ""),
     "--resume RUN": ("resume_from_checkpoint resume_from load_checkpoint auto_resume", "the run's folder"),

@@ -25,6 +25,7 @@ RESUMABLE: tuple[str, ...] = (
     "cost.",
     "sync.",
     "checkpoint.",
+    "train.patience",
     "evaluate.",
     "serve.",
     "metal.",

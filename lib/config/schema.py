@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from lib.config.evaluate_settings import EvaluateSettings
 from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
 
-Blocks = Natural | Annotated[str, Field(pattern=r"^\d+-\d+$")]  # one, or the first and the last of several
+# One, or the first and the last of several.
+Blocks = Annotated[int, Field(ge=0, le=9999)] | Annotated[str, Field(pattern=r"^\d{1,4}-\d{1,4}$")]
 
 
 class RunSettings(Section):
@@ -110,6 +112,8 @@ class ModelSettings(Section):
             raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
         if self.method == "dora" and self.adapt_embeddings:
             raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
+        if self.adapt_embeddings and self.shard_vocabulary:
+            raise ValueError("model.adapt_embeddings adapts what model.shard_vocabulary divides; leave one of them out")
         for part in self.blocks if isinstance(self.blocks, tuple) else ():
             first, _, last = str(part).partition("-")
             if int(last or first) < int(first):
@@ -274,32 +278,9 @@ class CheckpointSettings(Section):
     synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
-
-
-class EvaluateSettings(Section):
-    """Held-out evaluation."""
-
-    every: Positive | None = None
-    """Steps between evaluations; by default only at the start and the end."""
-    batch_size: Positive = 16
-    """Pairs per forward pass, here and in the reference pass."""
-    answers: str | None = None
-    """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
-    answer_pattern: str = r"([^\s].*?)\s*$"
-    """Regular expression; its last match's first group in the generated text is compared with the answer."""
-    answers_limit: Positive = 512
-    """Most answers checked."""
-    samples: Natural = 3
-    """Held-out prompts whose greedy continuation is shown."""
-    max_tokens: Positive = 128
-    """Longest generation."""
-    completions: Positive = 4
-    """Completions that --score=samples and --make-pairs draw for each prompt."""
-    temperature: PositiveFloat = 1.0
-    """Temperature that they are drawn at."""
-    judge: str | None = None
-    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line;
-    by default an answer is right or wrong (evaluate.answer_pattern)."""
+    final: Literal["best", "last"] = "best"
+    """What the run's folder holds at the end: the weights of the evaluation with the lowest held-out loss, or the last
+    ones. Without held-out data, and of ranks that are never merged, the last."""
 
 
 class MetalSettings(Section):
@@ -383,11 +364,28 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
+        if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
+            raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
             # MLX draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
             raise ValueError(
                 "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; "
                 "set one of them to 0 or false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _patience_is_possible(self) -> Config:
+        if self.train.patience is None:
+            return self
+        if self.evaluate.every is None or not (self.data.valid or self.data.holdout):
+            raise ValueError(
+                "train.patience compares held-out losses as the run goes on: "
+                "it needs evaluate.every, and data.valid or data.holdout"
+            )
+        if self.independent.merge == "none":
+            raise ValueError(
+                "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
             )
         return self
 
@@ -407,7 +405,7 @@ class Config(Section):
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
 
     def _sharding_is_possible(self) -> None:
-        if self.train.optimizer in ("adafactor", "muon"):
+        if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):
             raise ValueError(
                 f"train.optimizer={self.train.optimizer} looks at whole matrices, "
                 "which no rank of strategy=sharded has; take adamw"

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -119,6 +119,16 @@ class Collectives:
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, stream: Any) -> mx.array:
         """What another rank sends next, once this is evaluated."""
         return mx.distributed.recv(shape, dtype, rank, group=self.group, stream=stream)
+
+    def split(self, color: int) -> Collectives:
+        """The ranks that give the same color, in their order. All ranks call it."""
+        with self.deadline("all ranks to form groups"):
+            group = self.group.split(color)
+        return replace(self, rank=group.rank(), size=group.size(), group=group)
+
+    def gather_lazily(self, array: mx.array) -> mx.array:
+        """Every rank's array, one after the other along the first axis, once this is evaluated."""
+        return mx.distributed.all_gather(array, group=self.group, stream=self.stream)
 
     @contextlib.contextmanager
     def deadline(self, what: str, times: int = 1) -> Iterator[None]:

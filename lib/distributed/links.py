@@ -1,14 +1,30 @@
-"""Arrays that one rank sends to another while both compute."""
+"""Arrays that one rank sends to another while both compute.
+
+By MLX's sources (0.32), what its backends have for that:
+
+    ring    send and receive, to the ranks before and after in the circle; both directions at once
+    mpi     send and receive, to any rank; both directions at once
+    jaccl   send and receive; over a mesh to any rank, over a ring to the ranks before and after. Either one waits at
+            the neighbour's only completion queue, and takes whatever is complete for its own: never both at once
+    nccl    neither; but groups of two ranks, which gather each other's arrays on the GPU
+
+So messages between two ranks have one order, in which both ends send or receive them: see `exchange`, and what
+lib/training/pipelined_step.py receives before it sends. Where both directions work at once, the order costs nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from lib.distributed.collectives import Collectives
+from lib.distributed.world import World, neighbour_pairs
+from lib.system import device_clock
 
 
 @dataclass
@@ -24,26 +40,37 @@ class Links:
 
     ranks: Collectives
     under_way: int = 2
+    waited_seconds: float = 0.0  # in all, for what was not there yet
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
+
+    def evaluate(self, *arrays: object) -> None:
+        """Computes what is to be sent, or is needed for it."""
+        mx.eval(*arrays)
 
     def send(self, array: mx.array, rank: int, what: str) -> None:
         """Begins to send an evaluated array, and goes on."""
         sent = self.sent.setdefault(rank, deque())
         while len(sent) >= self.under_way:
-            self.wait(sent.popleft(), what=what)
+            self._wait(sent.popleft(), what)
         sent.append(self.ranks.send(array, rank, self._stream("to", rank)))
         mx.async_eval(sent[-1])
 
     def expect(self, shape: Sequence[int], dtype: mx.Dtype, rank: int) -> mx.array:
-        """What a rank will send next, to be had by `wait`, in this order."""
+        """What a rank will send next, in this order; `begin` or `wait` receives it."""
         return self.ranks.receive(shape, dtype, rank, self._stream("from", rank))
 
+    def begin(self, *arrays: mx.array) -> None:
+        """Begins to receive what is expected, and goes on."""
+        for array in arrays:  # evaluated together they would be received in any order
+            mx.async_eval(array)
+
     def wait(self, *arrays: mx.array, what: str) -> None:
-        """Returns when the arrays are there. `what` names the wait if it never ends."""
-        with self.ranks.deadline(what):
-            for array in arrays:  # evaluated together they would be received in any order
-                mx.eval(array)
+        """Returns when what is expected can be computed with. `what` names the wait if it never ends."""
+        began = time.perf_counter()
+        for array in arrays:
+            self._wait(array, what)
+        self.waited_seconds += time.perf_counter() - began
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array:
         """What a rank sends."""
@@ -51,13 +78,91 @@ class Links:
         self.wait(array, what=what)
         return array
 
+    def exchange(self, array: mx.array, rank: int, what: str) -> mx.array:
+        """Another rank's array for this rank's, of the same shape and type; the lower rank's goes first."""
+        if self.ranks.rank < rank:
+            self.send(array, rank, what)
+        theirs = self.receive(array.shape, array.dtype, rank, what)
+        if self.ranks.rank > rank:
+            self.send(array, rank, what)
+        return theirs
+
     def finish(self, what: str) -> None:
         """Waits until everything that this rank sent has arrived."""
         for sent in self.sent.values():
             while sent:
-                self.wait(sent.popleft(), what=what)
+                self._wait(sent.popleft(), what)
+
+    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
+        """Around micro-batches that pass through: where the host never waits for a message by itself."""
+        return contextlib.nullcontext()
+
+    def _wait(self, array: mx.array, what: str) -> None:
+        with self.ranks.deadline(what):
+            mx.eval(array)
 
     def _stream(self, way: str, rank: int) -> mx.ThreadLocalStream:
-        if (way, rank) not in self.streams:
-            self.streams[way, rank] = mx.new_thread_local_stream(mx.cpu)
-        return self.streams[way, rank]
+        place = ("both", rank) if self.ranks.backend == "jaccl" else (way, rank)
+        if place not in self.streams:
+            self.streams[place] = mx.new_thread_local_stream(mx.cpu)
+        return self.streams[place]
+
+
+@dataclass
+class PairLinks(Links):
+    """Links of ranks on GPUs, where two ranks gather each other's arrays; the receiver gives zeros.
+
+    Messages are operations of the same stream as the computation, in the order of the program: the host runs ahead of
+    all of them. A message begins when both ranks have come to it, as in Megatron-LM's schedule; what a rank waits is
+    measured by the GPU's clock.
+
+    Args:
+        pairs: by the other rank.
+    """
+
+    pairs: Mapping[int, Collectives] = field(default_factory=dict)
+    expected: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by identity: array, and gathered
+    times: list[tuple[mx.array, mx.array]] = field(default_factory=list)  # nanoseconds before and after messages
+
+    def evaluate(self, *arrays: object) -> None:
+        mx.async_eval(*arrays)
+
+    def send(self, array: mx.array, rank: int, what: str) -> None:
+        mx.async_eval(array)  # in another graph than the message: the message comes after everything before it
+        self.ranks.traffic.bytes_sent += array.nbytes
+        self._pass(self.pairs[rank].gather_lazily(array))
+
+    def expect(self, shape: Sequence[int], dtype: mx.Dtype, rank: int) -> mx.array:
+        pair = self.pairs[rank]
+        gathered = pair.gather_lazily(mx.zeros(shape, dtype))
+        array = mx.split(gathered, 2)[1 - pair.rank]
+        self.expected[id(array)] = array, gathered
+        return array
+
+    def begin(self, *arrays: mx.array) -> None:
+        for array in arrays:
+            known = self.expected.pop(id(array), None)
+            if known is not None:
+                self._pass(known[1])
+
+    def wait(self, *arrays: mx.array, what: str) -> None:
+        self.begin(*arrays)
+
+    def finish(self, what: str) -> None:
+        with self.ranks.deadline(what):
+            mx.eval(self.times)
+        self.waited_seconds += sum(after.item() - before.item() for before, after in self.times) / 1e9
+        self.times.clear()
+
+    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.deadline(what, passes)
+
+    def _pass(self, gathered: mx.array) -> None:
+        before = device_clock.now()
+        mx.async_eval(gathered)
+        self.times.append((before, device_clock.now()))
+
+
+def links_of(world: World) -> Links:
+    """Links between the ranks of a world, as its backend has them. All ranks call it."""
+    return PairLinks(world, pairs=neighbour_pairs(world)) if world.backend == "nccl" else Links(world)

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.distributed import heartbeat
-from lib.distributed.links import Links
+from lib.distributed.links import Links, links_of
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import Described, World
 from lib.model.partition import Holders
@@ -104,7 +104,7 @@ def pipelined(
     """The world, once its ranks hold their blocks of a model."""
     same = {of_world.name: getattr(world, of_world.name) for of_world in fields(World)}
     holders = stage.holders if stage else {}
-    return PipelinedWorld(**same, links=links or Links(world), blocks=tuple(blocks), holders=holders)
+    return PipelinedWorld(**same, links=links or links_of(world), blocks=tuple(blocks), holders=holders)
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ class InStages(Lockstep):
             part = self.ranks.part(name)
             if part is not None and len(part.ranks) == 2:
                 other = next(rank for rank in part.ranks if rank != self.ranks.rank)
-                self.ranks.links.send(flat[name], other, what)
-                theirs = self.ranks.links.receive(flat[name].shape, flat[name].dtype, other, what)
+                theirs = self.ranks.links.exchange(flat[name], other, what)
                 flat[name] = flat[name] + theirs  # the same bits on both: addition commutes
         return tree_unflatten(list(flat.items())), self.ranks.from_last(sums, "the sums of a step")
 

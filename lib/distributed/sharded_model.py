@@ -7,10 +7,10 @@ from mlx.utils import tree_flatten
 
 from lib.config.schema import Config
 from lib.data import tokenizer
-from lib.distributed.links import Links
+from lib.distributed.links import links_of
 from lib.distributed.pipelined_world import PipelinedWorld, pipelined
 from lib.distributed.sharded_world import ShardedWorld, sharded
-from lib.distributed.world import World, ring_beside
+from lib.distributed.world import World
 from lib.model import load, pipeline_stage, tensor_parallel
 from lib.model.partition import Division, apportion, divide, model_shape_of
 from lib.system import metal
@@ -29,7 +29,7 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
         AgreedError: the model cannot be divided so.
     """
     if isinstance(division, tuple):
-        links = Links(ring_beside(world) if world.backend == "nccl" else world)
+        links = world.links if isinstance(world, PipelinedWorld) else links_of(world)
         with world.agreeing("cutting the model"):
             stage = pipeline_stage.cut(model, division, world.rank, links)
         world = pipelined(world, division, stage, links)

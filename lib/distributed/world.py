@@ -7,8 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from lib.distributed import heartbeat, ring_start
 from lib.distributed.collectives import Collectives, buckets
 from lib.errors import AgreedError, UserError
 from lib.model.partition import Holders, Part
-from lib.system import network
 from lib.system.mpi_and_blas import Launch
 from lib.system.network import distinct_names, host_name, machine_id
 
@@ -233,23 +230,19 @@ def _ring_addresses() -> list[tuple[str, int]]:
     return [(host, int(port)) for host, _, port in (addresses[0].rpartition(":") for addresses in ranks)]
 
 
-def ring_beside(world: World) -> Collectives:
-    """The same ranks over a ring of their own, to send and receive where the world's backend cannot: NCCL in MLX.
-
-    Raises:
-        RuntimeError: the ring cannot be opened.
-    """
-    address = network.address_towards(os.environ.get("NCCL_HOST_IP", "127.0.0.1"))
-    with socket.create_server((address, 0)) as free:
-        own = f"{address}:{free.getsockname()[1]}"
-    addresses = world.gather_text(own, "the ranks' addresses")
-    with tempfile.TemporaryDirectory() as folder, world.deadline("all ranks to join a ring"):
-        hosts = Path(folder, "hosts.json")
-        hosts.write_text(json.dumps([[one] for one in addresses]))
-        os.environ |= {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(world.rank)}
-        ring_start.wait_for_ring(world.rank, _ring_addresses())
-        group = mx.distributed.init(backend="ring", strict=True)
-    return Collectives(world.rank, world.size, group, mx.cpu, world.timeout_seconds, "ring", world.traffic)
+def neighbour_pairs(world: World) -> dict[int, Collectives]:
+    """Groups of two: of this rank and the one after it, and the one before it, in a circle; by the other's rank."""
+    size, rank, pairs = world.size, world.rank, {}
+    last = size - 1
+    # Each round splits the world into pairs of ranks next to each other, and single ones. Of an odd number the first
+    # and the last rank have a round for themselves, and two ranks only one.
+    for of_round in range(1 if size == 2 else 2 + size % 2):
+        starts = [last] if size % 2 and of_round == 2 else range(of_round, size - size % 2, 2)
+        pair = next((start for start in starts if rank in (start, (start + 1) % size)), None)
+        group = world.split(size + rank if pair is None else pair)
+        if pair is not None:
+            pairs[(pair + 1) % size if rank == pair else pair] = group
+    return pairs
 
 
 def host_names(world: World) -> list[str]:

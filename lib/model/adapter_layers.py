@@ -30,25 +30,35 @@ def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
     Raises:
         UserError: it has no such blocks.
     """
-    blocks = settings.blocks
-    if blocks is None:
-        return list(range(count))
-    if isinstance(blocks, int):
-        if blocks > count:
-            raise UserError(f"model.blocks={blocks}, but {settings.path} has {count} blocks")
-        return list(range(count - blocks, count))
-    chosen: set[int] = set()
-    for part in blocks:
-        first, _, last = str(part).partition("-")
-        chosen |= set(range(int(first), int(last or first) + 1))
-    if max(chosen) >= count:
-        raise UserError(f"model.blocks=[{','.join(map(str, blocks))}], but {settings.path} has blocks 0 to {count - 1}")
-    return sorted(chosen)
+    chosen = _named_blocks(settings, count)
+    if isinstance(settings.blocks, int) and chosen[0] < 0:
+        raise UserError(f"model.blocks={settings.blocks}, but {settings.path} has {count} blocks")
+    if chosen[-1] >= count:
+        shown = ",".join(map(str, settings.blocks)) if isinstance(settings.blocks, tuple) else ""
+        raise UserError(f"model.blocks=[{shown}], but {settings.path} has blocks 0 to {count - 1}")
+    return chosen
 
 
 def depth(settings: ModelSettings, count: int) -> int:
     """The blocks that gradients pass through: from the first that is trained to the last of the model."""
-    return count if settings.adapt_embeddings else count - trained_blocks(settings, count)[0]
+    return count if settings.adapt_embeddings else min(count, max(1, count - _named_blocks(settings, count)[0]))
+
+
+def trained_part(settings: ModelSettings, count: int) -> float:
+    """How much of all blocks is trained."""
+    return min(1.0, len(_named_blocks(settings, count)) / count)
+
+
+def _named_blocks(settings: ModelSettings, count: int) -> list[int]:
+    """The blocks that the settings name, ascending; the model may have no such blocks."""
+    blocks = settings.blocks
+    if not isinstance(blocks, tuple):
+        return list(range(count - (blocks or count), count))
+    chosen: set[int] = set()
+    for part in blocks:
+        first, _, last = str(part).partition("-")
+        chosen |= set(range(int(first), int(last or first) + 1))
+    return sorted(chosen)
 
 
 def rank_of(settings: ModelSettings, layer: str) -> int:

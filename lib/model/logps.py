@@ -67,6 +67,24 @@ def _summed(figures: mx.array, inputs: StreamInputs) -> mx.array:
     return mx.where(inputs["mask"], mx.take(figures, inputs["logp_indices"]), 0.0).sum(axis=-1)
 
 
+def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
+    """`completion_logps`, and whether greedy decoding would write each completion: bool [b, K].
+
+    Of a whole model in evaluation mode.
+    """
+    states = hidden_states(model, inputs, getattr(model, "attention_window", None))
+    hidden, head = mx.take(states, inputs["scored"], axis=0), _head(model)
+    logps: list[mx.array] = []
+    are_likeliest: list[mx.array] = []
+    for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
+        logits = head(_after(h, logps[-1:]))
+        logps.append(_logps(logits, t))
+        are_likeliest.append(mx.argmax(logits, axis=-1) == t)
+    of_tokens, likeliest = (mx.take(mx.concatenate(each), inputs["logp_indices"]) for each in (logps, are_likeliest))
+    mask = inputs["mask"]
+    return mx.where(mask, of_tokens, 0.0).sum(axis=-1), mx.where(mask, likeliest, True).all(axis=-1)
+
+
 # ---- The head
 
 

@@ -8,7 +8,6 @@ there; until then it holds the activations. A stage that recomputes keeps its in
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -93,13 +92,16 @@ class PipelinedStep(TrainStep):
         world = self.world
         assert isinstance(world, InStages)
         world.agree_to_go_on(what)
-        world.ranks.links.under_way = MOST_PARTS * self.in_flight[0]
-        passes = _Passes(self, world.ranks.links, made, compared_with)
-        with heartbeat.passing(what, PASSES * len(made)):
+        links, passes_long = world.ranks.links, PASSES * len(made)
+        links.under_way, waited_before = MOST_PARTS * self.in_flight[0], links.waited_seconds
+        passes = _Passes(self, links, made, compared_with)
+        with heartbeat.passing(what, passes_long), links.deadline(what, passes_long):
             for operation in operations(self.in_flight[self.stage.rank], len(made)):
                 (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
-            world.ranks.links.finish(what)
-        self.waited_seconds, (left_out, sent) = passes.waited_seconds, passes.squares.tolist()
+            mx.eval(passes.gradients, passes.sums)
+            links.finish(what)
+        self.waited_seconds = links.waited_seconds - waited_before
+        left_out, sent = passes.squares.tolist()
         self.sent_error = math.sqrt(left_out / sent) if sent else None
         self.limit.check(max((len(batch.rows) for batch in counted), default=0))
         world.agree_to_go_on(what)
@@ -196,9 +198,10 @@ class _Passes:
         self.step, self.stage, self.links, self.batches = step, step.stage, links, batches
         self.functions = step.functions
         self.under_way: dict[int, UnderWay] = {}
+        self.received: dict[int, Message] = {}  # or being received, by micro-batch: what the rank before sends
+        self.begun = 0  # of these, so far
         self.gradients: Tree | None = None
         self.sums = mx.zeros(len(SUMS))
-        self.waited_seconds = 0.0
         self.compression = step.sync.compression
         self.squares = mx.zeros(2)  # of what compression left out, and of all that was sent
 
@@ -207,14 +210,15 @@ class _Passes:
         stage, (batch, reference) = self.stage, self.batches[i]
         given = None
         if not stage.is_first:
-            given = self._awaited(self._expected(i, stage.rank - 1, stage.dtypes[0]), ACTIVATIONS)
+            self._begin_to_receive(i)
+            given = self._awaited(self.received.pop(i), ACTIVATIONS)
         micro = UnderWay(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
         self.under_way[i] = micro
         if stage.is_last:
             beside = *arrays_beside(batch, reference), self.compared_with
             sums, micro.slopes = self.functions.last(micro.inputs, given, *beside)
             self.sums = self.sums + sums
-            mx.eval(self.sums, micro.slopes)
+            self.links.evaluate(self.sums, micro.slopes)
             return
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
@@ -222,7 +226,7 @@ class _Passes:
             output, micro.slopes = self._product(micro)
         else:
             output = self.functions.output(micro.inputs, given)
-        mx.eval(output)
+        self.links.evaluate(output)
         self._send(output, stage.rank + 1, ACTIVATIONS)
 
     def backward(self, i: int) -> None:
@@ -241,8 +245,11 @@ class _Passes:
         by_input = slopes.pop(0) if self.stage.passes_gradients else None
         self._add(dict(zip(_trained(self.step.model), slopes, strict=True)))
         del micro, slopes
-        mx.eval(self.gradients, [] if by_input is None else by_input)
+        self.links.evaluate(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:
+            # Messages between two ranks have one order (lib/distributed/links.py): the rank before sends as many
+            # micro-batches as it keeps in flight before it asks for this gradient.
+            self._begin_to_receive(i + self.step.in_flight[self.stage.rank - 1] - 1)
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
     def _product(self, micro: UnderWay) -> tuple[mx.array, list[mx.array]]:
@@ -255,7 +262,7 @@ class _Passes:
             parts = compression.encode(array, self.compression)
             wide, decoded = array.astype(mx.float32), compression.decode(parts, self.compression, array.shape)
             self.squares = self.squares + mx.stack([mx.square(decoded - wide).sum(), mx.square(wide).sum()])
-            mx.eval(parts, self.squares)
+            self.links.evaluate(parts, self.squares)
         for part in parts:
             self.links.send(part, rank, what)
 
@@ -267,10 +274,16 @@ class _Passes:
         parts = [self.links.expect(*part, rank) for part in compression.parts_of(math.prod(shape), self.compression)]
         return Message(compression.decode(parts, self.compression, shape).astype(dtype), parts)
 
+    def _begin_to_receive(self, last: int) -> None:
+        """Begins to receive the activations of micro-batches up to this one, as far as there are any."""
+        stage = self.stage
+        for i in range(self.begun, min(last + 1, len(self.batches))):
+            self.received[i] = self._expected(i, stage.rank - 1, stage.dtypes[0])
+            self.links.begin(*self.received[i].parts)
+            self.begun = i + 1
+
     def _awaited(self, message: Message, what: str) -> mx.array:
-        began = time.perf_counter()
         self.links.wait(*message.parts, what=what)
-        self.waited_seconds += time.perf_counter() - began
         return message.array
 
     def _add(self, slopes: dict[str, mx.array]) -> None:

@@ -166,6 +166,21 @@ def restore_all(
     return progress
 
 
+def restore_weights(path: Path, model: nn.Module, world: World) -> None:
+    """Gives every rank its part of the weights of a checkpoint, which rank 0 has on its disk.
+
+    Raises:
+        AgreedError: they do not fit the model.
+    """
+    weights: Arrays = {}
+    wanted = world.whole(adapter_files.trainable(model))
+    with world.agreeing("going back to a checkpoint"):
+        if world.rank == 0:
+            weights = adapter_files.read_trained(wanted, path, "checkpoint")
+    model.update(tree_unflatten(list(world.scattered(weights))))
+    mx.eval(model.trainable_parameters())
+
+
 def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> None:
     """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
     progress.resume_ids += [""] * (len(progress.resumes) - len(progress.resume_ids))  # a run of an earlier version

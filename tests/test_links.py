@@ -1,0 +1,173 @@
+"""Messages between ranks arrive whatever MLX's backend can do: both ways at once, one at a time, or only together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from lib.distributed import world as sync
+from lib.distributed.collectives import Collectives
+from lib.distributed.links import Links, PairLinks, links_of
+from lib.distributed.pipelined_world import pipelined
+from lib.distributed.world import World, neighbour_pairs
+from lib.model import pipeline_stage
+from lib.plan.pipeline_schedule import depths, operations
+from lib.system import mpi_and_blas
+from tests.test_pipeline import CUTS, DPO, SFT, assert_equals_whole, folder_of
+
+mpi = pytest.mark.mpi(min_size=2)
+
+
+@dataclass(frozen=True)
+class OneAtATime(Collectives):
+    """Ranks as JACCL joins them, imitated over MPI: a message begins when both are there, each neighbour has one queue.
+
+    A message is an all_gather of the two. So if both ends sent at the same time, both would get nothing.
+    """
+
+    pairs: dict[int, Collectives] = field(default_factory=dict)
+    queues: dict[int, Any] = field(default_factory=dict)
+
+    def send(self, array: mx.array, rank: int, stream: Any) -> mx.array:
+        self.traffic.bytes_sent += array.nbytes
+        return self._gathered(array, rank, stream)
+
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, stream: Any) -> mx.array:
+        gathered = self._gathered(mx.zeros(shape, dtype), rank, stream)
+        return mx.split(gathered, 2, stream=stream)[1 - self.pairs[rank].rank]
+
+    def _gathered(self, array: mx.array, rank: int, stream: Any) -> mx.array:
+        assert self.queues.setdefault(rank, stream) == stream, "sends and receives in two threads"
+        return replace(self.pairs[rank], stream=stream).gather_lazily(array)
+
+
+def one_at_a_time(world: World) -> Links:
+    known = {name: getattr(world, name) for name in ("rank", "size", "group", "stream", "traffic")}
+    return Links(OneAtATime(**known, timeout_seconds=20, backend="jaccl", pairs=neighbour_pairs(world)))
+
+
+def gathering_pairs(world: World) -> Links:
+    links = links_of(replace(world, backend="nccl"))
+    assert isinstance(links, PairLinks)
+    return links
+
+
+KINDS: dict[str, Callable[[World], Links]] = {"mpi": links_of, "jaccl": one_at_a_time, "nccl": gathering_pairs}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+
+
+@pytest.fixture(scope="module")
+def links(request: pytest.FixtureRequest, world: World) -> Links:
+    return KINDS[request.param](world)
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_text(str(tmp_path)))
+
+
+def message(sender: int, receiver: int, number: int) -> np.ndarray:
+    draw = np.random.default_rng([sender, receiver, number])
+    return draw.normal(size=(3 + number, 40_000 if number == 2 else 5)).astype(
+        np.float32
+    )  # small ones, and a large one
+
+
+@mpi
+@pytest.mark.parametrize("links", KINDS, indirect=True)
+def test_messages_go_round_and_bytes_are_counted(world: World, links: Links) -> None:
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    bytes_before = world.traffic.bytes_sent
+    for number in range(4):
+        mine = mx.array(message(world.rank, after, number))
+        if world.rank == 0:
+            links.send(mine, after, "a message")
+        got = links.receive(message(before, world.rank, number).shape, mx.float32, before, "a message")
+        if world.rank != 0:
+            links.send(mine, after, "a message")
+        assert np.array_equal(got, message(before, world.rank, number))
+    links.finish("all messages")
+    expected = sum(message(world.rank, after, number).nbytes for number in range(4))
+    assert world.traffic.bytes_sent - bytes_before == expected
+    assert links.waited_seconds > 0
+
+
+@mpi
+@pytest.mark.parametrize("links", KINDS, indirect=True)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.int8], ids=str)
+def test_two_ranks_exchange(world: World, links: Links, dtype: mx.Dtype) -> None:
+    if world.rank in (0, world.size - 1):
+        other = world.size - 1 - world.rank
+        theirs = links.exchange(mx.full((2, 3), world.rank + 1, dtype), other, "an exchange")
+        assert mx.array_equal(theirs, mx.full((2, 3), other + 1, dtype))
+    links.finish("an exchange")
+    world.gather_text("exchanged")
+
+
+@mpi
+@pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
+@pytest.mark.parametrize("kind", ["jaccl", "nccl"])
+def test_stages_compute_what_the_whole_computes_over_any_links(
+    world: World, folder: Path, kind: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(world: World, model: Any, blocks: Sequence[int]) -> Any:
+        links = KINDS[kind](world)
+        return pipelined(world, blocks, pipeline_stage.cut(model, blocks, world.rank, links), links)
+
+    monkeypatch.setattr("tests.test_pipeline.cut", cut)
+    path = folder_of(world, folder, "llama-tied-biased")
+    method = "full" if recomputes else "lora"  # full training sums what the first and the last rank both train
+    assert_equals_whole(world, path, CUTS[world.size][0], SFT if recomputes else DPO, recomputes, method=method)
+    world.gather_text("compared")
+
+
+def program(rank: int, in_flight: Sequence[int], micro_batches: int) -> list[tuple[int, str, int, bool]]:
+    """(neighbour, what, micro-batch, whether it is sent) of all messages, in the order of lib/training/pipelined_step.py."""
+    messages, begun, size = [], 0, len(in_flight)
+
+    def receive(last: int) -> None:
+        nonlocal begun
+        for i in range(begun, min(last + 1, micro_batches)):
+            messages.append((rank - 1, "activations", i, False))
+            begun = i + 1
+
+    for is_forward, i in operations(in_flight[rank], micro_batches):
+        if is_forward and rank:
+            receive(i)
+        if rank < size - 1:
+            messages.append((rank + 1, "activations" if is_forward else "gradients", i, is_forward))
+        if not is_forward and rank:
+            receive(i + in_flight[rank - 1] - 1)
+            messages.append((rank - 1, "gradients", i, True))
+    return messages
+
+
+@pytest.mark.parametrize("ranks", range(2, 7))
+def test_messages_have_an_order_in_which_no_rank_waits_for_ever(ranks: int) -> None:
+    """Even where a rank does one at a time, and goes on when the other end has come to the same message."""
+    for micro_batches in range(1, 12):
+        for more in (0, 1, 2, 4):
+            left = [program(rank, depths(ranks, more), micro_batches) for rank in range(ranks)]
+            moved = True
+            while moved:
+                moved = False
+                for rank in range(ranks - 1):
+                    if not (left[rank] and left[rank + 1]):
+                        continue
+                    (to, *mine, sends), (back, *theirs, receives) = left[rank][0], left[rank + 1][0]
+                    if (to, back) == (rank + 1, rank):
+                        assert mine == theirs and sends != receives
+                        del left[rank][0], left[rank + 1][0]
+                        moved = True
+            assert not any(left), (micro_batches, more)
