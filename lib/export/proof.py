@@ -79,7 +79,7 @@ def prove(form: Form, run: TrainedRun, folder: Path, options: ExportOptions) -> 
         _agree(run, "the merged weights", merged, trained)
         stored = model_logps(stored_model, run.rows)
         del stored_model
-        _require_kept(run, largest_difference(stored, trained), trained_difference)
+        _require_kept(run, stored, trained, base)
     found = form.read_logps(run, folder, options)
     base_difference = largest_difference(found.base, base) if found.base is not None else 0.0
     limit = _agree(run, form.READER, found.logps, stored, allowed_for(form.READER, base_difference, trained_difference))
@@ -96,16 +96,17 @@ def prove(form: Form, run: TrainedRun, folder: Path, options: ExportOptions) -> 
     )
 
 
-def _require_kept(run: TrainedRun, rounding_difference: float, trained_difference: float) -> None:
-    """Raises Stopped where what was trained is lost in rounding: the stored model is no nearer to it than the base.
+def _require_kept(run: TrainedRun, stored: Logps, trained: Logps, base: Logps) -> None:
+    """Raises Stopped where rounding loses what was trained: it moves more than training did, or back to the base.
 
     Four bits hold no change that is small beside their steps (mlx-lm#1172: a fused gpt-oss that is its base).
     """
-    if rounding_difference > max(trained_difference, LIMIT):
+    rounding, training = largest_difference(stored, trained), largest_difference(trained, base)
+    if rounding > max(LIMIT, min(training, largest_difference(stored, base))):
         raise Stopped(
-            f"{run.folder} ({run.checkpoint}): rounding the weights moves log-probabilities by "
-            f"{rounding_difference:.1e}, training moved them by {trained_difference:.1e}, so what was learned would be "
-            "lost; take --dequantize or a --type with more bits. Nothing was written"
+            f"{run.folder} ({run.checkpoint}): rounding the weights moves log-probabilities by {rounding:.1e}, "
+            f"training moved them by {training:.1e}, so what was learned would be lost; take --dequantize or a --type "
+            "with more bits. Nothing was written"
         )
 
 
