@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from lib.model import load as load_module
 from lib.model import pipeline_stage, token_stream
 from lib.system import mpi_and_blas
 from lib.system.out_of_memory import Limit
+from lib.telemetry.run_records import read_records
 from lib.training import pipelined_step
 from lib.training.step import MicroBatch, make_step
 from tests import rounding, tiny
@@ -250,6 +252,40 @@ def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     straight = train(World(), folder, [*common, "train.steps=4"], f"straight{world.rank}")
     world.gather_text("finished")
     assert difference(straight, run) <= rounding.limit_of(straight)
+    world.gather_text("checked")
+
+
+@two
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.method=lora", "model.dropout=0.1", "data.streaming=true", "train.compile=true"),
+        ("model.method=full", "train.learning_rate=1e-4", "train.loss=bco"),
+    ],
+    ids=["streamed, dropout", "full"],
+)
+def test_blocks_move_away_from_a_rank_that_slows(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Nobody is needed for it, nothing that is learnt changes, and a run that is resumed keeps the cut."""
+    common = [*words_of(world, folder, tie_word_embeddings=True), *words, "checkpoint.every=100"]
+    common += ["train.schedule=constant", "plan.replan_seconds=0", "plan.micro_batch_sizes=[3]", "strategy=pipelined"]
+    straight = train(World(), folder, [*common, "train.steps=20"], f"straight{world.rank}")
+    backward = pipelined_step._Passes.backward
+
+    def slowly(passes: pipelined_step._Passes, i: int) -> None:
+        time.sleep((0.04 if world.rank == 1 else 0.004) * (passes.stage.last - passes.stage.first))
+        backward(passes, i)
+
+    monkeypatch.setattr(pipelined_step._Passes, "backward", slowly)
+    train(world, folder, [*common, "train.steps=10"], "moving")
+    run = train(world, folder, [*common, "train.steps=20"], "moving", resume=True)
+    world.gather_text("finished")
+    moves = [record for record in read_records(run / "logs/rank-000.jsonl") if record["kind"] == "plan"]
+    assert moves[0]["blocks_before"] == [3, 2] and moves[0]["blocks"] == [4, 1] and moves[0]["predicted_gain"] > 0.2
+    assert moves[0]["step"] < 10 and len(moves) == 1, "once, and the resumed run began with it"
+    assert json.loads((run / "plan.json").read_text())["blocks"] == [4, 1]
+    rounding.assert_equal_runs(straight, [run], ["loss", "grad_norm"])
     world.gather_text("checked")
 
 

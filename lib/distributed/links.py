@@ -40,7 +40,7 @@ class Links:
 
     ranks: Collectives
     under_way: int = 2
-    waited_seconds: float = 0.0  # in all, for what was not there yet
+    waited_seconds: float = 0.0  # in all, for others to send or to receive
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
 
@@ -67,10 +67,8 @@ class Links:
 
     def wait(self, *arrays: mx.array, what: str) -> None:
         """Returns when what is expected can be computed with. `what` names the wait if it never ends."""
-        began = time.perf_counter()
         for array in arrays:
             self._wait(array, what)
-        self.waited_seconds += time.perf_counter() - began
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array:
         """What a rank sends."""
@@ -98,8 +96,10 @@ class Links:
         return contextlib.nullcontext()
 
     def _wait(self, array: mx.array, what: str) -> None:
+        began = time.perf_counter()
         with self.ranks.deadline(what):
             mx.eval(array)
+        self.waited_seconds += time.perf_counter() - began
 
     def _stream(self, way: str, rank: int) -> mx.ThreadLocalStream:
         place = ("both", rank) if self.ranks.backend == "jaccl" else (way, rank)

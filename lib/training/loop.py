@@ -21,6 +21,7 @@ from lib.model import adapter_files
 from lib.system import metal
 from lib.training import checkpoint, report, summary
 from lib.training.local_sgd import LocalSGD
+from lib.training.moved_blocks import CutWatch, move_blocks
 from lib.training.step import Metrics, MicroBatch, StepResult, is_compiled
 from lib.training.step_retries import Learner
 from lib.training.training_run import PREFETCHED, TrainingRun
@@ -128,7 +129,7 @@ class TrainingLoop:
 
     def _train_synchronously(self, show: Show) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
-        every = run.config.evaluate.every
+        every, cut_watch = run.config.evaluate.every, CutWatch(run)
         with contextlib.closing(prefetch(self.batches.upcoming(run), PREFETCHED)) as upcoming:
             for batch in upcoming:
                 step = batch.step
@@ -141,7 +142,11 @@ class TrainingLoop:
                 is_last = step == run.steps
                 checkpoint_due = self.run.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
                 evaluation_due = is_last or bool(every and step % every == 0)
-                self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
+                moved = None if is_last else cut_watch.observe(step, result.compute_seconds[0])
+                is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due or moved is not None)
+                if moved is not None and is_saved:
+                    self.learner = move_blocks(run, self.learner, moved)
+                    cut_watch.moved()
 
     def _train_independently(self, local_sgd: LocalSGD, show: Show) -> None:
         run, progress = self.run, self.run.progress
@@ -164,8 +169,8 @@ class TrainingLoop:
             self._evaluate_and_save(evaluation_due, checkpoint_due)
             evaluated = progress.step
 
-    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> None:
-        """Held-out metrics, and a checkpoint where one is due or the model is the best so far."""
+    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> bool:
+        """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved."""
         run = self.run
         self.run.writer.record(run.tracker)
         if evaluation_due:
@@ -173,8 +178,7 @@ class TrainingLoop:
             # Rank 0's: ranks that are never merged have losses of their own.
             loss = json.loads(run.world.broadcast_text(json.dumps(self.latest))).get("loss")
             checkpoint_due = run.progress.is_best(run.progress.step, loss) or checkpoint_due
-        if checkpoint_due:
-            run.save()
+        return checkpoint_due and run.save()
 
     def finish(self, launched: float) -> summary.RunSummary | None:
         """Saves the result, and closes the log. launched: when the run began, by time.perf_counter().

@@ -125,13 +125,12 @@ class References(NamedTuple):
 
     data: np.ndarray | None  # float32 [n, K], of the training rows; None where the loss has none, or it comes later
     valid: np.ndarray | None  # of the held-out rows
-    add: AddReference  # to each step's own micro-batches
 
 
 def of_run(
     settings: Config, policy: nn.Module, inputs: Inputs, world: World, shares: Sequence[int], counting: Counting
 ) -> References:
-    """The reference of a run's rows, asked once and kept on disk; of streamed rows asked in each step.
+    """The reference of a run's rows, asked once and kept on disk; of streamed rows `add_as_needed` asks it.
 
     policy: before training, which is the reference where no other is named.
     """
@@ -141,7 +140,7 @@ def of_run(
         else reference_logps(settings, policy, dataset, world, shares, counting)
         for dataset in (inputs.data, inputs.valid)
     )
-    return References(data, valid, add_as_needed(settings, policy, world) if inputs.data.is_estimated else iter)
+    return References(data, valid)
 
 
 def reference_logps(
@@ -169,13 +168,13 @@ def reference_logps(
     return logps
 
 
-def add_as_needed(settings: Config, policy: nn.Module, world: World) -> AddReference:
+def add_as_needed(settings: Config, policy: nn.Module, data: Dataset | StreamedDataset, world: World) -> AddReference:
     """What gives micro-batches their reference, one when it is taken; for data of which a whole pass would be too long.
 
     policy: before training. Where it is the reference itself, its trained parameters as they are now are kept, and
     stand in for those of the moment.
     """
-    if not losses.needs_reference(settings.train.loss):
+    if not data.is_estimated or not losses.needs_reference(settings.train.loss):
         return iter
     named = settings.model.reference != "initial"
     reference = sharded_model.load_reference(settings, world) if named else policy

@@ -20,7 +20,7 @@ from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Trai
 from lib.training.local_sgd import LocalSGD
 from lib.training.preload import Inputs
 from lib.training.progress_display import RunConsole
-from lib.training.reference_model import Layout
+from lib.training.reference_model import AddReference, Layout
 
 PREFETCHED = 2  # batches made ahead of the step
 
@@ -34,6 +34,8 @@ class TrainingRun:
         plan: that the run starts with.
         steps: of the whole run.
         feed: what passes records on to run.sinks.
+        loading_seconds: that the model took to be loaded and divided.
+        add_reference: gives a step's micro-batches their reference, where it is not known before.
     """
 
     config: Config
@@ -49,6 +51,8 @@ class TrainingRun:
     layout: Layout
     say: RunConsole
     feed: Feed
+    loading_seconds: float = 0.0
+    add_reference: AddReference = iter
 
     def __post_init__(self) -> None:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
@@ -67,8 +71,8 @@ class TrainingRun:
         """Whether every rank ends with a model of its own."""
         return self.local_sgd is not None and self.local_sgd.method == "none"
 
-    def save(self) -> None:
-        """Writes a checkpoint; where none can be written, says why, and training goes on.
+    def save(self) -> bool:
+        """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.
 
         Raises:
             AgreedError: the last one cannot be written.
@@ -85,3 +89,4 @@ class TrainingRun:
         is_last = progress.step == self.steps
         if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, is_last):
             self.say.warning(fault, progress.step)
+        return not fault
