@@ -20,7 +20,7 @@ from lib.config import load as settings
 from lib.config import train_arguments
 from lib.config.schema import Config
 from lib.errors import Stopped, UserError
-from lib.system import metal, mpi_and_blas, out_of_memory, terminal
+from lib.system import metal, mlx_failures, mpi_and_blas, out_of_memory, terminal
 
 if TYPE_CHECKING:
     from lib.distributed.world import World
@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with {again}", "stopped")
         return 1
     except (out_of_memory.OutOfMemory, RuntimeError, MemoryError) as error:
-        if not out_of_memory.told_by(error):
+        if (advice := mlx_failures.advice(error, launch)) is None:
             raise
-        terminal.error(f"{out_of_memory.advice(error)}; go on with {again}")
+        terminal.error(f"{advice}; go on with {again}")
         return mpi_and_blas.leave(1, launch, alone=True)
     return 0
 
@@ -98,7 +98,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
         run.progress.before = loop.evaluate()
         evaluator.show_before()
     loop.train()
-    evaluator.show_after()
+    evaluator.show_after(loop.final_step)
 
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
 

@@ -1,13 +1,15 @@
-"""Two hosts on a cable, one of them three times slower: a pipeline against its schedule's bound, and against parts of blocks.
+"""Two hosts on a cable, one of them three times slower: a pipeline against its schedule's bound, its prediction, and sharding.
 
-    python benchmarks/pipeline.py              about ten minutes on two cores, as root, on Linux
-    python benchmarks/pipeline.py --quick      about a minute and a half: one link, fewer steps
+    python benchmarks/pipeline.py              about fifteen minutes on two cores, as root, on Linux
+    python benchmarks/pipeline.py --quick      about three minutes: one link, one width, fewer steps
 
 Two hosts made of network namespaces (tests/cluster.py), the second with a third of the first one's CPU time, over MLX's ring.
-On each link the same model trains pipelined, cut 3 to 1, and sharded 3 to 1. The bound of the schedule is 1F1B played with the
-seconds that each rank's steps computed (lib/plan/pipeline_schedule.py), without any link: what no order of the same passes on
-these two hosts can be much faster than. Bytes are those that rank 0 sent in a step; the formula's are the activations at the
-cut, one way, for the micro-batches of the step. The last line is one JSON object.
+On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick); then the same model trains
+pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. The bound of the schedule is 1F1B played
+with the seconds that each rank's steps computed (lib/plan/pipeline_schedule.py), without any link: what no order of the same
+passes on these two hosts can be much faster than. Predicted is the step that the plan promised before the run. Bytes are those
+that rank 0 sent in a step; the formula's are the activations at the cut, one way, for the micro-batches of the step. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,52 +43,75 @@ from lib.telemetry.run_records import read_records  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
 
 PORT = 5200
-TOKENS, VOCABULARY, HIDDEN = 32, 256, 128  # tokens of a prompt and of each completion
+TOKENS, VOCABULARY = 32, 256  # tokens of a prompt and of each completion
 BLOCKS, PAIRS, MICRO_BATCHES = 8, 2, 16  # pairs of a micro-batch
 WARM = 2  # first steps that do not count
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": BLOCKS,
-    "intermediate_size": 2 * HIDDEN,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-}
+OTHERS = (([7, 1], 2), ([6, 2], 1), ([6, 2], 4), ([5, 3], 2), ([4, 4], 2))  # cuts and micro-batches, for predictions
+
+
+def model_of(hidden: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": BLOCKS,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"], help="of the link, in tc's words")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256], help="widths of the model")
     parser.add_argument("--quota", type=float, default=1 / 3, help="cores' worth of CPU time of the second host")
     parser.add_argument("--steps", type=int, default=None, help="of a run (default 12)")
-    parser.add_argument("--quick", action="store_true", help="the first rate, 5 steps")
+    parser.add_argument("--quick", action="store_true", help="the first rate and width, two other cuts, 5 steps")
     options = parser.parse_args()
     steps = options.steps or (5 if options.quick else 12)
-    rates = options.rates[:1] if options.quick else options.rates
-    rows = [row for rate in rates for row in on_link(rate, options.quota, steps, options.seed)]
+    count = 1 if options.quick else None
+    rows = [
+        row
+        for hidden in options.hidden[:count]
+        for rate in options.rates[:count]
+        for row in on_link(rate, hidden, options, steps)
+    ]
     show(rows, options.quota)
     print(json.dumps({"quota": options.quota, "steps": steps, "rows": rows}))
 
 
-def on_link(rate: str, quota: float, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Both strategies on one link."""
-    ways = {"pipelined": f"[{BLOCKS * 3 // 4},{BLOCKS // 4}]", "sharded": "[3,1]"}
+def on_link(rate: str, hidden: int, options: argparse.Namespace, steps: int) -> list[dict[str, Any]]:
+    """Calibrates, then trains in every way on one link."""
+    ways: list[tuple[str, list[int] | None, int]] = [("pipelined", None, PAIRS), ("sharded", [3, 1], PAIRS)]
+    others = OTHERS[:2] if options.quick else OTHERS
+    ways += [("pipelined", *other) for other in others]
     rows = []
-    with cluster(hosts=2, quotas=(1.0, quota), rate=rate) as hosts:
-        for number, (strategy, shares) in enumerate(ways.items()):
-            count = steps if strategy == "pipelined" else max(WARM + 2, steps // 3)
-            words = [f"strategy={strategy}", f"plan.shares={shares}", f"train.steps={count}", f"train.seed={seed}"]
-            logs = train(hosts, [*words, f"run.name={strategy}"], PORT + 10 * number, seed)
-            rows.append(figures(rate, strategy, logs))
+    with cluster(hosts=2, quotas=(1.0, options.quota), rate=rate) as hosts:
+        for host in hosts:
+            write_inputs(host.outside, hidden, options.seed)
+        on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], ["--folder={disk}"], PORT)
+        for number, (strategy, shares, size) in enumerate(ways, 1):
+            count = max(WARM + 2, steps // 3) if strategy == "sharded" else steps
+            words = [f"strategy={strategy}", f"train.steps={count}", f"train.seed={options.seed}"]
+            words += [f"run.name=way-{number}", f"plan.micro_batch_sizes=[{size}]"]
+            words += [f"plan.shares={json.dumps(shares)}"] if shares else []
+            on_ring(
+                hosts, ["train.py"], ["run.dir={disk}/runs", "plan.calibration_dir={disk}", *words], PORT + 10 * number
+            )
+            logs = [host.outside / f"runs/way-{number}/logs/rank-{rank:03d}.jsonl" for rank, host in enumerate(hosts)]
+            rows.append(
+                {"rate": rate, "hidden": hidden, "strategy": strategy, "pairs": size, **figures(hidden, size, logs)}
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
-def figures(rate: str, strategy: str, logs: list[Path]) -> dict[str, Any]:
+def figures(hidden: int, size: int, logs: list[Path]) -> dict[str, Any]:
     """Medians over a run's steps."""
     steps = [[one for one in read_records(log) if one["kind"] == "step"][WARM:] for log in logs]
 
@@ -97,72 +122,71 @@ def figures(rate: str, strategy: str, logs: list[Path]) -> dict[str, Any]:
         max(of_ranks) for of_ranks in zip(*([s["step_seconds"] for s in r] for r in steps), strict=False)
     )
     row: dict[str, Any] = {
-        "rate": rate,
-        "strategy": strategy,
         "pairs_per_second": PAIRS * MICRO_BATCHES / seconds,
         "step_seconds": seconds,
         "compute_seconds": [median(rank, "compute_seconds") for rank in range(2)],
         "wait_seconds": [median(rank, "wait_seconds") for rank in range(2)],
         "bytes_per_step": median(0, "bytes_sent"),
     }
-    if strategy == "pipelined":
-        passes = [compute / MICRO_BATCHES for compute in row["compute_seconds"]]
-        halves = [one / 2 for one in passes]  # forward and backward: their sum is what counts
-        bound = step_seconds(halves, halves, [Hop()], depths(2), MICRO_BATCHES)
-        row |= {"bound_seconds": bound, "of_bound": bound / seconds}
-        row["formula_bytes"] = median(0, "padded_tokens") * HIDDEN * 4
+    plan = json.loads((logs[0].parents[1] / "plan.json").read_text())
+    row["predicted_seconds"] = next(way["step_seconds"] for way in plan["predictions"] if way["chosen"])
+    if plan["strategy"] == "pipelined":
+        micro_batches = PAIRS * MICRO_BATCHES // size
+        halves = [
+            compute / micro_batches / 2 for compute in row["compute_seconds"]
+        ]  # forward and backward: the sum counts
+        bound = step_seconds(halves, halves, [Hop()], depths(2), micro_batches)
+        row |= {
+            "bound_seconds": bound,
+            "of_bound": bound / seconds,
+            "blocks": [one["blocks"] for one in plan["stages"]],
+        }
+        row["in_flight"] = plan["stages"][0]["in_flight"]
+        row["formula_bytes"] = median(0, "padded_tokens") * hidden * 4
     return row
 
 
 def show(rows: list[dict[str, Any]], quota: float) -> None:
-    table = Table(
-        title=f"two hosts, the second with {quota:.2g} of a core; {MICRO_BATCHES} micro-batches of {PAIRS} pairs"
-    )
-    for column in (
-        "link",
-        "strategy",
-        "pairs/s",
-        "step s",
-        "compute s",
-        "wait s",
-        "of the bound",
-        "MB a step",
-        "formula",
-    ):
-        table.add_column(column, justify="right" if column not in ("link", "strategy") else "left")
+    table = Table(title=f"two hosts, the second with {quota:.2g} of a core; {PAIRS * MICRO_BATCHES} pairs a step")
+    left = ("link", "strategy")
+    columns = ("link", "hidden", "strategy", "blocks", "micro-batch", "in flight", "pairs/s", "step s", "predicted")
+    for column in (*columns, "compute s", "wait s", "of the bound", "MB a step", "formula"):
+        table.add_column(column, justify="left" if column in left else "right")
     for row in rows:
         table.add_row(
             row["rate"],
+            str(row["hidden"]),
             row["strategy"],
+            " + ".join(map(str, row.get("blocks", "-"))),
+            str(row["pairs"]),
+            str(row.get("in_flight", "-")),
             f"{row['pairs_per_second']:.3g}",
             f"{row['step_seconds']:.3g}",
+            f"{row['predicted_seconds'] / row['step_seconds']:.2f}" if row["predicted_seconds"] else "-",
             " ".join(f"{one:.2f}" for one in row["compute_seconds"]),
             " ".join(f"{one:.2f}" for one in row["wait_seconds"]),
-            f"{row['of_bound']:.0%}" if "of_bound" in row else "-",
+            f"{row['of_bound']:.1%}" if "of_bound" in row else "-",
             f"{row['bytes_per_step'] / 1e6:.3g}",
             f"{row['formula_bytes'] / 1e6:.3g}" if "formula_bytes" in row else "-",
         )
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
-def train(hosts: list[Host], words: list[str], port: int, seed: int) -> list[Path]:
-    """One run over MLX's ring, a rank a host; their logs."""
+def on_ring(hosts: list[Host], program: list[str], words: list[str], port: int) -> None:
+    """Runs a program of this repository over MLX's ring, a rank a host; "{disk}" in words is a host's folder."""
     addresses = json.dumps([[f"{host.address}:{port + rank}"] for rank, host in enumerate(hosts)])
     processes = []
     for rank, host in enumerate(hosts):
-        write_inputs(host.outside, seed)
         (host.outside / "ring.json").write_text(addresses)
         variables = dict(os.environ) | {"MLX_HOSTFILE": str(host.disk / "ring.json"), "MLX_RANK": str(rank)}
-        command = [sys.executable, str(ROOT / "train.py"), "--config", str(host.disk / "run.yaml")]
-        command += [f"run.dir={host.disk}/runs", f"plan.calibration_dir={host.disk}", *words]
+        command = [sys.executable, str(ROOT / program[0]), *program[1:], "--config", str(host.disk / "run.yaml")]
+        command += [word.format(disk=host.disk) for word in words]
         processes.append(host.start(command, env=variables, cwd=ROOT))
     for process in processes:
         finished(process)
-    name = next(word.partition("=")[2] for word in words if word.startswith("run.name="))
-    return [host.outside / "runs" / name / f"logs/rank-{rank:03d}.jsonl" for rank, host in enumerate(hosts)]
 
 
-def write_inputs(folder: Path, seed: int) -> None:
+def write_inputs(folder: Path, hidden: int, seed: int) -> None:
     """A random model's shape, pairs of one length, and the settings of all runs."""
     draw = random.Random(seed)
 
@@ -170,7 +194,7 @@ def write_inputs(folder: Path, seed: int) -> None:
         return [draw.randrange(2, VOCABULARY) for _ in range(TOKENS)]
 
     (folder / "model").mkdir(exist_ok=True)
-    (folder / "model/config.json").write_text(json.dumps(MODEL))
+    (folder / "model/config.json").write_text(json.dumps(model_of(hidden)))
     rows = [{"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()} for _ in range(PAIRS * MICRO_BATCHES)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     disk = "." if not folder.is_absolute() else str(folder)
@@ -178,7 +202,6 @@ def write_inputs(folder: Path, seed: int) -> None:
         "model": {"path": f"{disk}/model", "random_init": True},
         "data": {"train": f"{disk}/train.jsonl", "max_length": 2 * TOKENS},
         "train": {"global_batch_size": PAIRS * MICRO_BATCHES, "loss": "simpo"},
-        "plan": {"micro_batch_sizes": [PAIRS]},
         "evaluate": {"samples": 0},
         "checkpoint": {"every": 1_000_000},
         "run": {"log_every": 1_000_000},

@@ -52,6 +52,17 @@ def completion_logp(weights: Weights, prompt: list[int], completion: list[int], 
     return float(total)
 
 
+def wpo_weight(weights: Weights, prompt: list[int], completion: list[int], heads: int, kv_heads: int) -> float:
+    """exp of the mean over the completion's tokens of log pi(y_t) - log sum_v pi(v)^2 (arXiv:2406.11827, eq. 2)."""
+    logits = llama_logits(weights, [*prompt, *completion], heads, kv_heads)
+    aligned = []
+    for i, token in enumerate(completion):
+        row = np.exp(logits[len(prompt) + i - 1])
+        row = row / row.sum()
+        aligned.append(np.log(row[token] / (row * row).sum()))
+    return float(np.exp(np.mean(aligned)))
+
+
 def numerical_gradient(f: Callable[[], float], array: np.ndarray, step: float = 1e-4) -> np.ndarray:
     """df/darray by fourth-order central differences on every coordinate; error about step^4, far below 1e-8."""
     gradient = np.zeros_like(array)
@@ -87,6 +98,10 @@ def preference_loss(
             mw, ml = pw / tokens[0], pl / tokens[1]
             odds = (mw - np.log1p(-np.exp(mw))) - (ml - np.log1p(-np.exp(ml)))
             return float(-mw + beta * np.log1p(np.exp(-odds)))
+        case "apo_down":
+            return float(1 / (1 + np.exp(-beta * (pw - rw))) + 1 / (1 + np.exp(beta * h)))
+        case "sft":
+            return -pw / tokens[0]
     raise ValueError(name)
 
 

@@ -207,3 +207,42 @@ def test_a_rank_that_hangs_while_nobody_waits_for_it_is_started_again(tmp_path: 
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
     assert "hung: rank 0 on localhost has been computing for" in first and "start 2, " in second
+
+
+FAILS = """
+import os, sys
+sys.path.insert(0, {root!r})
+import train
+from lib.system import mpi_and_blas
+mpi_and_blas.prepare()
+import mlx.core as mx
+from lib.training import step
+
+plain, calls = step.completion_logps, []
+
+def failing(*arguments):
+    calls.append("")
+    broken = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0] if len(calls) > 3 else 0.0
+    return plain(*arguments) + broken
+
+if "1" in (os.environ.get("MLX_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    step.completion_logps = failing
+sys.exit(mpi_and_blas.status_of(train.main))
+"""
+
+
+@pytest.mark.parametrize("backend", ["ring", "mpi"], ids=["ring", "mpirun"])
+def test_an_error_of_mlx_inside_a_divided_pass_ends_all_ranks_with_one_message(tmp_path: Path, backend: str) -> None:
+    """One rank's part fails where it is evaluated; the other is inside the same pass, and waits for it there."""
+    script = tmp_path / "rank.py"
+    script.write_text(FAILS.format(root=str(tiny.ROOT)))
+    settings = tiny.settings(tmp_path, train__steps=9, strategy="sharded", evaluate__samples=0)
+    command = [*words("localhost:2", "--backend", backend), str(script), "--config", str(tiny.config_file(tmp_path))]
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    own = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert re.search(r"error: rank 1 on .*: MLX failed: \[Inverse::eval_cpu\] .*; go on with --resume", own[0])
+    assert len(own) == 1 or "rank 0" in own[1] and "lost the connection to another rank" in own[1]
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"launch: died: .*rank 1 on localhost: MLX failed: \[Inverse::eval_cpu\]", last), last
+    assert "rank 0" not in last and done.stderr.count("launch: ") == 1

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib.config.schema import TrainSettings
+from lib.config.train_settings import LossTerm, TrainSettings
 from lib.training.losses import (
     PREFERENCE_LOSSES,
     UNPAIRED_LOSSES,
@@ -21,6 +21,7 @@ from lib.training.losses import (
     preference_metrics,
     sft_loss,
 )
+from lib.training.objective import objective
 from tests.rounding import roundoff
 
 DIFFERENCES = 1e-12  # what derivative64 loses to cancellation in float64
@@ -48,7 +49,21 @@ CASES = [
     ("simpo", {"beta": 2.5, "rpo_alpha": 0.2}),
     ("orpo", {"beta": 0.25}),
     ("cpo", {"cpo_alpha": 0.4}),
+    ("sigmoid_norm", {"beta": 5.0}),
+    ("sppo", {"beta": 0.2}),
+    ("sppo", {"beta": 0.001}),
+    ("apo_zero", {}),
+    ("apo_zero", {"beta": 2.0}),
+    ("apo_down", {"beta": 0.5}),
+    ("bco_pair", {"rpo_alpha": 0.3}),
+    ("mpo", {}),
+    ("sft + simpo", {"beta": 2.0}),
 ]
+# Sums of losses, arXiv:2411.10442 first.
+TERMS = {
+    "mpo": (("sigmoid", 0.8), ("bco_pair", 0.2), ("sft", 1.0)),
+    "sft + simpo": (("sft", 0.5), ("simpo", 1.0)),
+}
 
 Pair = tuple[float, float, float, float, int, int]  # policy w, l; reference w, l; tokens w, l
 
@@ -57,12 +72,22 @@ def log_sigmoid64(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
+def sigmoid64(x: float) -> float:
+    return math.exp(log_sigmoid64(x))
+
+
 def log_odds64(logp: float) -> float:
     return logp - math.log(-math.expm1(logp))
 
 
+def terms(name: str) -> tuple[tuple[str, float], ...]:
+    return TERMS.get(name, ((name, 1.0),))
+
+
 def loss64(name: str, pair: Pair, o: dict[str, float]) -> float:
     """One pair's loss from the papers' formulas, in Python's float64."""
+    if name in TERMS:
+        return sum(weight * loss64(term, pair, o) for term, weight in TERMS[name])
     policy_w, policy_l, reference_w, reference_l, tokens_w, tokens_l = pair
     h = (policy_w - policy_l) - (reference_w - reference_l)
     beta, epsilon = o["beta"], o["label_smoothing"]
@@ -83,6 +108,18 @@ def loss64(name: str, pair: Pair, o: dict[str, float]) -> float:
         loss = -policy_w / tokens_w - o["beta"] * log_sigmoid64(ratio)
     elif name == "cpo":
         loss = -log_sigmoid64(beta * policy_w - beta * policy_l) - o["cpo_alpha"] * policy_w / tokens_w
+    elif name == "sigmoid_norm":
+        loss = -log_sigmoid64(beta * ((policy_w - reference_w) / tokens_w - (policy_l - reference_l) / tokens_l))
+    elif name == "sppo":
+        loss = (policy_w - reference_w - 0.5 / beta) ** 2 + (policy_l - reference_l + 0.5 / beta) ** 2
+    elif name == "apo_zero":
+        loss = sigmoid64(-beta * (policy_w - reference_w)) + sigmoid64(beta * (policy_l - reference_l))
+    elif name == "apo_down":
+        loss = sigmoid64(beta * (policy_w - reference_w)) + sigmoid64(-beta * h)
+    elif name == "bco_pair":
+        loss = -log_sigmoid64(beta * (policy_w - reference_w)) - log_sigmoid64(-beta * (policy_l - reference_l))
+    elif name == "sft":
+        loss = -policy_w / tokens_w
     else:
         raise AssertionError(name)
     return loss - o["rpo_alpha"] * policy_w / tokens_w
@@ -90,6 +127,9 @@ def loss64(name: str, pair: Pair, o: dict[str, float]) -> float:
 
 def rewards64(name: str, pair: Pair, beta: float) -> tuple[float, float]:
     policy_w, policy_l, reference_w, reference_l, tokens_w, tokens_l = pair
+    name = {"mpo": "sigmoid", "sft + simpo": "simpo"}.get(name, name)
+    if name == "sigmoid_norm":
+        return beta * (policy_w - reference_w) / tokens_w, beta * (policy_l - reference_l) / tokens_l
     if name == "simpo":
         return beta * policy_w / tokens_w, beta * policy_l / tokens_l
     if name == "orpo":
@@ -149,7 +189,7 @@ def close(actual: mx.array, function: Callable[..., float], points: Sequence[tup
 def gradients(name: str, policy: LogProbs, reference: LogProbs, options: dict[str, float]) -> list[mx.array]:
     def total(chosen: mx.array, rejected: mx.array) -> mx.array:
         moved = LogProbs(chosen, rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses(name, moved, reference, LossOptions(**options))[0].sum()
+        return preference_losses(terms(name), moved, reference, LossOptions(**options))[0].sum()
 
     return list(mx.grad(total, argnums=(0, 1))(policy.chosen, policy.rejected))
 
@@ -159,7 +199,7 @@ def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str
     options = OPTIONS | changed
     pairs = ragged_pairs()
     policy, reference = to_arrays(pairs)
-    losses, chosen_rewards, rejected_rewards = preference_losses(name, policy, reference, LossOptions(**options))
+    losses, chosen_rewards, rejected_rewards = preference_losses(terms(name), policy, reference, LossOptions(**options))
 
     assert losses.dtype == chosen_rewards.dtype == rejected_rewards.dtype == mx.float32
     close(losses, lambda *p: loss64(name, p, options), pairs)
@@ -171,8 +211,10 @@ def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str
 
 
 def test_every_loss_is_covered() -> None:
-    assert {name for name, _ in CASES} == set(PREFERENCE_LOSSES)
-    assert set(get_args(TrainSettings.model_fields["loss"].annotation)) == {"sft", *PREFERENCE_LOSSES, *UNPAIRED_LOSSES}
+    assert {name for name, _ in CASES} == {*PREFERENCE_LOSSES, *TERMS}
+    alone, summed = get_args(TrainSettings.model_fields["loss"].annotation)
+    assert set(get_args(alone)) == {"sft", *PREFERENCE_LOSSES, *UNPAIRED_LOSSES}
+    assert get_args(summed)[0] is LossTerm and set(get_args(LossTerm)) == {"sft", *PREFERENCE_LOSSES}
     assert [n for n in PREFERENCE_LOSSES if not needs_reference(n)] == ["simpo", "orpo", "cpo"]
 
 
@@ -181,10 +223,10 @@ def test_reference_free_losses_take_no_reference(name: str) -> None:
     policy, reference = to_arrays(ragged_pairs(3))
     if needs_reference(name):
         with pytest.raises(AssertionError, match="needs reference"):
-            preference_losses(name, policy, None, LossOptions(**OPTIONS))
+            preference_losses(terms(name), policy, None, LossOptions(**OPTIONS))
         return
-    alone = preference_losses(name, policy, None, LossOptions(**OPTIONS))[0]
-    assert mx.array_equal(alone, preference_losses(name, policy, reference, LossOptions(**OPTIONS))[0])
+    alone = preference_losses(terms(name), policy, None, LossOptions(**OPTIONS))[0]
+    assert mx.array_equal(alone, preference_losses(terms(name), policy, reference, LossOptions(**OPTIONS))[0])
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
@@ -195,7 +237,7 @@ def test_extremes_stay_finite(name: str, beta: float) -> None:
     options = OPTIONS | {"beta": beta, "label_smoothing": 0.2, "rpo_alpha": 1.0}
     policy, reference = to_arrays(pairs)
     outputs = [
-        *preference_losses(name, policy, reference, LossOptions(**options)),
+        *preference_losses(terms(name), policy, reference, LossOptions(**options)),
         *gradients(name, policy, reference, options),
     ]
     for output in outputs:
@@ -222,10 +264,69 @@ def test_log_sigmoid_keeps_its_digits() -> None:
     close(slopes, lambda v: math.exp(-max(v, 0)) / (1 + math.exp(-abs(v))), points)
 
 
+# From TRL's own DPOTrainer, 1.16.0: `python tests/trl_pairs.py`. Loss, and gradients by each chosen, then each rejected.
+POLICY = [-3.0, -3.0, -3.75, -2.5, -5.5, -0.75]
+REFERENCE = [-4.5, -2.5, -3.0, -1.75, -6.5, -1.0]
+TOKENS = [3, 3, 3, 2, 4, 1]
+SQUARE_SUMS = [-1.75, -2.25, -2.25, -1.75, -3.0, -0.5]
+TRL = {
+    "sigmoid": (
+        *(0.7363850077779448, -0.033737816282991745, -0.061063923394922184, -0.05744425168116588),
+        *(0.033737816282991745, 0.061063923394922184, 0.05744425168116588),
+    ),
+    "sigmoid_norm": (
+        *(0.6996806427964063, -0.014491641747763337, -0.017706979112458537, -0.017914328178124984),
+        *(0.021737462621645005, 0.013280234334343903, 0.053742984534374955),
+    ),
+    "hinge": (1.025, -0.1, -0.1, -0.1, 0.1, 0.1, 0.1),
+    "sppo": (
+        *(7.395833333333335, -0.11111111111111116, -1.4444444444444446, -1.6111111111111112),
+        *(0.6111111111111112, 1.777777777777778, 1.2777777777777777),
+    ),
+    "apo_zero": (
+        *(1.0066581146949074, -0.023775895991112933, -0.0248599006677543, -0.02468624440660553),
+        *(0.02468624440660553, 0.024445831169074585, 0.024964876682739414),
+    ),
+    "apo_down": (
+        *(1.0132184705505505, 0.0014204821835702153, 0.001084004676641371, 0.0002404132375309516),
+        *(0.022355413807542718, 0.02377589599111293, 0.02444583116907458),
+    ),
+    "bco_pair": (
+        *(1.4162784610605723, -0.0389360766050778, -0.053742984534374955, -0.05560138905446199),
+        *(0.044398610945538, 0.05744425168116588, 0.051874121587853525),
+    ),
+    "mpo": (
+        *(1.9556970317678035, -0.14588857945852007, -0.17071084673392384, -0.16818679026693623),
+        *(0.035869975215501004, 0.06033998905217093, 0.05633022566250342),
+    ),
+    "wpo": (
+        *(0.3277475549196196, -0.015286234024839616, -0.025455230435900984, -0.027134743141419566),
+        *(0.015286234024839616, 0.025455230435900984, 0.027134743141419566),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
+    names, weights = zip(*terms("sigmoid" if name == "wpo" else name), strict=True)
+    train = TrainSettings(loss=names, loss_weights=weights, beta=0.3, use_weighting=name == "wpo")
+    reference, tokens = mx.array(REFERENCE).reshape(2, 3).T, mx.array(TOKENS).reshape(2, 3).T
+
+    def loss(logps: mx.array) -> mx.array:
+        aligned = mx.exp((mx.stop_gradient(logps) - mx.array(SQUARE_SUMS).reshape(2, 3).T) / tokens)
+        sums = objective(train, logps, tokens, reference, weights=aligned if train.use_weighting else None)[1]
+        return sums["loss"] / sums["count"]
+
+    value, gradients = mx.value_and_grad(loss)(mx.array(POLICY).reshape(2, 3).T)
+    actual, expected = [value.item(), *gradients.T.reshape(-1).tolist()], TRL[name]
+    limits = [roundoff(OPERATIONS) * max(map(abs, expected))] * len(expected)
+    assert all(abs(a - b) <= limit for a, b, limit in zip(actual, expected, limits, strict=True)), (actual, expected)
+
+
 def test_label_smoothing_of_one_half_breaks_robust() -> None:
     policy, reference = to_arrays(ragged_pairs(2))
     with pytest.raises(AssertionError):
-        preference_losses("robust", policy, reference, LossOptions(**(OPTIONS | {"label_smoothing": 0.5})))
+        preference_losses(terms("robust"), policy, reference, LossOptions(**(OPTIONS | {"label_smoothing": 0.5})))
 
 
 def test_rewards_carry_no_gradient() -> None:
@@ -233,7 +334,7 @@ def test_rewards_carry_no_gradient() -> None:
 
     def reward(chosen: mx.array) -> mx.array:
         moved = LogProbs(chosen, policy.rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses("sigmoid", moved, reference, LossOptions(**OPTIONS))[1].sum()
+        return preference_losses(terms("sigmoid"), moved, reference, LossOptions(**OPTIONS))[1].sum()
 
     assert not mx.any(mx.grad(reward)(policy.chosen))
 
@@ -244,7 +345,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
 
     def metrics(some: list[Pair]) -> dict[str, mx.array]:
         policy, reference = to_arrays(some)
-        _, chosen, rejected = preference_losses("sigmoid", policy, reference, LossOptions(**OPTIONS))
+        _, chosen, rejected = preference_losses(terms("sigmoid"), policy, reference, LossOptions(**OPTIONS))
         return preference_metrics(chosen, rejected, policy, reference, mx.ones(len(chosen)))
 
     whole, first, rest = metrics(pairs), metrics(pairs[:2]), metrics(pairs[2:])
@@ -266,7 +367,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
     assert expected["reward_accuracy"] % 1 == 0.5
 
     policy, _ = to_arrays(pairs)
-    _, chosen, rejected = preference_losses("simpo", policy, None, LossOptions(**OPTIONS))
+    _, chosen, rejected = preference_losses(terms("simpo"), policy, None, LossOptions(**OPTIONS))
     assert "kl" not in preference_metrics(chosen, rejected, policy, None, mx.ones(len(chosen)))
 
 

@@ -41,6 +41,35 @@ def test_planned_is_near_what_is_measured(case: benchmark.Case) -> None:
     assert benchmark.LEAST <= row["ratio"] <= benchmark.MOST, row
 
 
+# Case, and gigabytes that one H200 held (docs/performance.md).
+ON_H200 = [
+    (benchmark.Case("1B", pairs=8), 28.2),
+    (benchmark.Case("1B", pairs=16), 45.6),
+    (benchmark.Case("1B", prompt=896, completion=128, pairs=16), 38.5),
+    (benchmark.Case("1B", bits=4, pairs=8), 27.8),
+    (benchmark.Case("8B", pairs=2), 39.7),
+    (benchmark.Case("8B", prompt=896, completion=128, pairs=4), 48.3),
+    (benchmark.Case("1B", pairs=4), 18.1),
+    (benchmark.Case("1B", checkpointing=True, pairs=8), 19.1),
+    (benchmark.Case("1B", bits=4, checkpointing=True, pairs=16), 21.2),
+    (benchmark.Case("1B", method="dora", pairs=4), 21.5),
+    (benchmark.Case("1B", method="dora", pairs=8), 41.4),
+    (benchmark.Case("1B", method="dora", checkpointing=True, pairs=8), 14.5),
+    (benchmark.Case("1B", method="full", pairs=2), 32.3),
+    (benchmark.Case("1B", method="full", checkpointing=True, pairs=8), 36.3),
+]
+
+
+def test_planned_is_near_what_an_h200_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "mlx_device", lambda: ("cuda", {}))
+    planned = [benchmark.planned_bytes(case, benchmark.MODELS[case.model], 64).total / 1e9 for case, _ in ON_H200]
+    table = (tiny.ROOT / "docs/performance.md").read_text()
+    for gigabytes, (case, held) in zip(planned, ON_H200, strict=True):
+        assert benchmark.LEAST <= gigabytes / held <= benchmark.MOST, (case, gigabytes, held)
+        lengths = f"{case.prompt}+{case.completion}"
+        assert f"| {lengths} | {case.pairs} | {gigabytes:.1f} | {held} | {gigabytes / held:.2f} |" in table, case
+
+
 def test_more_work_needs_more_memory() -> None:
     for backend in ("cpu", "metal", "cuda"):
         sizes = [MODEL.bytes(pairs, backend).total for pairs in (1, 2, 4, 8, 16)]  # type: ignore[arg-type]

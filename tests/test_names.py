@@ -13,10 +13,12 @@ import pytest
 from lib.distributed import world
 from lib.distributed.world import World
 from lib.launch import ssh
-from lib.launch.attempt import Attempt
+from lib.launch.agent_link import Link
+from lib.launch.attempt import Attempt, HostNames
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.rank_console import Quiet
+from lib.plan.calibration import own_file
 from lib.system import network
 from tests.cluster import Host as Machine
 from tests.tiny import ROOT
@@ -78,6 +80,32 @@ def test_the_launcher_tells_two_machines_of_one_name_apart() -> None:
     asyncio.run(start())
     names = [link.sent[0]["host"] for link in links.values()]
     assert names == ["MacBook-Pro-1111", "MacBook-Pro-2222", "studio"]
+
+
+def test_a_name_stays_through_restarts_whoever_is_away_and_whatever_the_network_does() -> None:
+    """Calibrations, logs and what is known of memory are found by it."""
+
+    def link(host: str, machine: str, identity: str) -> Link:
+        return FakeLink(Host(host), machine, identity)  # type: ignore[return-value]
+
+    a, b, c = link("a", "mac", "1111aaaa"), link("b", "mac", "2222bbbb"), link("c", "studio", "3333cccc")
+    names = HostNames()
+    assert names.name_of_each([a, b]) == ["mac-1111", "mac-2222"]
+    assert names.name_of_each([b]) == ["mac-2222"], "without the other it keeps its digits"
+    assert names.name_of_each([link("b", "dhcp-17", "2222bbbb"), c, a]) == ["mac-2222", "studio", "mac-1111"]
+    late = HostNames()
+    assert [late.name_of_each(each) for each in ([a], [a, b])] == [["mac"], ["mac", "mac-2222"]]
+    both = HostNames()
+    assert both.name_of_each([a, link("a-by-cable", "mac", "1111aaaa")]) == ["mac", "mac"], "one machine, two addresses"
+
+
+def test_what_was_measured_beside_a_machine_of_the_same_name_is_found_without_it(tmp_path: Path) -> None:
+    beside = tmp_path / f"mac-{network.machine_id()[:4]}.json"
+    assert own_file(tmp_path, ["mac"], 0) == tmp_path / "mac.json"
+    beside.touch()
+    assert own_file(tmp_path, ["box", "mac"], 1) == beside
+    (tmp_path / "mac.json").touch()
+    assert own_file(tmp_path, ["mac"], 0) == tmp_path / "mac.json"
 
 
 def test_ranks_that_nobody_launched_tell_two_machines_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,11 +170,13 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         launch.until("launch: silent: host-a")
         launch.until(r"start 2.* on 1 of 2 hosts \(without host-a\), from the last checkpoint")
         wait_for(lambda: len(steps(b, 0)) >= 10)
+        assert a.run(["hostname", "cafe-17"]).returncode == 0, "as another network would call it"
         a.plug_in()
         launch.until("a host is back: all go on together from the checkpoint")
         launch.until("on 2 of 2 hosts")
         back = len(steps(b, 0))
         wait_for(lambda: len(steps(a, 1)) > 3 and len(steps(b, 0)) > back)
+        assert steps(a, 1)[-1]["host"] == "host-a", "its name in this launch"
         ranks = [line for line in a.processes().values() if re.search(r"train\.py|lib\.launch\.standby", line)]
         assert ranks and all("lib.launch.standby" in line for line in ranks), (
             "a rank was ready there before the others ended"
@@ -184,6 +186,7 @@ def test_training_goes_on_from_a_survivors_own_disk_and_takes_the_host_back(
         assert launch.end() == 130
     finally:
         a.plug_in()
+        a.run(["hostname", a.name])
     wait_for(lambda: nothing_left(fresh_hosts))
     last = max(int(path.name[5:]) for path in (b.outside / "runs/run/checkpoints").glob("step-*"))
     rows: dict[int, list[int]] = {}

@@ -19,7 +19,6 @@ from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.model import adapter_files, adapters, token_stream
 from lib.model import load as load_module
-from lib.training.losses import PREFERENCE_LOSSES
 from lib.training.step import learning_rate, make_optimizer, make_step
 from tests import float64, rounding
 from tests.tiny import LLAMA, model_folder, pairs
@@ -88,7 +87,10 @@ def float64_loss(
             total, tokens = total - logps[0], tokens + len(example.completions[0])
         else:
             lengths = (len(example.completions[0]), len(example.completions[1]))
-            total += float64.preference_loss(train.loss, *logps, rw, rl, lengths, train.beta)
+            total += sum(
+                weight * float64.preference_loss(name, *logps, rw, rl, lengths, train.beta)
+                for name, weight in train.loss_terms
+            )
     return total / (tokens if train.loss == "sft" else len(batch))
 
 
@@ -136,9 +138,11 @@ def results_of(
     return compute
 
 
-@pytest.mark.parametrize(
-    ("loss", "compiled"), [*((loss, False) for loss in (*PREFERENCE_LOSSES, "sft")), ("sigmoid", True), ("sft", True)]
-)
+# Those of tests/test_losses.py besides differ in what becomes of the log-probabilities alone.
+LOSSES = ("sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo", "[orpo,apo_down,sft]", "sft")
+
+
+@pytest.mark.parametrize(("loss", "compiled"), [*((loss, False) for loss in LOSSES), ("sigmoid", True), ("sft", True)])
 def test_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str, compiled: bool) -> None:
     model, settings = build(
         tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", f"train.compile={compiled}", "train.beta=0.5"
@@ -156,6 +160,31 @@ def test_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str, compil
     rounding.assert_within(
         [{"loss": result.means["loss"]}, gradients], [{"loss": np.array(loss_now())}, expected], limits
     )
+
+
+def test_gradients_of_weighted_pairs_equal_float64_with_the_weights_held(tmp_path: Path) -> None:
+    model, settings = build(tmp_path, "train.use_weighting=true", "train.max_grad_norm=null", "train.compile=true")
+    batch, reference = examples(2), reference_logps(2)
+    result, gradients = step_gradients(model, settings, batch, reference, sizes=[1, 1])
+    parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
+    start = merged(parameters, settings.model.scale)
+    weights = [
+        [float64.wpo_weight(start, e.prompt_ids.tolist(), c.tolist(), HEADS, KV_HEADS) for c in e.completions]
+        for e in batch
+    ]
+
+    def loss_now() -> float:
+        one_by_one = (
+            float64_loss(parameters, [e], reference[i : i + 1], settings.train, settings.model.scale)
+            for i, e in enumerate(batch)
+        )
+        return sum(w * lost * loss for (w, lost), loss in zip(weights, one_by_one, strict=True)) / len(batch)
+
+    names = [name for name in gradients if "self_attn.q_proj" in name]
+    expected = {name: float64.numerical_gradient(loss_now, parameters[name]) for name in names}
+    _, limits = rounding.expected_and_limits(model, results_of(model, settings, batch, reference, [1, 1]))
+    found = [{"loss": result.means["loss"]}, {name: gradients[name] for name in names}]
+    rounding.assert_within(found, [{"loss": np.array(loss_now())}, expected], limits)
 
 
 def test_full_training_has_every_gradient_too(tmp_path: Path) -> None:

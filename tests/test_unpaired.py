@@ -25,7 +25,8 @@ from lib.evaluate.command import main as evaluate
 from lib.plan.plan_warnings import uneven_labels
 from lib.training import baseline
 from lib.training.losses import UNPAIRED_LOSSES, Labelled, UnpairedOptions, kl_baseline, unpaired_losses
-from lib.training.step import SUMS, StepResult, make_step, means_of, objective
+from lib.training.objective import SUMS, means_of, objective
+from lib.training.step import StepResult, make_step
 from tests import float64, rounding, tiny
 from tests.test_losses import close, derivative64, log_sigmoid64
 from tests.test_step import HEADS, KV_HEADS, Spy, build, merged

@@ -58,6 +58,14 @@ def test_every_death_is_told_and_every_host_of_one_blamed() -> None:
     assert fault.message == "rank 0 on a ended with status 7; rank 1 on b was ended by SIGKILL"
 
 
+def test_who_only_lost_another_rank_is_not_told_of() -> None:
+    noticed = RankState(0, "a", status=1, lost_another=True)
+    assert found([noticed, RankState(1, "b", status=1, cause="why")]) == Fault(
+        "died", "rank 1 on b ended with status 1; rank 1 on b: why", ("b",)
+    )
+    assert found([noticed]) == Fault("died", "rank 0 on a ended with status 1", ("a",)), "nobody else is known of yet"
+
+
 def test_a_host_is_told_with_its_ranks_and_the_surest_fault_first() -> None:
     silent, closed = HostState("b", 80.0), HostState("b", 80.0, closed=True)
     ranks = [RankState(0, "a"), RankState(1, "b", stopped_since=0.0), RankState(2, "b")]

@@ -76,7 +76,9 @@ def _type_name(annotation: Any) -> str:
         if typing.get_origin(part) is Literal:
             names.append("|".join(typing.get_args(part)))
         elif typing.get_origin(part) in (tuple, list):
-            names.append(f"list of {_type_name(typing.get_args(part)[0])}")
+            inner = _type_name(typing.get_args(part)[0])
+            is_known = bool(names) and set(inner.split("|")) <= set(names[0].split("|"))
+            names.append(f"list of {'these' if is_known else inner}")
         elif part is type(None):
             names.append("null")
         else:

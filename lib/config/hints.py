@@ -32,8 +32,9 @@ _RENAMED: dict[str, tuple[str, str]] = {
     "train.steps={}": ("iters max_steps num_steps max_iters total_steps num_train_steps", ""),
     "train.loss={}": (
         "loss_type loss_fn dpo_loss_type train_mode rl algorithm",
-        "sigmoid is DPO; sft, ipo, simpo, ...",
+        "sigmoid is DPO; sft, ipo, simpo, ...; a sum is [sigmoid,sft]",
     ),
+    "train.use_weighting={}": ("wpo use_wpo", ""),
     "train.beta={}": ("dpo_beta pref_beta kl_coef", ""),
     "train.label_smoothing={}": ("label_smoothing_factor cdpo_label_smoothing", ""),
     "train.rpo_alpha={}": ("rpo sft_weight pref_ftx", ""),
@@ -95,6 +96,11 @@ _RENAMED: dict[str, tuple[str, str]] = {
     "run.sinks=[{}]": ("report_to log_with tracker", "tensorboard, trackio, wandb"),
     "checkpoint.every={}": ("save_steps save_every save_interval checkpoint_steps saves_per_epoch save_freq", ""),
     "checkpoint.keep={}": ("save_total_limit max_checkpoints", ""),
+    "train.patience={}": ("early_stopping_patience early_stopping early_stop", "evaluations in a row"),
+    "checkpoint.final=best": (
+        "load_best_model_at_end load_best metric_for_best_model",
+        "by held-out loss; the default",
+    ),
     "evaluate.every={}": ("eval_steps steps_per_eval eval_interval eval_every val_interval evals_per_epoch", ""),
     "evaluate.max_tokens={}": ("max_new_tokens max_completion_length", ""),
     "--resume RUN": ("resume_from_checkpoint resume_from load_checkpoint auto_resume", "the run's folder"),
@@ -121,7 +127,15 @@ _NOTHING: dict[str, str] = {
 
 # Values that other trainers call otherwise.
 _VALUES: dict[str, dict[str, str]] = {
-    "train.loss": {"dpo": "DPO is sigmoid", "cdpo": "cDPO is sigmoid with train.label_smoothing", "rdpo": "robust"},
+    "train.loss": {
+        "dpo": "DPO is sigmoid",
+        "cdpo": "cDPO is sigmoid with train.label_smoothing",
+        "rdpo": "robust",
+        "sppo_hard": "sppo",
+        "wpo": "WPO is sigmoid with train.use_weighting=true",
+        "mpo": "MPO is train.loss=[sigmoid,bco_pair,sft] train.loss_weights=[0.8,0.2,1.0]",
+        "bco": "in a sum, bco_pair",
+    },
     "model.dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
     "model.method": {
         "qlora": "QLoRA is lora with a quantised model.path",

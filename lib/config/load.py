@@ -25,6 +25,7 @@ RESUMABLE: tuple[str, ...] = (
     "cost.",
     "sync.",
     "checkpoint.",
+    "train.patience",
     "evaluate.",
     "serve.",
     "metal.",
@@ -232,7 +233,7 @@ def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | No
             f"{place}: {key} is a section, not {error['input']!r}; write its settings below it, or as {_first(key)}=..."
         )
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
-    if not key:
+    if not key or key in {name.partition(".")[0] for name in known if "." in name}:  # settings that do not go together
         return message
     hint = hints.of_value(key, error["input"])
     return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hint}"

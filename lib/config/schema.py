@@ -7,12 +7,17 @@ and the resolved tree is written into the run's folder.
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from lib.config.evaluate_settings import EvaluateSettings
 from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
 from lib.config.serve_settings import ServeSettings
+from lib.config.train_settings import TrainSettings
+
+Blocks = Natural | Annotated[str, Field(pattern=r"^\d+-\d+$")]  # one, or the first and the last of several
 
 
 class RunSettings(Section):
@@ -47,12 +52,22 @@ class ModelSettings(Section):
     """Rank of the adapters."""
     scale: PositiveFloat = 2.0
     """Factor on the adapter's output (alpha / rank in other trainers)."""
+    alpha: PositiveFloat | None = None
+    """Instead of model.scale: the factor is alpha / rank, of each layer's own rank."""
+    use_rslora: bool = False
+    """rsLoRA: the factor is model.alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
+    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
+    """Ranks of layers whose names end as a regular expression says, e.g. {o_proj: 16, "layers.[0-3].mlp.*": 4}."""
+    alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """The same of model.alpha."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
     keys: tuple[str, ...] | None = None
     """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
-    blocks: Positive | None = None
-    """Train only the last n blocks; by default all."""
+    adapt_embeddings: bool = False
+    """Give the embedding and the head adapters as well; of tied ones, one for both. For method=lora."""
+    blocks: Positive | tuple[Blocks, ...] | None = None
+    """Train only the last n blocks, or those of a list that counts from 0, e.g. [0-3, 28-31]; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full
     the weights."""
@@ -70,6 +85,39 @@ class ModelSettings(Section):
     """Revision of a hub model."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model or tokenizer."""
+
+    def __hash__(self) -> int:  # which mappings have none of
+        return hash(self.model_dump_json())
+
+    @model_validator(mode="after")
+    def _adapters_are_possible(self) -> ModelSettings:
+        for setting in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, setting):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"model.{setting}: {pattern!r} is no regular expression: {error}") from None
+        if self.alpha is not None and self.scale != type(self).model_fields["scale"].default:
+            raise ValueError(
+                f"model.alpha={self.alpha:g} gives the adapters' factor, and so does model.scale={self.scale:g}; "
+                "leave one of them out"
+            )
+        if self.alpha is None and (self.use_rslora or self.alpha_pattern):
+            named = "use_rslora" if self.use_rslora else "alpha_pattern"
+            raise ValueError(f"model.{named} needs model.alpha, e.g. model.alpha={self.scale * self.rank:g}")
+        of_adapters = ("alpha", "use_rslora", "rank_pattern", "alpha_pattern", "adapt_embeddings")
+        given = [name for name in of_adapters if getattr(self, name)]
+        if self.method == "full" and given:
+            raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
+        if self.method == "dora" and self.adapt_embeddings:
+            raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
+        for part in self.blocks if isinstance(self.blocks, tuple) else ():
+            first, _, last = str(part).partition("-")
+            if int(last or first) < int(first):
+                raise ValueError(f"model.blocks: {part} ends before it begins")
+        if self.blocks == ():
+            raise ValueError("model.blocks=[] trains nothing; leave it out for all blocks")
+        return self
 
     @property
     def may_turn_on_checkpointing(self) -> bool:
@@ -145,70 +193,6 @@ class DataSettings(Section):
     """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
     length_window: Positive = 32
     """Global batches among which rows are sorted by length; 1 keeps the order fully random."""
-
-
-class TrainSettings(Section):
-    """The optimisation."""
-
-    loss: Literal["sft", "sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo", "kto", "bco"] = "sigmoid"
-    """`sft`, a preference loss, or `kto` or `bco` for completions with a label each; lib/training/losses.py cites each
-    paper."""
-    beta: PositiveFloat = 0.1
-    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
-    desirable_weight: PositiveFloat = 1.0
-    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
-    the rarer one counts."""
-    undesirable_weight: PositiveFloat = 1.0
-    """Weight of undesirable completions in kto and bco."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
-    rpo_alpha: NonNegative = 0.0
-    """Weight of an SFT term on the chosen completion, added to any preference loss."""
-    simpo_gamma: NonNegative = 0.5
-    """Target reward margin of simpo."""
-    dpop_lambda: NonNegative = 50.0
-    """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
-    cpo_alpha: NonNegative = 1.0
-    """Weight of the likelihood term of cpo."""
-    epochs: Positive = 1
-    """Passes over the training records; train.steps overrules it."""
-    steps: Positive | None = None
-    """Optimizer steps."""
-    global_batch_size: Positive = 16
-    """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
-    learning_rate: PositiveFloat = 5e-5
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    warmup_steps: Natural = 0
-    """Steps over which the learning rate rises from zero."""
-    final_learning_rate: NonNegative = 0.0
-    """Learning rate at the last step (linear, cosine)."""
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were
-    chosen for."""
-    learning_rate_batch_size: Positive | None = None
-    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a
-    word on the command line does: the file's."""
-    optimizer: Literal[
-        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
-    ] = "adamw"
-    """Optimizer of MLX, by name."""
-    optimizer_options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
-    weight_decay: NonNegative = 0.0
-    """Weight decay, for the optimizers that know it."""
-    max_grad_norm: PositiveFloat | None = 1.0
-    """Clip the gradient's global norm to this; null for never."""
-    seed: Natural = 0
-    """Decides everything random: adapters, data order, dropout, sampling."""
-    max_skipped_steps: Natural = 5
-    """Non-finite updates in a row that are skipped before the run stops."""
-    compile: bool | None = None
-    """Compile the step; by default where it pays (on a GPU)."""
-    max_traces: Positive = 16
-    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer
-    cost more padding."""
 
 
 class PlanSettings(Section):
@@ -291,32 +275,9 @@ class CheckpointSettings(Section):
     synchronous and sharded ranks; with strategy=auto, replicas are synchronous then."""
     keep: Positive = 3
     """The newest checkpoints that are kept; the best one is kept as well."""
-
-
-class EvaluateSettings(Section):
-    """Held-out evaluation."""
-
-    every: Positive | None = None
-    """Steps between evaluations; by default only at the start and the end."""
-    batch_size: Positive = 16
-    """Pairs per forward pass, here and in the reference pass."""
-    answers: str | None = None
-    """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
-    answer_pattern: str = r"([^\s].*?)\s*$"
-    """Regular expression; its last match's first group in the generated text is compared with the answer."""
-    answers_limit: Positive = 512
-    """Most answers checked."""
-    samples: Natural = 3
-    """Held-out prompts whose greedy continuation is shown."""
-    max_tokens: Positive = 128
-    """Longest generation."""
-    completions: Positive = 4
-    """Completions that --score=samples and --make-pairs draw for each prompt."""
-    temperature: PositiveFloat = 1.0
-    """Temperature that they are drawn at."""
-    judge: str | None = None
-    """Command of --make-pairs that reads {"prompt", "completions", "record"} a line and writes a list of scores a line;
-    by default an answer is right or wrong (evaluate.answer_pattern)."""
+    final: Literal["best", "last"] = "best"
+    """What the run's folder holds at the end: the weights of the evaluation with the lowest held-out loss, or the last
+    ones. Without held-out data, and of ranks that are never merged, the last."""
 
 
 class MetalSettings(Section):
@@ -360,11 +321,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
         plan, batch = self.plan, self.train.global_batch_size
-        if self.train.learning_rate_scaling != "none" and self.train.learning_rate_batch_size is None:
-            raise ValueError(
-                f"train.learning_rate_scaling={self.train.learning_rate_scaling} needs train.learning_rate_batch_size, "
-                "the global batch that the learning rate was chosen for"
-            )
         if (self.serve.tls_certificate is None) != (self.serve.tls_key is None):
             raise ValueError("serve.tls_certificate and serve.tls_key belong together; give both or neither")
         has_replicas = self.strategy not in ("sharded", "pipelined")
@@ -411,19 +367,20 @@ class Config(Section):
                 "model.dropout with model.gradient_checkpointing would give wrong gradients in MLX; "
                 "set one of them to 0 or false"
             )
-        if self.train.label_smoothing and self.train.loss not in ("sigmoid", "robust"):
+        return self
+
+    @model_validator(mode="after")
+    def _patience_is_possible(self) -> Config:
+        if self.train.patience is None:
+            return self
+        if self.evaluate.every is None or not (self.data.valid or self.data.holdout):
             raise ValueError(
-                f"train.label_smoothing is for the losses sigmoid and robust, not {self.train.loss}; leave it at 0"
+                "train.patience compares held-out losses as the run goes on: "
+                "it needs evaluate.every, and data.valid or data.holdout"
             )
-        if self.train.rpo_alpha and self.record_kind != "preference":
+        if self.independent.merge == "none":
             raise ValueError(
-                f"train.rpo_alpha adds an SFT term to a preference loss, but train.loss is {self.train.loss}; "
-                "leave it at 0"
-            )
-        if self.record_kind != "unpaired" and (self.train.desirable_weight, self.train.undesirable_weight) != (1, 1):
-            raise ValueError(
-                "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "
-                f"not {self.train.loss}; leave them at 1"
+                "train.patience with independent.merge=none: every rank has a held-out loss of its own; leave it out"
             )
         return self
 
@@ -461,6 +418,4 @@ class Config(Section):
 
     @property
     def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
-        if self.train.loss == "sft":
-            return "sft"
-        return "unpaired" if self.train.loss in ("kto", "bco") else "preference"
+        return self.train.record_kind

@@ -251,7 +251,11 @@ def describe(event: Record) -> str:
         return f"{at}checkpoint"
     if kind == "warning":
         return f"{at}{event.get('text')}"
-    return f"{at}ended" if kind == "end" else f"{at}{kind}"
+    if kind == "end":
+        final = event.get("final_step")
+        why = f": {event['reason']}" if event.get("reason") else ""
+        return f"{at}ended{why}" + (f"; the folder holds step {final}" if final is not None else "")
+    return f"{at}{kind}"
 
 
 HELD_OUT = (

@@ -51,7 +51,7 @@ class Figures:
     step: int
     steps: int | None
     latest: dict[str, float | None]  # of the newest step
-    held_out: Record  # the newest evaluation
+    held_out: Record  # metrics of the newest evaluation; of a finished run, of the weights in its folder
     pairs_per_second: float
     planned_pairs_per_second: float | None
     efficiency: float | None  # eta; None where the hosts were never measured
@@ -98,7 +98,6 @@ def figures(run: RunHistory, now: float) -> Figures:
     seconds = np.array([[rank.compute_seconds, rank.sync_seconds, rank.wait_seconds] for rank in ranks])
     newest = max(present.values(), key=lambda one: one.recent[-1][INDEX["time"]], default=None)
     row = newest.recent[-1] if newest else np.full(len(COLUMNS), np.nan)
-    evaluations = [event for event in events if event["kind"] == "evaluation" and event.get("rank") == 0]
     return Figures(
         state="finished" if ended else "waiting" if not last else "silent" if silent else "running",
         strategy=plan.get("strategy"),
@@ -106,7 +105,7 @@ def figures(run: RunHistory, now: float) -> Figures:
         step=step,
         steps=steps,
         latest={name: _or_none(row[index]) for name, index in INDEX.items()},
-        held_out=evaluations[-1] if evaluations else Record(),
+        held_out=held_out_now(events),
         pairs_per_second=speed,
         planned_pairs_per_second=plan.get("predicted_pairs_per_second") if plan.get("calibrated") else None,
         efficiency=speed / solo if solo and plan.get("calibrated") and speed else None,
@@ -121,6 +120,15 @@ def figures(run: RunHistory, now: float) -> Figures:
         ranks=ranks,
         missing=[who for who in enumerate(hosts) if elapsed > LATE_SECONDS and series and who not in series],
     )
+
+
+def held_out_now(events: Sequence[Record]) -> Record:
+    """Rank 0's newest held-out metrics: at its end, a run may go back to the weights of an earlier step."""
+    of_rank_0 = [event for event in events if event.get("rank") == 0]
+    kinds = [event["kind"] for event in of_rank_0]
+    if kinds and kinds[-1] == "end" and of_rank_0[-1].get("final_step") is not None:
+        return of_rank_0[-1]
+    return next((event for event in reversed(of_rank_0) if event["kind"] == "evaluation"), Record())
 
 
 def _warnings(events: Sequence[Record]) -> list[Warned]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from lib.dashboard import charts, pictures
-from lib.dashboard.figures import Figures, batch_curves, figures
+from lib.dashboard.figures import Figures, batch_curves, figures, held_out_now
 from lib.dashboard.history import RunHistory
 from lib.errors import UserError
 from lib.system.model_folder import ADAPTER_WEIGHTS
@@ -58,6 +58,13 @@ TEMPLATE = """---
 """
 
 
+class FinalCheckpoint(TypedDict):
+    """Which weights the run's folder holds, as lib/training/summary.py has it."""
+
+    which: str
+    step: int
+
+
 class Summary(TypedDict, total=False):
     """What the pages take from summary.json."""
 
@@ -65,6 +72,8 @@ class Summary(TypedDict, total=False):
     pairs_per_second: float
     efficiency: float | None
     cost: RunCost | None
+    early_end: str | None
+    checkpoint: FinalCheckpoint
 
 
 def write(folder: Path) -> list[Path]:
@@ -166,8 +175,8 @@ def model_card(run: RunHistory, now: Figures, summary: Summary) -> str:
 
 
 def held_out(run: RunHistory) -> list[tuple[str, str, str]]:
-    """Metric, before, after: of rank 0's first and last evaluation."""
-    evaluations = charts.evaluations(run)
+    """Metric, before, after: of rank 0's first evaluation, and of the weights that the run's folder holds."""
+    evaluations = [*charts.evaluations(run)[:1], held_out_now(run.events)]
     rows = []
     for name, title, text in charts.HELD_OUT:
         values = [value for event in evaluations if (value := charts.metric_of(event, name)) is not None]
@@ -188,6 +197,8 @@ def facts(run: RunHistory, now: Figures, summary: Summary) -> list[tuple[str, st
         ("state", now.state),
         ("data", str(data.get("train"))),
         ("steps", f"{now.step:,}" + (f" of {now.steps:,}" if now.steps else "")),
+        *([("ended early", why)] if (why := summary.get("early_end")) else []),
+        *([("weights here", text)] if (text := _weights_here(summary.get("checkpoint"))) else []),
         ("strategy and shares", f"{now.strategy}, {shares}"),
         ("learning rate, seed", f"{train.get('learning_rate')}, {train.get('seed')}"),
         ("speed", f"{speed:.3g} pairs/s"),
@@ -200,6 +211,13 @@ def facts(run: RunHistory, now: Figures, summary: Summary) -> list[tuple[str, st
     if cost:
         rows.append(("cost", f"{cost['cost']:.3g} ({cost['energy_kwh']:.3g} kWh)"))
     return rows
+
+
+def _weights_here(held: FinalCheckpoint | None) -> str:
+    """Which checkpoint the run's folder holds; empty where nobody knows."""
+    if held is None:
+        return ""
+    return f"of step {held['step']}, " + ("of the lowest held-out loss" if held["which"] == "best" else "the last")
 
 
 def ranks(now: Figures) -> tuple[list[str], list[list[str]]]:

@@ -14,7 +14,7 @@ from lib.data.answer_questions import Question
 from lib.data.text_tokens import Tokenizer
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
-from lib.evaluate.batch_inference import extract
+from lib.evaluate.judges import extract
 from lib.system import out_of_memory
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training.progress_display import RunConsole

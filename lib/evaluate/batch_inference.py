@@ -10,11 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
-import shlex
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,21 +27,22 @@ from lib.data import sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.collate import collate
 from lib.data.dataset import Example, parse, tokenised
-from lib.data.record_formats import ANSWER, RecordKind, Unusable
+from lib.data.record_formats import RecordKind, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
 from lib.distributed.world import World
 from lib.errors import UserError
+from lib.evaluate.judges import Question, judge_of
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
 from lib.training import losses, reference_model
+from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
-from lib.training.step import objective
 
 KINDS = ("logps", "rewards", "greedy", "samples")
 
@@ -60,7 +58,7 @@ class FileFigures(TypedDict):
 
 
 def pull(
-    kind: str, key: str, records: Records, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
+    kind: str, key: str, rows: Sized, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
 ) -> FileFigures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
@@ -72,7 +70,7 @@ def pull(
     Raises:
         AgreedError, UserError: on one rank, so on all.
     """
-    size, total = settings.evaluate.batch_size, len(records)
+    size, total = settings.evaluate.batch_size, len(rows)
     say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
     server = dispatcher = None
@@ -105,9 +103,9 @@ def pull(
     if server is not None:
         server.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
-    rows = total - min(before * size, total)
+    scored = total - min(before * size, total)
     figures = FileFigures(
-        rows=total, scored=rows, seconds=seconds, rows_per_second=rows / seconds, chunks_by_rank=by_rank
+        rows=total, scored=scored, seconds=seconds, rows_per_second=scored / seconds, chunks_by_rank=by_rank
     )
     say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
     return figures
@@ -204,8 +202,9 @@ class Scorer:
         of_policy, of_reference = (
             losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), *counts) for logps in (policy, reference)
         )
-        assert settings.train.loss in losses.PREFERENCE_LOSSES
-        chosen, rejected = losses.implicit_rewards(settings.train.loss, of_policy, of_reference, settings.train.beta)
+        chosen, rejected = losses.implicit_rewards(
+            losses.terms_of(settings.train.loss), of_policy, of_reference, settings.train.beta
+        )
         values |= {f"reference_{name}_logp": reference[:, k] for k, name in enumerate(names)}
         return values | {
             "reward_chosen": np.array(chosen),
@@ -241,6 +240,11 @@ class Scorer:
 
 
 # ---- Answers, and pairs made of them
+
+
+def prompt_of(record: Mapping[str, Any], data: DataSettings) -> Any:
+    """A record's prompt as it is stored: text, messages or token ids."""
+    return record.get(data.prompt, record.get(data.messages))
 
 
 class CompletionWriter:
@@ -293,7 +297,7 @@ class PairMaker:
     """Preference pairs from drawn completions: the best against the worst, where one is better."""
 
     def __init__(self, writer: CompletionWriter):
-        self.writer, self.settings = writer, writer.settings
+        self.writer, self.settings, self.judge = writer, writer.settings, judge_of(writer.settings)
 
     def __call__(self, rows: range) -> Lines:
         """One line for each of some rows: a pair, or nothing where all completions are the same.
@@ -304,69 +308,17 @@ class PairMaker:
         records = self.writer.records
         drawn = [list(dict.fromkeys(texts)) for texts in self.writer.completions(rows)]
         kept = [records[row] for row in rows]
-        scores = self._judged(kept, drawn) if self.settings.evaluate.judge else self._checked(rows, kept, drawn)
+        scores = self.judge(
+            [
+                Question(records.location(row), prompt_of(record, self.settings.data), texts, record)
+                for row, record, texts in zip(rows, kept, drawn, strict=True)
+            ]
+        )
         lines = []
         for record, texts, of_texts in zip(kept, drawn, scores, strict=True):
             best, worst = int(np.argmax(of_texts)), int(np.argmin(of_texts))
             if of_texts[best] > of_texts[worst] and texts[best].strip() and texts[worst].strip():
-                prompt = record.get(self.settings.data.prompt, record.get(self.settings.data.messages))
+                prompt = prompt_of(record, self.settings.data)
                 pair = {"prompt": prompt, "chosen": texts[best], "rejected": texts[worst]}
                 lines.append(json.dumps(pair, ensure_ascii=False))
         return lines
-
-    def _checked(self, rows: range, kept: Sequence[Mapping[str, object]], drawn: list[list[str]]) -> list[list[float]]:
-        """1 for a right answer, 0 for a wrong one."""
-        pattern, scores = self.settings.evaluate.answer_pattern, []
-        for row, record, texts in zip(rows, kept, drawn, strict=True):
-            answer = record.get(ANSWER)
-            if not isinstance(answer, str | int | float):
-                raise UserError(
-                    f"{self.writer.records.location(row)}: no {ANSWER!r} to check completions by "
-                    f"(columns: {', '.join(record)}); add it, or set evaluate.judge"
-                )
-            scores.append([float(extract(pattern, text) == str(answer).strip()) for text in texts])
-        return scores
-
-    def _judged(self, kept: Sequence[Mapping[str, object]], drawn: list[list[str]]) -> list[list[float]]:
-        """What the judge's command says."""
-        command, name = shlex.split(str(self.settings.evaluate.judge)), f"evaluate.judge={self.settings.evaluate.judge}"
-        asked = [
-            {"prompt": record.get(self.settings.data.prompt), "completions": texts, "record": record}
-            for record, texts in zip(kept, drawn, strict=True)
-        ]
-        try:
-            done = subprocess.run(
-                command,
-                input="".join(json.dumps(question) + "\n" for question in asked),
-                capture_output=True,
-                text=True,
-                timeout=self.settings.sync.timeout_seconds,
-            )
-        except OSError as error:
-            raise UserError(f"{name}: cannot be started: {error.strerror}") from None
-        except subprocess.TimeoutExpired:
-            raise UserError(
-                f"{name}: no answer within {self.settings.sync.timeout_seconds:g} s (sync.timeout_seconds)"
-            ) from None
-        if done.returncode:
-            said = done.stderr.strip().splitlines()
-            raise UserError(f"{name}: ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}")
-        answers = done.stdout.splitlines()
-        try:
-            scores = [[float(score) for score in json.loads(line)] for line in answers]
-        except (ValueError, TypeError):
-            scores = []
-        if [len(of_texts) for of_texts in scores] != [len(texts) for texts in drawn] or not np.isfinite(
-            sum(map(sum, scores))
-        ):
-            raise UserError(
-                f"{name}: wrote {len(answers)} lines for {len(drawn)} questions; "
-                "each has to be a list of a score for each completion"
-            )
-        return scores
-
-
-def extract(pattern: str, text: str) -> str | None:
-    """The first group (the whole, where there is none) of the pattern's last match, or None."""
-    matches = list(re.finditer(pattern, text, re.MULTILINE))
-    return matches[-1].group(min(1, matches[-1].re.groups)).strip() if matches else None

@@ -4,9 +4,12 @@
     python -m lib.evaluate --model M --reference R --data FILE --per-pair OUT.jsonl [key=value ...]
     python -m lib.evaluate --run runs/NAME --data FILE --score rewards|logps|greedy|samples --out OUT.jsonl
     python -m lib.evaluate --model M --data PROMPTS --make-pairs OUT.jsonl evaluate.completions=8
+    python -m lib.evaluate --run runs/NAME --against base|RUN|MODEL --data PROMPTS --out OUT.jsonl evaluate.judge=number
+    python -m lib.evaluate --run runs/NAME --tasks arc_easy,gsm8k [--tasks-folder DIR]
 
 The first evaluates a finished run's adapter on its own held-out data; the second any model against any reference. The
 others go through files of any size, on as many ranks as there are, each at its own pace; after a crash they go on.
+--against says how often the run's answers are better than another model's; --tasks runs lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from lib.distributed.pipelined_world import pipelined
 from lib.distributed.sharded_world import sharded
 from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
-from lib.evaluate import batch_inference
+from lib.evaluate import batch_inference, harness_tasks, win_rate
 from lib.evaluate.answers import exact_match, greedy
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, policy_logps, write_per_pair
+from lib.evaluate.whole_model import WholeModel
 from lib.model import (
     adapter_files,
     adapters,
@@ -44,6 +48,7 @@ from lib.model.partition import Division
 from lib.plan.first_plan import sharded_plan, stage_blocks
 from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
+from lib.training.find_checkpoint import find
 from lib.training.progress_display import RunConsole, describe
 from lib.training.reference_model import dataset_logps
 
@@ -56,8 +61,16 @@ def main(arguments: list[str] | None = None) -> int:
     with world.agreeing("the configuration"):
         settings = _read_config(options)
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
-    (evaluate if options.score is None and options.make_pairs is None else in_bulk)(settings, options, world)
+    _work_of(options)(settings, options, world)
     return 0
+
+
+def _work_of(options: argparse.Namespace) -> Callable[[Config, argparse.Namespace, World], None]:
+    if options.against is not None:
+        return against
+    if options.tasks is not None:
+        return on_tasks
+    return evaluate if options.score is None and options.make_pairs is None else in_bulk
 
 
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
@@ -126,11 +139,7 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
     writes = kind in ("greedy", "samples", "pairs")
     with world.agreeing("reading the data and the model"):
-        if settings.strategy in ("sharded", "pipelined") and world.size > 1:
-            raise UserError(
-                f"--{'score' if options.score else 'make-pairs'}: every rank has the whole model; "
-                f"leave strategy={settings.strategy} out"
-            )
+        _need_whole_models(settings, world, "--score" if options.score else "--make-pairs")
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
@@ -171,6 +180,59 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         say.record(dict(figures))
 
 
+def against(settings: Config, options: argparse.Namespace, world: World) -> None:
+    """--against: how often the answers of one model are better than those of another."""
+    say = RunConsole(world)
+    with world.agreeing("reading the prompts"):
+        _need_whole_models(settings, world, "--against")
+        first, second = _subject(settings, options), _other(settings, options)
+        source = str(options.data or settings.data.valid or settings.data.train)
+        records = batch_inference.open_rows(source, settings.data, "prompt", say)
+    result = win_rate.compare(first, second, records, Path(options.out), world)
+    if result is not None:
+        win_rate.show(say, first.name, second.name, result)
+
+
+def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> None:
+    """--tasks: what lm-evaluation-harness finds of a model."""
+    with world.agreeing("reading the tasks"):
+        _need_whole_models(settings, world, "--tasks")
+    folder = None if options.tasks_folder is None else Path(options.tasks_folder)
+    names = tuple(name for name in options.tasks.split(",") if name)
+    tasks = harness_tasks.Tasks(names, folder, options.shots, options.limit, options.chat)
+    subject, out = _subject(settings, options), Path(options.out or options.home / f"tasks-{'-'.join(names)}.json")
+    results = harness_tasks.evaluate_tasks(subject, tasks, out, world)
+    if results is not None:
+        harness_tasks.show(RunConsole(world), subject.name, results, out)
+
+
+def _need_whole_models(settings: Config, world: World, option: str) -> None:
+    if settings.strategy in ("sharded", "pipelined") and world.size > 1:
+        raise UserError(f"{option}: every rank has the whole model; leave strategy={settings.strategy} out")
+
+
+def _subject(settings: Config, options: argparse.Namespace) -> WholeModel:
+    return WholeModel(settings, None if options.run is None else Path(options.run))
+
+
+def _other(settings: Config, options: argparse.Namespace) -> WholeModel:
+    """The model of --against: a run or one of its checkpoints, `base`, or a model as --model takes it."""
+    if options.against == "base":
+        return WholeModel(settings, None)
+    folder = Path(options.against)
+    if not (folder / "config.yaml").is_file():
+        changes = {"path": options.against, "adapter": None, "random_init": False}
+        return WholeModel(settings.model_copy(update={"model": settings.model.model_copy(update=changes)}), None)
+    _need_adapter("--against", folder)
+    own = load.load(folder / "config.yaml", [word for word in options.overrides if word.startswith("data.")])
+    return WholeModel(own.model_copy(update={"evaluate": settings.evaluate, "sync": settings.sync}), folder)
+
+
+def _need_adapter(option: str, folder: Path) -> None:
+    if not (folder / adapter_files.ADAPTER_WEIGHTS).is_file():
+        raise UserError(f"{option} {folder}: no finished run there ({adapter_files.ADAPTER_WEIGHTS} is missing)")
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_line.Parser(
         prog="python -m lib.evaluate",
@@ -193,28 +255,60 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="a line for every row of --data: rewards and log-probabilities, log-probabilities alone, "
         "the greedy answer, or drawn ones",
     )
-    parser.add_argument("--out", metavar="OUT", help="where --score writes")
+    parser.add_argument("--out", metavar="OUT", help="where --score, --against and --tasks write")
     parser.add_argument(
         "--make-pairs", metavar="OUT", help="preference pairs of answers drawn to the prompts of --data"
     )
+    parser.add_argument(
+        "--checkpoint", metavar="WHICH", help="of --run: best, last or a step (default: what the run's folder holds)"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="OTHER",
+        help="compare answers to --data with those of another run, of a model, or of `base`: the run's model before it "
+        "was trained; evaluate.judge says who compares",
+    )
+    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness (package lm_eval)")
+    parser.add_argument("--tasks-folder", metavar="DIR", help="folder with YAML files of tasks of your own")
+    parser.add_argument("--shots", type=int, metavar="N", help="of --tasks: examples before each question")
+    parser.add_argument("--limit", type=int, metavar="N", help="of --tasks: most questions of each task")
+    parser.add_argument("--chat", action="store_true", help="of --tasks: ask by the model's chat template")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
     if (options.run is None) == (options.model is None):
         raise UserError("give either --run RUN or --model PATH")
     if options.model is not None and options.data is None:
         raise UserError("--model needs --data FILE")
-    if options.score is not None and (options.out is None or options.make_pairs is not None):
-        raise UserError("--score needs --out OUT, and goes without --make-pairs")
+    _require_one_work(options)
     return options
+
+
+def _require_one_work(options: argparse.Namespace) -> None:
+    """Makes sure that the options belong together."""
+    works = [
+        name for name in ("score", "make_pairs", "per_pair", "against", "tasks") if getattr(options, name) is not None
+    ]
+    if len(works) > 1:
+        raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in works)} go one at a time")
+    if options.out is None and (options.score is not None or options.against is not None):
+        raise UserError(f"--{works[0]} needs --out OUT")
+    if options.tasks is not None and options.run is None and options.out is None:
+        raise UserError("--tasks with --model needs --out OUT, e.g. tasks.json")
+    if options.tasks is None and (options.tasks_folder or options.shots is not None or options.limit or options.chat):
+        raise UserError("--tasks-folder, --shots, --limit and --chat are for --tasks NAMES")
+    if options.checkpoint is not None and options.run is None:
+        raise UserError("--checkpoint is of --run RUN")
 
 
 def _read_config(options: argparse.Namespace) -> Config:
     if options.run is None:
         model = {"path": options.model, "reference": options.reference or "initial"}
         return load.load(None, options.overrides, base={"model": model, "data": {"train": options.data}})
+    options.home = Path(options.run)  # of the run, where options.run may become that of a checkpoint
+    if options.checkpoint is not None:
+        options.run = str(find(Path(options.run), options.checkpoint))
     path = Path(options.run) / "config.yaml"
-    if not (Path(options.run) / adapter_files.ADAPTER_WEIGHTS).is_file():
-        raise UserError(f"--run {options.run}: no finished run there ({adapter_files.ADAPTER_WEIGHTS} is missing)")
+    _need_adapter("--run", Path(options.run))
     extra = [f"model.reference={options.reference}"] if options.reference else []
     extra += [f"data.valid={options.data}"] if options.data else []
     settings = load.load(path, [*extra, *options.overrides])

@@ -10,7 +10,7 @@ import numpy as np
 from lib.distributed.world import World
 from lib.evaluate import answers
 from lib.evaluate.held_out_metrics import metrics_of, policy_logps
-from lib.training.step import Metrics
+from lib.training.objective import Metrics
 from lib.training.training_run import TrainingRun
 
 
@@ -24,7 +24,7 @@ class Evaluator:
 
     run: TrainingRun
     reference: np.ndarray | None
-    texts: list[list[str]] = field(default_factory=list)  # answers to the questions, one list an evaluation
+    texts: dict[int, list[str]] = field(default_factory=dict)  # answers to the questions, by step
 
     def __call__(self, world: World, shares: Sequence[int]) -> Metrics:
         """Metrics of the held-out pairs, and of greedy answers, by the ranks of a world."""
@@ -36,12 +36,9 @@ class Evaluator:
                 policy = policy_logps(run.model, valid, run.config, world, shares)
                 values |= metrics_of(valid, policy, self.reference, run.config)
             if questions:
-                prompts = [question.prompt_ids for question in questions]
-                tokenizer, most = run.inputs.tokenizer, run.config.evaluate.max_tokens
-                assert tokenizer is not None  # where there are questions
-                texts = answers.greedy(run.model, tokenizer, prompts, most, world)
+                texts = self._answers(world)
                 values["exact_match"] = answers.exact_match(questions, texts, run.config)
-        self.texts.append(texts)
+        self.texts[run.progress.step] = texts
         if values:
             run.tracker.record("evaluation", step=run.progress.steps_of(run.world.rank), **values)
             run.say.held_out(run.progress.step, run.steps, values)
@@ -52,15 +49,26 @@ class Evaluator:
         if not self.run.inputs.questions:
             self._show_samples("before")
 
-    def show_after(self) -> None:
-        """Prints and records what training changed: in the answers to questions, else in the samples."""
-        if self.run.inputs.questions:
-            run = self.run
-            answers.show_changes(
-                run.say, run.tracker, self.run.inputs.questions, self.texts[0], self.texts[-1], run.config
-            )
+    def show_after(self, step: int) -> None:
+        """Prints and records what training changed: in the answers to questions, else in the samples.
+
+        step: whose weights the model has.
+        """
+        run, questions = self.run, self.run.inputs.questions
+        if questions:
+            before = next(iter(self.texts.values()))
+            # Of a run that was resumed, this process may not have evaluated that step.
+            after = self.texts[step] if step in self.texts else self._answers(run.world)
+            answers.show_changes(run.say, run.tracker, questions, before, after, run.config)
         else:
             self._show_samples("after")
+
+    def _answers(self, world: World) -> list[str]:
+        """Greedy answers to all questions, by the ranks of a world."""
+        run, tokenizer = self.run, self.run.inputs.tokenizer
+        assert tokenizer is not None  # where there are questions
+        prompts = [question.prompt_ids for question in run.inputs.questions]
+        return answers.greedy(run.model, tokenizer, prompts, run.config.evaluate.max_tokens, world)
 
     def _show_samples(self, when: str) -> None:
         """Greedy continuations of the first few prompts, which are the same before and after."""

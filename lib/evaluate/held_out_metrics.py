@@ -16,7 +16,7 @@ from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.distributed.world import World
 from lib.training import baseline, losses, reference_model
-from lib.training.step import SUMS, Metrics, means_of, objective
+from lib.training.objective import SUMS, Metrics, means_of, objective
 
 
 def policy_logps(
@@ -60,8 +60,9 @@ def _columns_of_pairs(
         losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), tokens[:, 0], tokens[:, 1])
         for logps in (policy, reference)
     )
-    assert settings.train.loss in losses.PREFERENCE_LOSSES
-    chosen, rejected = losses.implicit_rewards(settings.train.loss, of_policy, of_reference, settings.train.beta)
+    chosen, rejected = losses.implicit_rewards(
+        losses.terms_of(settings.train.loss), of_policy, of_reference, settings.train.beta
+    )
     return {
         "policy_chosen_logp": policy[:, 0],
         "policy_rejected_logp": policy[:, 1],

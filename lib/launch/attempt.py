@@ -42,6 +42,25 @@ class Outcome:
     reached: tuple[Host, ...] | None = None  # hosts that take connections from each other, where that was the fault
 
 
+class HostNames:
+    """What plan, logs and calibration call each host of a launch: fixed at its first start, for all that follow.
+
+    Two machines of one name are two. Each stays so while the other is away, and whatever its network calls it.
+    """
+
+    def __init__(self) -> None:
+        self.machines: dict[str, tuple[str, str]] = {}  # name and machine id, by the host file's names
+        self.names: dict[str, str] = {}
+
+    def name_of_each(self, links: Sequence[Link]) -> list[str]:
+        """The names of hosts that are about to start, in their order."""
+        for link in links:
+            self.machines.setdefault(link.name, (link.machine, link.identity))
+        for host, name in zip(self.machines, network.distinct_names([*self.machines.values()]), strict=True):
+            self.names.setdefault(host, name)
+        return [self.names[link.name] for link in links]
+
+
 class Attempt:
     """All ranks of a job, started once. `world` is what they have reported."""
 
@@ -52,6 +71,7 @@ class Attempt:
         here: Host | None = None,
         links: dict[str, Link] | None = None,
         standbys: bool | None = False,
+        names: HostNames | None = None,
     ):
         """Says what is to be started, and how.
 
@@ -60,11 +80,13 @@ class Attempt:
             links: agents that are there from an earlier attempt, by host; those that answer are there for the next one.
                 By default all are ended with this one.
             standbys: whether the hosts get processes ready for another attempt; None: where one of them is a Mac.
+            names: those of an earlier attempt, which stay.
         """
         self.job, self.console = job, console
         self.hosts_to_start = [here] if here else list(job.hosts)
         self.links: dict[str, Link] = {} if links is None else links
         self.keeps_links, self.standbys = links is not None, standbys
+        self.names = names or HostNames()
         # Not in TMPDIR, which may differ: mpirun's ranks look for their host's agent where the first host has its own.
         self.address = f"/tmp/tandem-{secrets.token_hex(8)}"
         self.world = WorldState(job, console, self.address)
@@ -126,8 +148,7 @@ class Attempt:
         work = processes_of(self.job, [folders.get(host.name, "") for host in hosts])
         work_of_host = dict(zip((host.name for host in hosts), work, strict=True))
         links = self._own_links()
-        names = network.distinct_names([(link.machine, link.identity) for link in links])
-        for link, name in zip(links, names, strict=True):
+        for link, name in zip(links, self.names.name_of_each(links), strict=True):
             processes, files = work_of_host[link.name]
             self.world.add_host(link, [process["rank"] for process in processes])
             link.on_message = functools.partial(self.world.receive, link.name)
@@ -240,7 +261,7 @@ class Attempt:
                 await asyncio.sleep(0.02)
         elif world.is_mpi and len(world.hosts) > 1:  # of other hosts only their agents know
             await asyncio.sleep(SETTLE_SECONDS)
-        if any(rank.memory for rank in world.ranks.values()):
+        if any(rank.memory or rank.cause or rank.lost_another for rank in world.ranks.values()):
             return world.fault() or fault
         return fault
 

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lib.system import mlx_failures
+
 # What a rank's last lines mean, where it could not say it itself: Metal ends a process in the middle of C++ code.
 CAUSES = (
     (
@@ -20,6 +22,7 @@ CAUSES = (
         "what else uses that GPU",
     ),
 )
+FAILED = re.compile(rf"^error: .*?({mlx_failures.FAILED}.*?)(?:; go on with .*)?$", re.MULTILINE)
 
 
 @dataclass
@@ -46,6 +49,7 @@ class RankState:
     passing_since: float = 0.0
     passes: int = 1  # that this is long
     cause: str | None = None  # of its death, if it said something that has a known one
+    lost_another: bool = False  # it ended because another rank was gone
     memory: str | None = None  # what shows that it ran out of memory
 
 
@@ -77,6 +81,7 @@ def diagnose(
         if starved:  # the others end with them, or mpirun for them
             causes = [f"rank {rank.rank} on {rank.host} ran out of memory: {rank.memory}" for rank in starved]
             return Fault("died", "; ".join(causes), tuple({rank.host for rank in starved}))
+        died = [rank for rank in died if not rank.lost_another] or died
         # mpirun's death is reported instead of its ranks'; what one of them printed is added.
         causes = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
         return Fault("died", "; ".join([*map(_death, died), *causes]), tuple({rank.host for rank in died}))
@@ -166,7 +171,8 @@ def stragglers(now: float, ranks: Sequence[RankState], after_seconds: float) -> 
 
 def cause_of(line: str) -> str | None:
     """What a line of a rank's output means, with the remedy; None for any other line."""
-    return next((cause for pattern, cause in CAUSES if pattern.search(line)), None)
+    failed = FAILED.search(line)
+    return next((cause for pattern, cause in CAUSES if pattern.search(line)), failed and failed[1])
 
 
 def exit_status(status: int) -> int:

@@ -109,7 +109,7 @@ async def supervise(
                 + (f", from the last checkpoint of {run}" if run else "")
             )
             again = replace(job, hosts=placed, command=command)
-            attempt = Attempt(again, console, links=links, standbys=restarts < (max_restarts or 0))
+            attempt = Attempt(again, console, None, links, restarts < (max_restarts or 0), attempt.names)
     finally:
         await asyncio.gather(*(link.close() for link in links.values()))
 

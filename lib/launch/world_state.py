@@ -15,6 +15,7 @@ from lib.launch.agent_messages import Beat, Message
 from lib.launch.job import Job, local_run_folder
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import HostState, RankState
+from lib.system import mlx_failures
 from lib.telemetry.log_tail import Copy
 
 MPIRUN = -1  # in place of a rank's number: mpirun, which starts the ranks
@@ -106,8 +107,12 @@ class WorldState:
 
     def _print(self, host: str, rank: int | None, stream: str, text: str) -> None:
         self.console.output(rank, host, stream, text)
-        if rank is not None and (cause := rank_faults.cause_of(text)) is not None:
+        if rank is None:
+            return
+        if (cause := rank_faults.cause_of(text)) is not None:
             self._rank(rank, host).cause = cause
+        if mlx_failures.NOTICED in text:
+            self._rank(rank, host).lost_another = True
 
     def _note_exit(self, rank: int | None, status: int) -> None:
         number = rank if rank is not None else MPIRUN if self.is_mpi else 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config import schema
 from lib.errors import UserError
+from lib.model.adapter_layers import AdapterLayer, is_uniform, scale_of
 from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
@@ -24,6 +26,11 @@ Arrays = Iterable[tuple[str, mx.array | np.ndarray]]  # or the raw bytes
 def trainable(model: nn.Module) -> dict[str, mx.array]:
     """The trained parameters by name."""
     return dict(tree_flatten(model.trainable_parameters()))
+
+
+def described(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
+    """Shapes and dtypes by name."""
+    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
 
 
 def digest(arrays: dict[str, mx.array]) -> str:
@@ -39,20 +46,60 @@ def save_trained(
     model: nn.Module,
     settings: schema.ModelSettings,
     folder: Path,
-    described: Described | None = None,
-    arrays: Arrays = (),
+    shapes: Described | None = None,
+    arrays: Iterable[tuple[str, mx.array]] = (),
 ) -> None:
     """Writes the trained parameters in mlx-lm's adapter layout: `mlx_lm.load(path, adapter_path=folder)` reads it.
 
     Args:
-        described, arrays: where the model is a part of one, names, shapes and dtypes of the whole, and in that order
+        shapes, arrays: where the model is a part of one, names, shapes and dtypes of the whole, and in that order
             the arrays; one at a time is in memory.
     """
-    if described is None:
-        own = sorted(trainable(model).items())
-        described, arrays = {name: (array.shape, array.dtype) for name, array in own}, own
-    write_arrays(folder / ADAPTER_WEIGHTS, described, arrays)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model, settings), indent=2) + "\n")
+    if shapes is None:
+        own = dict(sorted(trainable(model).items()))
+        shapes, arrays = described(own), own.items()
+    config = adapter_config(settings, shapes, len(model.layers), is_padded=True)
+    if "layers" in config:
+        shapes, arrays = _padded(shapes, arrays, config)
+    write_arrays(folder / ADAPTER_WEIGHTS, shapes, arrays)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _padded(
+    shapes: Described, arrays: Iterable[tuple[str, mx.array]], config: Mapping[str, Any]
+) -> tuple[Described, Iterator[tuple[str, mx.array]]]:
+    """The same adapters with one rank and one scale, which is all that mlx-lm knows: zeros behind A and B, B scaled."""
+    rank, scale, layers = config["lora_parameters"]["rank"], config["lora_parameters"]["scale"], config["layers"]
+
+    def wide(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if ".lora_" not in name:
+            return shape
+        axis = rank_axis(name, len(shape)) % len(shape)
+        return (*shape[:axis], rank, *shape[axis + 1 :])
+
+    def widened() -> Iterator[tuple[str, mx.array]]:
+        for name, array in arrays:
+            layer = layers.get(name.rpartition(".")[0])
+            if layer is not None and name.endswith(".lora_b") and layer["scale"] != scale:
+                array = array * (layer["scale"] / scale)
+            room = [(0, new - old) for new, old in zip(wide(name, array.shape), array.shape, strict=True)]
+            yield name, mx.pad(array, room)
+
+    return {name: (wide(name, shape), dtype) for name, (shape, dtype) in shapes.items()}, widened()
+
+
+def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[str, mx.array]:
+    """What `_padded` was made of."""
+    scale, layers = config["lora_parameters"]["scale"], config["layers"]
+    own: dict[str, mx.array] = {}
+    for name, array in arrays.items():
+        layer = layers.get(name.rpartition(".")[0])
+        if layer is not None and ".lora_" in name:
+            array = mx.take(array, mx.arange(layer["rank"]), axis=rank_axis(name, array.ndim))
+            if name.endswith(".lora_b") and layer["scale"] != scale:
+                array = array * (scale / layer["scale"])
+        own[name] = array
+    return own
 
 
 def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
@@ -101,7 +148,7 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
     Raises:
         UserError: names or shapes differ; names the first of them.
     """
-    wanted = {name: (array.shape, array.dtype) for name, array in trainable(model).items()}
+    wanted = described(trainable(model))
     model.update(tree_unflatten(list(read_trained(wanted, folder, where).items())))
 
 
@@ -113,8 +160,11 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
     """
     try:
         loaded = mx.load(str(folder / ADAPTER_WEIGHTS))
-    except (RuntimeError, OSError) as error:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text()) if (folder / ADAPTER_CONFIG).exists() else {}
+    except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
+    if config.get("padded"):
+        loaded = _unpadded(loaded, config)
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
             raise UserError(
@@ -129,10 +179,14 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
 
 
-def adapter_rank(model: nn.Module) -> int | None:
-    """The rank of the model's LoRA layers, or None where it has none."""
-    ranks = (array.shape[rank_axis(name, array.ndim)] for name, array in trainable(model).items() if ".lora_" in name)
-    return next(ranks, None)
+def adapter_layers_of(settings: schema.ModelSettings, shapes: Described) -> dict[str, AdapterLayer]:
+    """The layers with adapters, by name: of a stack of several, its rank."""
+    ranks = {
+        name.removesuffix(".lora_a"): shape[rank_axis(name, len(shape))]
+        for name, (shape, _) in shapes.items()
+        if name.endswith(".lora_a")
+    }
+    return {layer: AdapterLayer(rank, scale_of(settings, layer)) for layer, rank in ranks.items()}
 
 
 def rank_axis(name: str, dimensions: int) -> int:
@@ -148,15 +202,35 @@ def shape_without_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:axis] + shape[axis + 1 :]
 
 
-def adapter_config(model: nn.Module, settings: schema.ModelSettings) -> dict[str, object]:
-    """adapter_config.json, as mlx-lm reads it."""
-    rank = adapter_rank(model) or settings.rank
-    parameters: dict[str, object] = {"rank": rank, "scale": settings.scale, "dropout": settings.dropout}
-    if settings.keys is not None:
-        parameters["keys"] = list(settings.keys)
-    return {
+def adapter_config(
+    settings: schema.ModelSettings, shapes: Described, block_count: int, is_padded: bool = False
+) -> dict[str, Any]:
+    """adapter_config.json, as mlx-lm reads it.
+
+    Where layers are chosen one by one, or have ranks and scales of their own, `layers` has those, which mlx-lm does not
+    read, and `padded` says whether the file's arrays all have lora_parameters' instead.
+
+    Args:
+        shapes: of what is trained of the whole model.
+    """
+    layers = adapter_layers_of(settings, shapes)
+    kinds = set(layers.values())
+    rank, scale = max((layer.rank for layer in kinds), default=settings.rank), scale_of(settings, "")
+    if len(kinds) == 1:
+        scale = next(iter(kinds)).scale
+    parameters: dict[str, object] = {"rank": rank, "scale": scale, "dropout": settings.dropout}
+    config: dict[str, Any] = {
         "fine_tune_type": settings.method,
         "model": settings.path,
-        "num_layers": settings.blocks or len(model.layers),
+        "num_layers": block_count,
         "lora_parameters": parameters,
     }
+    if not is_uniform(settings, len(kinds)):
+        parameters["keys"] = sorted(layers)
+        own = {name: layer._asdict() for name, layer in sorted(layers.items())}
+        return config | {"layers": own, "padded": is_padded}
+    if settings.keys is not None:
+        parameters["keys"] = list(settings.keys)
+    if isinstance(settings.blocks, int):
+        config["num_layers"] = settings.blocks
+    return config

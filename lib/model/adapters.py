@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import schema
 from lib.errors import UserError
-from lib.model.adapter_files import adapter_config, load_trained
+from lib.model.adapter_files import adapter_config, adapter_layers_of, described, load_trained, trainable
+from lib.model.adapter_layers import AdapterLayer, groups, is_uniform, matches, trained_blocks
 from lib.model.lora import use_low_rank_linear
 from lib.model.swiglu import use_own_swiglu
 from lib.system.model_folder import ADAPTER_CONFIG
+
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+LINEARS = (nn.Linear, nn.QuantizedLinear)
+ADAPTABLE = (*LINEARS, SwitchLinear, QuantizedSwitchLinear, *EMBEDDINGS)  # by mlx-lm
 
 
 def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) -> None:
@@ -28,9 +35,7 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
     Raises:
         UserError: no layer matches, or the adapter to start from does not fit.
     """
-    blocks = settings.blocks or len(model.layers)
-    if blocks > len(model.layers):
-        raise UserError(f"model.blocks={blocks}, but {settings.path} has {len(model.layers)} blocks")
+    blocks = trained_blocks(settings, len(model.layers))
     model.freeze()
     use_own_swiglu(model)
     if settings.method == "full":
@@ -38,16 +43,14 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
             raise UserError(
                 f"model.method=full cannot train {settings.path}: its weights are quantised; use model.method=lora"
             )
-        for part in [model] if settings.blocks is None else model.layers[-blocks:]:
+        for part in [model] if settings.blocks is None else [model.layers[index] for index in blocks]:
             part.set_dtype(mx.float32)
             part.unfreeze()
     else:
+        layers = chosen_layers(model, settings)
         mx.random.seed(seed)
-        options: dict[str, object] = {"rank": settings.rank, "scale": settings.scale, "dropout": settings.dropout}
-        if settings.keys is not None:
-            options["keys"] = set(settings.keys)
         try:
-            linear_to_lora_layers(model, blocks, options, use_dora=settings.method == "dora")
+            _add_adapters(model, settings, layers)
             use_low_rank_linear(model)
         except ValueError as error:
             raise UserError(f"model.method={settings.method} does not fit {settings.path}: {error}") from None
@@ -70,6 +73,59 @@ def make_trainable(model: nn.Module, settings: schema.ModelSettings, seed: int) 
         checkpoint_blocks(model)
 
 
+def chosen_layers(model: nn.Module, settings: schema.ModelSettings) -> list[str]:
+    """The layers that get adapters, in the order of the model's blocks, what is outside of them last.
+
+    Raises:
+        UserError: no such blocks; there is no embedding; a pattern that matches no layer.
+    """
+    modules = dict(model.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    chosen = []
+    for index in trained_blocks(settings, len(model.layers)):
+        block = model.layers[index]
+        for name, module in block.named_modules():
+            if (
+                name in settings.keys
+                if settings.keys is not None
+                else hasattr(module, "to_lora") or isinstance(module, ADAPTABLE)
+            ):
+                chosen.append(f"{names[id(block)]}.{name}")
+    chosen += [name for name in modules if name in (settings.keys or ()) and name not in chosen]  # a full name
+    if settings.adapt_embeddings:
+        chosen += [name for name in _outside_blocks(model, settings.path) if name not in chosen]
+    for setting, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
+        for pattern in patterns:
+            if not any(matches(pattern, layer) for layer in chosen):
+                raise UserError(f"model.{setting}: {pattern!r} ends the name of no adapted layer, e.g. {chosen[:1]}")
+    return chosen
+
+
+def _outside_blocks(model: nn.Module, path: str) -> list[str]:
+    """The embedding, and the head where it is not the embedding's."""
+    inside = {id(module) for block in model.layers for module in block.modules()}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) not in inside and isinstance(module, (*EMBEDDINGS, *LINEARS))
+    }
+    if not any(isinstance(module, EMBEDDINGS) for module in found.values()):
+        raise UserError(f"model.adapt_embeddings: {path} has no embedding outside of its blocks")
+    return sorted(found)
+
+
+def _add_adapters(model: nn.Module, settings: schema.ModelSettings, layers: Sequence[str]) -> None:
+    """Gives layers mlx-lm's adapters, drawn from MLX's random state."""
+    grouped = groups(settings, layers)
+    for (rank, scale), names in grouped.items():
+        options: dict[str, object] = {"rank": rank, "scale": scale, "dropout": settings.dropout, "keys": set(names)}
+        count = len(model.layers)
+        if is_uniform(settings, len(grouped)):  # in mlx-lm's order, and so with its random numbers
+            count = len(trained_blocks(settings, count))
+            options["keys"] = None if settings.keys is None else set(settings.keys)
+        linear_to_lora_layers(model, count, options, use_dora=settings.method == "dora")
+
+
 def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
     """Reads model.adapter into a model with such adapters.
 
@@ -84,20 +140,44 @@ def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
             f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); "
             "give a folder that mlx-lm or a run saved"
         ) from None
-    ours = adapter_config(model, settings)
-    theirs = {
-        "method": stored.get("fine_tune_type", "lora"),
-        **{k: stored.get("lora_parameters", {}).get(k) for k in ("rank", "scale")},
-    }
-    wanted = {"method": ours["fine_tune_type"], "rank": settings.rank, "scale": settings.scale}
+    shapes = described(trainable(model))
+    ours = adapter_config(settings, shapes, len(model.layers))
+    if "layers" in stored or "layers" in ours:
+        _require_same_layers(stored, adapter_layers_of(settings, shapes), folder)
+    else:
+        _require_same_adapters(stored, ours, folder)
+    load_trained(model, folder, "model.adapter")
+
+
+def _require_same_adapters(stored: Mapping[str, Any], ours: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError where adapters of one rank and scale have others than the settings say."""
+    theirs, wanted = (
+        {
+            "method": one.get("fine_tune_type", "lora"),
+            **{k: one.get("lora_parameters", {}).get(k) for k in ("rank", "scale")},
+        }
+        for one in (stored, ours)
+    )
     different = [
         f"model.{k}={theirs[k]}"
         for k in theirs
-        if theirs[k] != wanted[k] and (k == "method" or settings.method != "full")
+        if theirs[k] != wanted[k] and (k == "method" or wanted["method"] != "full")
     ]
     if different:
         raise UserError(f"model.adapter {folder} was made with other settings; add {' '.join(different)}")
-    load_trained(model, folder, "model.adapter")
+
+
+def _require_same_layers(stored: Mapping[str, Any], ours: Mapping[str, AdapterLayer], folder: Path) -> None:
+    """Raises UserError where a layer's rank or scale is another than the settings say."""
+    one_for_all = stored.get("lora_parameters", {})
+    for name, layer in ours.items():
+        theirs = stored.get("layers", {name: one_for_all}).get(name, {})
+        if (theirs.get("rank"), theirs.get("scale")) != layer:
+            raise UserError(
+                f"model.adapter {folder} was made with other settings: {name} has rank {theirs.get('rank')} and scale "
+                f"{theirs.get('scale')}, and {layer.rank} and {layer.scale:g} here; give model.rank, scale, alpha and "
+                "their patterns as it was made with"
+            )
 
 
 def checkpoint_blocks(model: nn.Module) -> None:

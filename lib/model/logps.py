@@ -34,15 +34,55 @@ def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
 
     Of a model that ranks hold in stages all call this, and the last one gets the result; the others get zeros.
     """
-    states, stage = (
-        hidden_states(model, inputs, getattr(model, "attention_window", None)),
-        getattr(model, "stage", None),
-    )
-    if stage is not None and not stage.is_last:
+    hidden = _scored_states(model, inputs)
+    if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2])
-    hidden = mx.take(states, inputs["scored"], axis=0)
+    return _summed(token_logps(model, hidden, inputs["targets"]), inputs)
+
+
+def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
+    """`completion_logps`, and how likely the model is to write each completion: float32 [b, K] each.
+
+    The weights are those of WPO, Zhou et al. 2024, arXiv:2406.11827, eq. 2: exp(mean over y's tokens of
+    log pi(y_t) - log sum_v pi(v)^2). They carry no gradient. Their logits are made a second time.
+    """
+    hidden = _scored_states(model, inputs)
+    if hidden is None:
+        return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
-    return mx.where(inputs["mask"], mx.take(logps, inputs["logp_indices"]), 0.0).sum(axis=-1)
+    aligned = _summed(logps - _log_square_sums(model, mx.stop_gradient(hidden)), inputs)
+    weights = mx.exp(aligned / mx.maximum(inputs["mask"].sum(axis=-1), 1))
+    return _summed(logps, inputs), mx.stop_gradient(weights)
+
+
+def _scored_states(model: nn.Module, inputs: StreamInputs) -> mx.array | None:
+    """What the head sees of the scored tokens, [M, D]; None on a rank whose stage has no head."""
+    states = hidden_states(model, inputs, getattr(model, "attention_window", None))
+    stage = getattr(model, "stage", None)
+    return mx.take(states, inputs["scored"], axis=0) if stage is None or stage.is_last else None
+
+
+def _summed(figures: mx.array, inputs: StreamInputs) -> mx.array:
+    """Figures of the scored tokens, float32 [M], summed over each completion: float32 [b, K]."""
+    return mx.where(inputs["mask"], mx.take(figures, inputs["logp_indices"]), 0.0).sum(axis=-1)
+
+
+def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
+    """`completion_logps`, and whether greedy decoding would write each completion: bool [b, K].
+
+    Of a whole model in evaluation mode.
+    """
+    states = hidden_states(model, inputs, getattr(model, "attention_window", None))
+    hidden, head = mx.take(states, inputs["scored"], axis=0), _head(model)
+    logps: list[mx.array] = []
+    are_likeliest: list[mx.array] = []
+    for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
+        logits = head(_after(h, logps[-1:]))
+        logps.append(_logps(logits, t))
+        are_likeliest.append(mx.argmax(logits, axis=-1) == t)
+    of_tokens, likeliest = (mx.take(mx.concatenate(each), inputs["logp_indices"]) for each in (logps, are_likeliest))
+    mask = inputs["mask"]
+    return mx.where(mask, of_tokens, 0.0).sum(axis=-1), mx.where(mask, likeliest, True).all(axis=-1)
 
 
 # ---- The head
@@ -73,6 +113,26 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
             outputs.append(_logps_and_slope(head, h, t, outputs[-1:]))
         else:
             outputs.append(_logps(head(_after(h, outputs[-1:])), t))
+    return mx.concatenate(outputs)
+
+
+def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
+    """log sum_v pi(v)^2 over the vocabulary, float32 [M]; without ever holding all logits. hidden: [M, D]."""
+    head, part = _head(model), getattr(model, "vocabulary_part", None)
+    size = head(hidden[:1]).shape[-1] if part is None else part.size
+    outputs: list[mx.array] = []
+    for h, _ in _chunks(hidden, hidden, size):
+        h = _after(h, outputs[-1:])
+        if part is None:
+            logits = head(h).astype(mx.float32)
+        else:
+            with part.own_logits():
+                logits = head(h).astype(mx.float32)
+        sums = mx.stack([mx.logsumexp(logits, axis=-1), mx.logsumexp(2 * logits, axis=-1)])
+        if part is not None:  # each rank's own in rows of their own: [2, ranks, M]
+            own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
+            sums = mx.logsumexp(part.ranks.sum_forward(mx.where(own_row, sums[:, None], 0.0)), axis=1)
+        outputs.append(sums[1] - 2 * sums[0])
     return mx.concatenate(outputs)
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lib.config.schema import Config
 from lib.environment import ROOT
 from lib.errors import UserError
-from lib.system import files
+from lib.system import files, network
 from lib.system.hardware import Machine
 
 FOLDER = ROOT / "calibration"
@@ -279,8 +279,12 @@ def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibratio
 def own_file(folder: Path, hosts: list[str], rank: int) -> Path:
     """The file that this rank of a world goes by, whether it exists or not."""
     host = hosts[rank]
-    numbered = folder / f"{host}-{hosts[:rank].count(host)}.json"
-    return numbered if hosts.count(host) > 1 and numbered.exists() else folder / f"{host}.json"
+    plain, numbered = folder / f"{host}.json", folder / f"{host}-{hosts[:rank].count(host)}.json"
+    if hosts.count(host) > 1 and numbered.exists():
+        return numbered
+    # Measured beside another machine of this name, which is not in this world.
+    beside = folder / f"{host}-{network.machine_id()[: network.ID_DIGITS]}.json"
+    return beside if beside.exists() and not plain.exists() else plain
 
 
 def write_calibration(path: Path, calibration: HostCalibration) -> None:

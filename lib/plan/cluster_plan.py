@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from lib.config.schema import Config
+from lib.model.adapter_layers import trained_blocks
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.pipeline_costs import PipelineCosts
@@ -259,7 +260,7 @@ def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
     """
     if config.model.method != "full":
         return 0.0
-    return 4 * 4 / shape.weight_bytes * min(config.model.blocks or shape.blocks, shape.blocks) / shape.blocks
+    return 4 * 4 / shape.weight_bytes * len(trained_blocks(config.model, shape.blocks)) / shape.blocks
 
 
 def whole_bytes(config: Config, shape: ModelShape) -> int:

@@ -32,6 +32,7 @@ from lib.plan.shares import (
 )
 from lib.system.hardware import Device
 
+MOST_DIVISIONS = 20  # of a model, until a pair's activations fit beside every part
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 
 
@@ -198,27 +199,14 @@ def plan_sharded(
         UserError: the settings do not fit the world, or the model does not fit the hosts' memory.
     """
     batch = config.train.global_batch_size
-    weights, reason = _part_weights(config, hosts)
-    division = divide(shape, weights, config.model.shard_vocabulary)
-    parts = _parts(config, hosts, shape, division)
-    if config.plan.shares is None and all(host.memory_bytes for host in hosts):
-        limited = _weights_within_memory(config, shape, weights, parts)
-        if limited != weights:
-            division, reason = (
-                divide(shape, limited, config.model.shard_vocabulary),
-                f"{reason}, as far as memory allows",
-            )
-            parts = _parts(config, hosts, shape, division)
+    parts, division, activations, reason = _divided(config, hosts, shape, model)
+    size, checkpointing = (config.plan.micro_batch_sizes or (DEFAULT_MICRO_BATCH_SIZE,))[0], False
     warnings = [
         f"host {host.name}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
         for host, part in zip(hosts, parts, strict=True)
         if part.memory_bytes and part.needed_bytes > (1 - MEMORY_HEADROOM) * part.memory_bytes
     ]
-    size = (config.plan.micro_batch_sizes or (DEFAULT_MICRO_BATCH_SIZE,))[0]
-    checkpointing = False
-    devices = [host.device for host in hosts if host.device]
-    if model and len(devices) == len(hosts):
-        activations = _Activations(config, hosts, devices, parts, division, model)
+    if activations:
         size, checkpointing = activations.micro_batch_size()
         parts = activations.added(size, checkpointing)
         if checkpointing:
@@ -239,6 +227,39 @@ def plan_sharded(
         parts=parts,
         gradient_checkpointing=checkpointing,
     )
+
+
+def _divided(
+    config: Config, hosts: Sequence[RankHost], shape: ModelShape, model: MemoryModel | None
+) -> tuple[tuple[PartOfModel, ...], Division, _Activations | None, str]:
+    """Each rank's part, as far as memory allows with a pair's activations beside it; and why these.
+
+    Raises:
+        UserError: as plan_sharded.
+    """
+    weights, reason = _part_weights(config, hosts)
+    division = divide(shape, weights, config.model.shard_vocabulary)
+    parts = _parts(config, hosts, shape, division)
+    devices = [host.device for host in hosts if host.device]
+    knows_activations = model is not None and len(devices) == len(hosts)
+    may_move = config.plan.shares is None and all(host.memory_bytes for host in hosts)
+    activations, reserved = None, [0.0] * len(hosts)
+    for _ in range(MOST_DIVISIONS):
+        if may_move:
+            limited = _weights_within_memory(config, shape, weights, parts, reserved)
+            if limited != weights:
+                division = divide(shape, limited, config.model.shard_vocabulary)
+                parts = _parts(config, hosts, shape, division)
+        if not knows_activations:
+            break
+        assert model is not None
+        activations = _Activations(config, hosts, devices, parts, division, model)
+        lacking = [activations.lacking_bytes(rank) for rank in range(len(hosts))]
+        if not any(lacking) or not may_move or config.plan.micro_batch_sizes:
+            break
+        reserved = [kept + missing for kept, missing in zip(reserved, lacking, strict=True)]
+    is_limited = division.weights != tuple(weights)
+    return parts, division, activations, f"{reason}, as far as memory allows" if is_limited else reason
 
 
 def _part_weights(config: Config, hosts: Sequence[RankHost]) -> tuple[list[float], str]:
@@ -282,9 +303,11 @@ def _parts(config: Config, hosts: Sequence[RankHost], shape: ModelShape, divisio
 
 
 def _weights_within_memory(
-    config: Config, shape: ModelShape, weights: list[float], parts: Sequence[PartOfModel]
+    config: Config, shape: ModelShape, weights: list[float], parts: Sequence[PartOfModel], reserved: Sequence[float]
 ) -> list[float]:
     """The weights, changed where a part would not fit its host. Every rank's memory is known.
+
+    reserved: bytes of each host that a part leaves free.
 
     Raises:
         UserError: all hosts together have too little.
@@ -292,13 +315,18 @@ def _weights_within_memory(
     per_weight, world_size = training_bytes_per_byte(config, shape), len(parts)
     memory_bytes = [part.memory_bytes or 0 for part in parts]
     total, whole = sum(part.divided_bytes for part in parts), parts[0].whole_bytes
-    room = [(1 - MEMORY_HEADROOM) * size / (1 + per_weight) - whole for size in memory_bytes]
+    room = [
+        ((1 - MEMORY_HEADROOM) * size - kept) / (1 + per_weight) - whole
+        for size, kept in zip(memory_bytes, reserved, strict=True)
+    ]
     limited = within_memory(weights, [max(0.0, space) / total for space in room])
     if limited is None:
-        needed = (1 + per_weight) * (total + world_size * whole)
+        needed = (1 + per_weight) * (total + world_size * whole) + sum(reserved)
+        trained = ", gradients and optimizer" if per_weight else ""
+        pair = " and one pair's activations" if any(reserved) else ""
         raise UserError(
-            f"strategy=sharded: {world_size} ranks need {needed / 1e9:.2f} GB together for weights"
-            f"{', gradients and optimizer' if per_weight else ''}, but have {sum(memory_bytes) / 1e9:.2f} GB less "
+            f"strategy=sharded: {world_size} ranks need {needed / 1e9:.2f} GB together for weights{trained}{pair}, "
+            f"but have {sum(memory_bytes) / 1e9:.2f} GB less "
             f"{MEMORY_HEADROOM:.0%} headroom; add a host, or take a quantised model with model.method=lora"
         )
     return limited
@@ -333,6 +361,15 @@ class _Activations:
             needed = functools.partial(self.size_bytes, rank, checkpointing=checkpointing)
             sizes.append(largest_micro_batch(needed, room, most))
         return sizes
+
+    def lacking_bytes(self, rank: int) -> float:
+        """What is missing for one pair beside a rank's part, with gradient checkpointing where it may be turned on."""
+        part, settings = self.parts[rank], self.config.model
+        if part.memory_bytes is None:
+            return 0.0
+        checkpointing = self.model.training.checkpointing or settings.may_turn_on_checkpointing
+        needed = part.needed_bytes + self.size_bytes(rank, 1, checkpointing)
+        return max(0.0, needed - (1 - MEMORY_HEADROOM) * part.memory_bytes)
 
     def micro_batch_size(self) -> tuple[int, bool]:
         """Pairs of a micro-batch: as configured, else as fit every rank; and whether checkpointing is turned on.

@@ -16,6 +16,7 @@ from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
+from lib.model import adapter_layers
 from lib.model.partition import FAMILIES, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration, memory_ceilings
@@ -188,8 +189,9 @@ def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | 
         shape,
         Training(
             method=settings.method,
-            rank=settings.rank,
-            blocks=settings.blocks,
+            rank=adapter_layers.most_rank(settings),
+            blocks=None if settings.blocks is None else adapter_layers.depth(settings, shape.blocks),
+            adapts_embeddings=settings.adapt_embeddings,
             checkpointing=bool(settings.gradient_checkpointing),
             window=settings.attention_window,
             moments=MOMENTS.get(config.train.optimizer, 2),

@@ -11,6 +11,7 @@ of arrays in use: what MLX's cache keeps besides is given back before an allocat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -49,9 +50,7 @@ def step_bytes(
         batch: the largest micro-batch, as lib/data/batch_shapes.py pads it.
         weight_bytes: of all that is loaded, before anything is trained.
     """
-    tape = Step(shape, training, batch, device).write()
-    gradients = sum(array.size_bytes for array in tape.kept_to_the_end)
-    backward = tape.peak_bytes(device, training.method)
+    gradients, backward = _gradients_and_peak(shape, training, batch, device)
     adapters = 0.0 if training.method == "full" else gradients
     if training.method == "full":  # float32, whatever was loaded
         adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
@@ -63,6 +62,15 @@ def step_bytes(
         gradients=round(gradients),
         activations=round(MARGIN * largest - gradients),
     )
+
+
+@functools.lru_cache(maxsize=4096)  # a plan weighs the same steps in several strategies
+def _gradients_and_peak(
+    shape: ModelShape, training: Training, batch: BatchShape, device: Device
+) -> tuple[float, float]:
+    """Bytes of the gradients, and the most that the passes hold at a time."""
+    tape = Step(shape, training, batch, device).write()
+    return sum(array.size_bytes for array in tape.kept_to_the_end), tape.peak_bytes(training.method)
 
 
 # ---- Micro-batches that fit

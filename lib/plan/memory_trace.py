@@ -17,21 +17,19 @@ the adapters), in every block:
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lib.data.batch_shapes import BatchShape
 from lib.model.partition import ModelShape
+from lib.plan.memory_tape import Array, Tape
 from lib.system.hardware import Device
 
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
-TASKS = 11  # that MLX has under way at most: ten, and the one that is being filled
-CUDA_TASKS = {"lora": TASKS, "dora": 5, "full": 5}  # one H200's peaks; 11 would plan up to 1.9 times
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
-TASK_SIZES = {"cpu": (2, math.inf), "metal": (50, 50 * 2**20), "cuda": (100, 1000 * 2**20)}  # operations, elements read
+CUDA_LATE_BLOCKS = {"lora": 0, "dora": 3, "full": 5}  # the same by one H200's peaks
 MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "rmsprop": 1, "adagrad": 1, "adafactor": 1}  # a trained number
 
 
@@ -41,98 +39,26 @@ class Training:
 
     method: Literal["lora", "dora", "full"] = "lora"
     rank: int = 8
-    blocks: int | None = None  # that are trained, the last ones; None: all
+    blocks: int | None = None  # that gradients pass through, the last ones; None: all
+    adapts_embeddings: bool = False
     checkpointing: bool = False
     window: int | None = None  # of attention
     moments: int = 2  # numbers that the optimizer keeps for each that is trained
     shared_prompts: bool = True
 
 
-class _Array:
-    __slots__ = ("elements", "size_bytes")
-
-    def __init__(self, elements: float, item_bytes: float):
-        self.elements, self.size_bytes = elements, elements * item_bytes
-
-
-class _Operation(NamedTuple):
-    makes: tuple[_Array, ...]
-    reads: tuple[_Array, ...]
-    scratch_bytes: float
-    weights: float  # elements that are read besides
-
-
 @dataclass(frozen=True)
 class _AttentionPart:
     """Attention over sequences of one shape, with the arrays that its backward pass reads."""
 
-    queries: _Array  # scaled, unless a kernel does that itself
-    keys_and_values: list[_Array]
-    probabilities: _Array | None  # None where a kernel keeps none
-    output: _Array
+    queries: Array  # scaled, unless a kernel does that itself
+    keys_and_values: list[Array]
+    probabilities: Array | None  # None where a kernel keeps none
+    output: Array
     query_elements: float
     key_elements: float  # of the keys, and again of the values
     score_elements: float
     query_length: int
-
-
-class Tape:
-    """Operations in order, and those of the backward pass in the order of the forward."""
-
-    def __init__(self) -> None:
-        self.operations: list[_Operation] = []
-        self.backward: list[Callable[[], None]] = []
-        self.cotangents: dict[_Array, _Array] = {}
-        self.kept_to_the_end: list[_Array] = []
-
-    def make(
-        self, elements: float, item_bytes: float, *reads: _Array, scratch: float = 0, weights: float = 0
-    ) -> _Array:
-        """A new array; an operation that overwrites its input makes none."""
-        array = _Array(elements, item_bytes)
-        self.operations.append(_Operation((array,), reads, scratch, weights))
-        return array
-
-    def touch(self, *reads: _Array, scratch: float = 0, weights: float = 0) -> None:
-        """An operation whose output is too small to count."""
-        self.operations.append(_Operation((), reads, scratch, weights))
-
-    def give(self, array: _Array, cotangent: _Array, item_bytes: float) -> None:
-        """Adds to an array's cotangent."""
-        earlier = self.cotangents.get(array)
-        self.cotangents[array] = (
-            cotangent if earlier is None else self.make(array.elements, item_bytes, earlier, cotangent)
-        )
-
-    def go_back(self, operations: list[Callable[[], None]]) -> None:
-        while operations:
-            operations.pop()()
-
-    def peak_bytes(self, device: Device, method: str) -> float:
-        """The most bytes held at a time."""
-        tasks_under_way = CUDA_TASKS[method] if device == "cuda" else TASKS
-        last = {
-            array: i for i, operation in enumerate(self.operations) for array in (*operation.makes, *operation.reads)
-        }
-        forever = set(self.kept_to_the_end)
-        most_operations, most_elements = TASK_SIZES[device]
-        tasks: deque[float] = deque()  # what each lets go, once it is done
-        held = peak = freed = elements = 0.0
-        count = 0
-        for index, operation in enumerate(self.operations):
-            held += sum(array.size_bytes for array in operation.makes) + operation.scratch_bytes
-            peak = max(peak, held)
-            arrays = (*operation.makes, *operation.reads)
-            done = {array for array in arrays if last[array] == index and array not in forever}
-            freed += sum(array.size_bytes for array in done) + operation.scratch_bytes
-            elements += sum(array.elements for array in operation.reads) + operation.weights
-            count += 1
-            if count >= most_operations or elements > most_elements:
-                tasks.append(freed)
-                freed, elements, count = 0.0, 0.0, 0
-                if len(tasks) >= tasks_under_way:
-                    held -= tasks.popleft()
-        return peak
 
 
 class Step:
@@ -140,28 +66,30 @@ class Step:
 
     def __init__(self, shape: ModelShape, training: Training, batch: BatchShape, device: Device):
         self.shape, self.training, self.batch, self.device = shape, training, batch, device
-        self.tape = Tape()
+        self.tape = Tape(device)
         self.tokens: float = batch.tokens
         self.on_cpu = device == "cpu"
         self.is_full = training.method == "full"
         self.item = 4 if self.is_full else shape.other_bytes
         self.trained_blocks = min(training.blocks or shape.blocks, shape.blocks)
+        v, d, r = shape.vocabulary, shape.hidden_size, training.rank * training.adapts_embeddings
+        self.head_gradient = r * (v + d) or v * d * (self.is_full and training.blocks is None)  # the embedding's, too
         self.is_trained = False  # the block that is being written down
         # MLX orders a graph breadth first, twenty arrays wide: the first parameters' gradients are made last of all,
         # and what they read is held until then.
         self.is_late = False
-        self.late: list[tuple[float, tuple[_Array, ...]]] = []
+        self.late: list[tuple[float, tuple[Array, ...]]] = []
 
     # ---- Layers: each makes its output, and records what its backward pass does
 
-    def array(self, width: float, *reads: _Array, item: float | None = None, **more: float) -> _Array:
+    def array(self, width: float, *reads: Array, item: float | None = None, **more: float) -> Array:
         return self.tape.make(self.tokens * width, self.item if item is None else item, *reads, **more)
 
     def later(self, back: Callable[[], None]) -> None:
         if self.is_trained:
             self.tape.backward.append(back)
 
-    def norm(self, x: _Array) -> _Array:
+    def norm(self, x: Array) -> Array:
         tape, width = self.tape, x.elements / self.tokens
         if not self.on_cpu:
             y = self.array(width, x)
@@ -189,7 +117,7 @@ class Step:
         self.later(slow)
         return y
 
-    def linears(self, x: _Array, *widths: int) -> list[_Array]:
+    def linears(self, x: Array, *widths: int) -> list[Array]:
         """Layers that read the same input."""
         method = self.training.method if self.is_trained else "frozen"
         if method == "dora":
@@ -222,24 +150,23 @@ class Step:
         self.later(back)
         return ys
 
-    def wide(self, x: _Array) -> _Array:
+    def wide(self, x: Array) -> Array:
         return x if self.item == 4 else self.array(x.elements / self.tokens, x, item=4)
 
-    def dora(self, x: _Array, wide: _Array, width: int) -> _Array:
+    def dora(self, x: Array, wide: Array, width: int) -> Array:
         """As mlx-lm has it: the adapted weights are made for their norm, the low-rank term in float32 (`wide`)."""
         tape, inner = self.tape, x.elements / self.tokens
         y = self.array(width, x, weights=inner * width)
         low = self.array(self.training.rank, wide, item=4)
         z = self.array(width, low, item=4)
-        out = self.array(width, y, z)
-        adapted = tape.make(inner * width, 4)
-        tape.make(inner * width, 4, tape.make(inner * width, 4, adapted))
+        out = tape.over(y, self.item, z)
+        tape.over(tape.over(tape.make(inner * width, 4), 4), 4)  # its norms' squares
         scaled = self.array(width, out)
 
         def back() -> None:
             dy = tape.cotangents.pop(scaled)
-            self.array(width, dy, out)
-            d_out = self.array(width, dy)
+            tape.over(out, self.item, dy)
+            d_out = tape.over(dy, self.item)
             dz = self.array(width, d_out, item=4)
             d_low = self.array(self.training.rank, dz, item=4)
             self.gradient(self.training.rank * (inner + width) + width, low, dz, wide, d_low)
@@ -250,14 +177,14 @@ class Step:
         self.later(back)
         return scaled
 
-    def gradient(self, elements: float, *reads: _Array) -> None:
+    def gradient(self, elements: float, *reads: Array) -> None:
         if self.is_late:
             self.late.append((elements, reads))
             return
         array = self.tape.make(elements, 4, *reads)
         self.tape.kept_to_the_end.append(array)
 
-    def rotate(self, x: _Array) -> _Array:
+    def rotate(self, x: Array) -> Array:
         tape, width = self.tape, x.elements / self.tokens
         turns = self.array(self.shape.head_dim, item=4) if self.on_cpu else None
         if turns:
@@ -284,7 +211,7 @@ class Step:
             return rectangles
         return [(n, queries, min(keys, 2 * window) if keys > window else keys) for n, queries, keys in rectangles]
 
-    def attention(self, q: _Array, k: _Array, v: _Array) -> _Array:
+    def attention(self, q: Array, k: Array, v: Array) -> Array:
         shape, tape, item = self.shape, self.tape, self.item
         width, kv_width = q.elements / self.tokens, k.elements / self.tokens
         outputs, parts = [], []
@@ -301,7 +228,7 @@ class Step:
 
         def back() -> None:
             dy = tape.cotangents.pop(y)
-            pieces: list[list[_Array]] = [[], [], []]
+            pieces: list[list[Array]] = [[], [], []]
             for part in reversed(parts):
                 for piece, array in zip(pieces, self.products_back(dy, part), strict=True):
                     piece.append(array)
@@ -314,7 +241,7 @@ class Step:
     def is_fused(self) -> bool:
         return self.device == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
 
-    def products(self, q: _Array, ks: list[_Array], own: float, scores: float) -> tuple[_Array, _Array | None, _Array]:
+    def products(self, q: Array, ks: list[Array], own: float, scores: float) -> tuple[Array, Array | None, Array]:
         """Scaled queries, probabilities (None where a kernel keeps none), output."""
         tape, item = self.tape, self.item
         if self.is_fused():
@@ -323,7 +250,7 @@ class Step:
         probabilities = tape.make(scores, item, qs, ks[0])  # in the scores' place, like the mask
         return qs, probabilities, tape.make(own, item, probabilities, ks[1])
 
-    def products_back(self, dy: _Array, part: _AttentionPart) -> list[_Array]:
+    def products_back(self, dy: Array, part: _AttentionPart) -> list[Array]:
         """Cotangents of queries, keys and values."""
         tape, item = self.tape, self.item
         qs, (keys, values), probabilities = part.queries, part.keys_and_values, part.probabilities
@@ -338,13 +265,13 @@ class Step:
         dv = tape.make(repeated, item, probabilities, d_out)
         # With the probabilities' cotangent, in its place.
         product = tape.make(scores, item, probabilities, d_out, values)
-        other = tape.make(scores, item, probabilities, product)
-        d_scores = tape.make(scores, item, product, other)
+        other = tape.over(product, item, probabilities)
+        d_scores = tape.over(other, item, product)
         dq = tape.make(own, item, d_scores, keys)
         dk = tape.make(repeated, item, d_scores, qs)
         return [tape.make(own, item, dq), tape.make(both, item, dk), tape.make(both, item, dv)]
 
-    def swiglu(self, gate: _Array, up: _Array) -> _Array:
+    def swiglu(self, gate: Array, up: Array) -> Array:
         tape, width = self.tape, gate.elements / self.tokens
         sigmoid = self.array(width, gate) if self.on_cpu else None
         y = self.array(width, gate, up, *([sigmoid] if sigmoid else []))
@@ -364,7 +291,7 @@ class Step:
         self.later(back)
         return y
 
-    def add(self, x: _Array, y: _Array) -> _Array:
+    def add(self, x: Array, y: Array) -> Array:
         total = self.array(x.elements / self.tokens, x, y)
 
         def back() -> None:
@@ -377,7 +304,7 @@ class Step:
 
     # ---- The model
 
-    def block(self, x: _Array, has_experts: bool) -> _Array:
+    def block(self, x: Array, has_experts: bool) -> Array:
         shape = self.shape
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         q, k, v = self.linears(self.norm(x), queries, keys, keys)
@@ -385,11 +312,11 @@ class Step:
         h = self.add(x, out)
         return self.add(h, self.experts(self.norm(h)) if has_experts else self.mlp(self.norm(h), shape.mlp_columns))
 
-    def mlp(self, x: _Array, columns: int) -> _Array:
+    def mlp(self, x: Array, columns: int) -> Array:
         gate, up = self.linears(x, columns, columns)
         return self.linears(self.swiglu(gate, up), self.shape.hidden_size)[0]
 
-    def experts(self, x: _Array) -> _Array:
+    def experts(self, x: Array) -> Array:
         """Every token goes through some experts: as wide as all of those together, and copied for each."""
         shape, times = self.shape, max(self.shape.experts_per_token, 1)
         copies = self.array(times * shape.hidden_size, x)
@@ -414,7 +341,7 @@ class Step:
         """The whole micro-batch: forward, the head, backward."""
         shape, tape = self.shape, self.tape
         x = self.array(shape.hidden_size)
-        blocks: list[tuple[_Array, _Array, list[Callable[[], None]], bool]] = []
+        blocks: list[tuple[Array, Array, list[Callable[[], None]], bool]] = []
         for index in range(shape.blocks):
             # A checkpointed block keeps nothing: its operations are recorded again where its backward pass begins.
             is_trained = index >= shape.blocks - self.trained_blocks
@@ -430,8 +357,9 @@ class Step:
         self.head(hidden)
         tape.go_back(final)
         trained = blocks[shape.blocks - self.trained_blocks :]
+        late_blocks = CUDA_LATE_BLOCKS if self.device == "cuda" else LATE_BLOCKS
         for index, (x, y, backs, is_sparse) in reversed(list(enumerate(trained))):
-            self.is_late = index < LATE_BLOCKS[self.training.method]
+            self.is_late = index < late_blocks[self.training.method]
             if self.training.checkpointing:
                 dy = tape.cotangents.pop(y)
                 again = self.block(x, is_sparse)
@@ -441,31 +369,27 @@ class Step:
         self.is_late = False
         for elements, reads in self.late:
             self.gradient(elements, *reads)
-        if self.is_full and self.training.blocks is None:  # of the embedding, added to the head's where they are one
-            embedding = tape.make(shape.vocabulary * shape.hidden_size, 4)
+        if self.head_gradient:  # of the embedding, added to the head's where they are one
+            embedding = tape.make(self.head_gradient, 4)
             if not shape.is_tied:
                 tape.kept_to_the_end.append(embedding)
         return tape
 
-    def head(self, hidden: _Array) -> None:
+    def head(self, hidden: Array) -> None:
         """The logits of the scored tokens, chunk by chunk, each with the gradient of what went in."""
         shape, tape, scored = self.shape, self.tape, self.batch.scored
         pieces = max(1, math.ceil(scored * shape.vocabulary * 4 / LOGITS_BYTES))
         rows = math.ceil(scored / pieces)
         taken = tape.make(scored * shape.hidden_size, self.item, hidden)
         head_weights = shape.vocabulary * shape.hidden_size
-        is_trained = self.is_full and self.training.blocks is None
-        slopes: list[_Array] = []
-        if not is_trained:
-            slopes = [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
-        else:
-            slopes = self.trained_head(taken, rows, pieces, head_weights)
+        frozen = [] if self.head_gradient else [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
+        slopes = frozen or self.trained_head(taken, rows, pieces, head_weights)
         for _ in range(LOSS_OPERATIONS):
             tape.touch()
         d_taken = tape.make(scored * shape.hidden_size, self.item, *slopes)
         tape.cotangents[hidden] = tape.make(hidden.elements, self.item, d_taken)
 
-    def trained_head(self, taken: _Array, rows: int, pieces: int, head_weights: float) -> list[_Array]:
+    def trained_head(self, taken: Array, rows: int, pieces: int, head_weights: float) -> list[Array]:
         """Logits are made a second time, unless one piece is all."""
         tape, size = self.tape, rows * self.shape.vocabulary
         logits = None
@@ -478,13 +402,13 @@ class Step:
                 logits = tape.make(size, 4, taken, weights=head_weights)
             by_logits = tape.make(size, 4, logits)
             slopes.append(tape.make(rows * self.shape.hidden_size, 4, by_logits, weights=head_weights))
-            one = tape.make(head_weights, 4, by_logits, taken)
-            total = one if total is None else tape.make(head_weights, 4, total, one)
+            one = tape.make(self.head_gradient, 4, by_logits, taken)
+            total = one if total is None else tape.over(one, 4, total)
         assert total is not None
         tape.kept_to_the_end.append(total)
         return slopes
 
-    def chunk(self, taken: _Array, rows: int, head_weights: float) -> _Array:
+    def chunk(self, taken: Array, rows: int, head_weights: float) -> Array:
         tape, size = self.tape, rows * self.shape.vocabulary
         logits = tape.make(size, self.item, taken, weights=head_weights)
         if self.on_cpu:

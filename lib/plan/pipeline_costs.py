@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -144,6 +145,12 @@ class PipelineCosts:
         memory = self._memory(self.hosts[rank].device, pairs)
         ends = (rank == 0) + (rank == len(self.hosts) - 1)
         return float(self._trained(memory)[first_block : first_block + blocks].sum()) + ends * memory.table_bytes
+
+    @property
+    def assumed_links(self) -> list[int]:
+        """Ranks whose link to the next one, on another host, nobody measured."""
+        names = [host.name for host in self.hosts]
+        return [rank for rank, pair in enumerate(pairwise(names)) if pair[0] != pair[1] and self.link_of(rank) is None]
 
     # ---- Of a host
 

@@ -22,6 +22,7 @@ from typing import TypedDict
 from lib.system import os_commands
 
 HOST = "TANDEM_HOST"  # the name that the launcher fixed for this host
+ID_DIGITS = 4  # of a machine's id, behind a name that two machines have
 
 
 # Places in Linux's struct tcp_info (linux/tcp.h): tcpi_rtt in microseconds, tcpi_total_retrans.
@@ -68,7 +69,7 @@ def distinct_names(machines: Sequence[tuple[str, str]]) -> list[str]:
     ids: dict[str, set[str]] = {}
     for name, identity in machines:
         ids.setdefault(name, set()).add(identity)
-    return [name if len(ids[name]) == 1 else f"{name}-{identity[:4]}" for name, identity in machines]
+    return [name if len(ids[name]) == 1 else f"{name}-{identity[:ID_DIGITS]}" for name, identity in machines]
 
 
 # ---- Addresses

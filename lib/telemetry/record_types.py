@@ -82,9 +82,11 @@ class Record(PlanRecord, total=False):
     text: str | None
     # samples
     samples: list[SampleRecord] | None
-    # evaluation
+    # evaluation; end: of the weights that the run's folder holds
     loss: FiniteFloat | None
     kl: FiniteFloat | None
     reward_accuracy: FiniteFloat | None
     reward_margin: FiniteFloat | None
     exact_match: FiniteFloat | None
+    # end
+    final_step: int | None  # whose weights the run's folder holds

@@ -35,7 +35,8 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.step import Metrics, StepResult
+from lib.training.objective import Metrics
+from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -79,6 +80,8 @@ class Progress:
     skipped_in_row: int = 0
     best_step: int | None = None
     best_loss: float | None = None
+    best_metrics: Metrics = field(default_factory=dict)  # of the best step's evaluation
+    evaluations_since_best: int = 0
     before: Metrics = field(default_factory=dict)  # the evaluation before the first step
     bytes_sent: int = 0  # by rank 0, in steps and merges
     schedule: dict[str, Any] = field(default_factory=dict)  # the plans in force and to come (lib/plan/replan.py)
@@ -101,12 +104,21 @@ class Progress:
         local = self.rounds.get("local_steps", [])
         return local[rank] if rank < len(local) else self.step
 
-    def is_best(self, step: int, loss: float | None) -> bool:
-        """Whether the held-out loss is the lowest so far; then it is the one to beat."""
-        if loss is None or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+    def is_best(self, metrics: Metrics) -> bool:
+        """Counts an evaluation of this step: whether its held-out loss is the lowest so far, and the one to beat."""
+        loss = metrics.get("loss")
+        if loss is None:
             return False
-        self.best_step, self.best_loss = step, loss
+        self.evaluations_since_best += 1
+        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+            return False
+        self.best_step, self.best_loss, self.best_metrics = self.step, loss, metrics
+        self.evaluations_since_best = 0
         return True
+
+    def has_stalled(self, patience: int | None) -> bool:
+        """Whether so many evaluations in a row brought no lower held-out loss."""
+        return patience is not None and self.evaluations_since_best >= patience
 
 
 def keeps_disk(folder: Path, world: World) -> bool:
@@ -259,7 +271,9 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
             OPTIMIZER: moments,
         }
         texts = {
-            adapter_files.ADAPTER_CONFIG: json.dumps(adapter_files.adapter_config(model, config.model), indent=2)
+            adapter_files.ADAPTER_CONFIG: json.dumps(
+                adapter_files.adapter_config(config.model, weights[0], len(model.layers)), indent=2
+            )
             + "\n",
             "plan.json": json.dumps(state.plan, indent=2) + "\n",
             STATE: json.dumps(asdict(progress), indent=2) + "\n",

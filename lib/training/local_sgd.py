@@ -35,7 +35,7 @@ from lib.plan.strategy import FIRST_STEPS, default_merge, longest_round, measure
 from lib.training import round_assignment
 from lib.training.checkpoint import Progress, RankArrays, RoundsState
 from lib.training.rank_speeds import RankReport, RankSpeeds
-from lib.training.round_merge import Merger, MergeResult, RoundWork, to_rank
+from lib.training.round_merge import Merger, MergeResult, RoundWork, to_ranks
 from lib.training.step import StepResult
 
 ROUND_ENDS = 6  # of late, by which the next round's length is chosen
@@ -334,7 +334,7 @@ class LocalSGD:
 
         A synchronous run's is one, too: the ranks part where it stood.
         """
-        if progress.step < self.steps and to_rank(self.model, self.config.model.rank):
+        if progress.step < self.steps and to_ranks(self.model, self.config.model):
             mx.eval(self.model.trainable_parameters())
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         state = progress.rounds

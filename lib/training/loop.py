@@ -20,9 +20,12 @@ from lib.distributed.world import World
 from lib.model import adapter_files
 from lib.system import metal
 from lib.training import checkpoint, report, summary
+from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
 from lib.training.moved_blocks import CutWatch, move_blocks
-from lib.training.step import Metrics, MicroBatch, StepResult, is_compiled
+from lib.training.objective import Metrics
+from lib.training.resume import restore_weights
+from lib.training.step import MicroBatch, StepResult, is_compiled
 from lib.training.step_retries import Learner
 from lib.training.training_run import PREFETCHED, TrainingRun
 
@@ -105,9 +108,10 @@ class TrainingLoop:
     learner: Learner
     batches: Batches
     evaluate_on: Evaluate
-    latest: Metrics = field(default_factory=dict)  # held-out metrics
+    latest: Metrics = field(default_factory=dict)  # held-out metrics of the model as it is
 
     def __post_init__(self) -> None:
+        self.final_step = self.run.steps  # whose weights the run's folder holds at the end
         self.checkpoint_every = self.run.config.checkpoint.every or min(100, -(-self.run.steps // 10))
 
     def evaluate(self) -> Metrics:
@@ -118,14 +122,46 @@ class TrainingLoop:
         return self.evaluate_on(run.world, run.schedule.at(run.progress.step + 1).shares)
 
     def train(self) -> None:
-        """Trains until the run's last step."""
+        """Trains until the run's last step, or until the held-out loss falls no more; leaves the final weights."""
         run = self.run
-        self.latest = self.evaluate() if run.progress.step >= run.steps else run.progress.before
-        with run.say.training(run.progress.step, run.steps) as show:
-            if run.local_sgd is None:
-                self._train_synchronously(show)
-            else:
-                self._train_independently(run.local_sgd, show)
+        if run.is_over:
+            self.latest = self.evaluate()
+        else:
+            self.latest = run.progress.before
+            with run.say.training(run.progress.step, run.steps) as show:
+                if run.local_sgd is None:
+                    self._train_synchronously(show)
+                else:
+                    self._train_independently(run.local_sgd, show)
+        if why := self.early_end():
+            run.say.line(f"training ends after step {run.progress.step} of {run.steps}: {why}")
+        self.final_step = run.progress.step
+        if run.config.checkpoint.final == "best":
+            self._take_best()
+
+    def early_end(self) -> str | None:
+        """Why training ended before the run's last step, if it did."""
+        progress = self.run.progress
+        if progress.step >= self.run.steps:
+            return None
+        loss, count = progress.best_loss, progress.evaluations_since_best
+        best = "is finite" if loss is None else f"is below {loss:.4f} (step {progress.best_step})"
+        return f"none of the last {count} held-out losses {best}; train.patience={self.run.config.train.patience}"
+
+    def _take_best(self) -> None:
+        """Goes back to the weights with the lowest held-out loss, where these are not the last ones."""
+        run, progress = self.run, self.run.progress
+        step, loss = progress.best_step, progress.best_loss
+        if run.is_never_merged or step is None or step == progress.step:
+            return
+        path = run.folder / "checkpoints" / f"step-{step:08d}"
+        if fault := run.world.broadcast_text(fault_of(path) or "" if run.world.rank == 0 else ""):
+            text = f"{path}, of the lowest held-out loss, is damaged ({fault}); the last weights are taken"
+            run.say.warning(text, progress.step)
+            return
+        restore_weights(path, run.model, run.world)
+        self.final_step, self.latest = step, progress.best_metrics
+        run.say.line(f"the weights of step {step} are taken, of the lowest held-out loss ({loss:.4f})")
 
     def _train_synchronously(self, show: Show) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
@@ -144,6 +180,8 @@ class TrainingLoop:
                 evaluation_due = is_last or bool(every and step % every == 0)
                 moved = None if is_last else cut_watch.observe(step, result.compute_seconds[0])
                 is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due or moved is not None)
+                if run.is_over:
+                    break
                 if moved is not None and is_saved:
                     self.learner = move_blocks(run, self.learner, moved)
                     cut_watch.moved()
@@ -168,6 +206,8 @@ class TrainingLoop:
             evaluation_due = progress.step == run.steps or progress.step // every > evaluated // every
             self._evaluate_and_save(evaluation_due, checkpoint_due)
             evaluated = progress.step
+            if run.is_over:
+                break
 
     def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> bool:
         """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved."""
@@ -176,8 +216,8 @@ class TrainingLoop:
         if evaluation_due:
             self.latest = self.evaluate()
             # Rank 0's: ranks that are never merged have losses of their own.
-            loss = json.loads(run.world.broadcast_text(json.dumps(self.latest))).get("loss")
-            checkpoint_due = run.progress.is_best(run.progress.step, loss) or checkpoint_due
+            metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
+            checkpoint_due = run.progress.is_best(metrics) or run.is_over or checkpoint_due
         return checkpoint_due and run.save()
 
     def finish(self, launched: float) -> summary.RunSummary | None:
@@ -188,6 +228,7 @@ class TrainingLoop:
         """
         run, config, world, tracker = self.run, self.run.config, self.run.world, self.run.tracker
         report.warn_of_the_end(run.say, run.progress.step, self.latest.get("kl"))
+        ending = summary.Ending(self.final_step, self.latest, self.early_end())
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
         each = world.gather_long_text(json.dumps(totals), "every rank's figures")
         result = None
@@ -198,10 +239,16 @@ class TrainingLoop:
             if world.rank == 0:
                 adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                 wall_seconds = time.perf_counter() - launched
-                result = summary.summarise(config, run.plan, run.progress, self.latest, each, wall_seconds)
+                result = summary.summarise(config, run.plan, run.progress, ending, each, wall_seconds)
                 (run.folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         self.run.writer.record(tracker)
-        tracker.record("end", step=run.progress.steps_of(world.rank))
+        tracker.record(
+            "end",
+            step=run.progress.steps_of(world.rank),
+            final_step=ending.step,
+            reason=ending.reason,
+            **ending.metrics,
+        )
         tracker.gather(world, everything=True)
         tracker.close(run.progress.step)
         return result

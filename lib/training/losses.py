@@ -10,26 +10,35 @@ policy, pi_ref the frozen reference; all log-probabilities in nats.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import mlx.core as mx
 
-PreferenceLoss = Literal["sigmoid", "robust", "ipo", "hinge", "dpop", "simpo", "orpo", "cpo"]
-UnpairedLoss = Literal["kto", "bco"]
+from lib.config.train_settings import Loss, PreferenceLoss, UnpairedLoss
+
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)
 REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
 
 
-def needs_reference(name: str) -> bool:
-    """Whether a loss, by its name in the settings, compares the policy with a frozen reference."""
-    return name in UNPAIRED_LOSSES or (name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES)
+def terms_of(loss: Loss) -> tuple[str, ...]:
+    """The losses that a loss is the sum of: often one."""
+    return (loss,) if isinstance(loss, str) else loss
 
 
-def needs_mismatched(name: str) -> bool:
+def needs_reference(loss: Loss) -> bool:
+    """Whether a loss, as in the settings, compares the policy with a frozen reference."""
+    return any(
+        name in UNPAIRED_LOSSES or (name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES)
+        for name in terms_of(loss)
+    )
+
+
+def needs_mismatched(loss: Loss) -> bool:
     """Whether a loss asks for the log-probability of another prompt's completion, too."""
-    return name == "kto"
+    return loss == "kto"
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,11 @@ def log_odds(logp: mx.array) -> mx.array:
     """
     logp = mx.minimum(logp, -mx.finfo(mx.float32).eps)
     return logp - mx.log(-mx.expm1(logp))
+
+
+def log_ratios(policy: LogProbs, reference: LogProbs) -> tuple[mx.array, mx.array]:
+    """log[pi(y)/pi_ref(y)] of chosen and of rejected completions, float32 [B] each."""
+    return policy.chosen - reference.chosen, policy.rejected - reference.rejected
 
 
 def log_ratio_difference(policy: LogProbs, reference: LogProbs) -> mx.array:
@@ -132,8 +146,58 @@ def dpop_loss(policy: LogProbs, reference: LogProbs, beta: float, dpop_lambda: f
     return -log_sigmoid(beta * (log_ratio_difference(policy, reference) - dpop_lambda * penalty))
 
 
+def sigmoid_norm_loss(policy: LogProbs, reference: LogProbs, beta: float) -> mx.array:
+    """Length-normalised DPO, Lambert et al. 2024 (Tulu 3), arXiv:2411.15124, section 4.3.
+
+    -log sigma(beta log[pi(y_w)/pi_ref(y_w)] / |y_w| - beta log[pi(y_l)/pi_ref(y_l)] / |y_l|).
+    """
+    chosen, rejected = log_ratios(policy, reference)
+    return -log_sigmoid(beta * (chosen / policy.chosen_tokens - rejected / policy.rejected_tokens))
+
+
+def sppo_loss(policy: LogProbs, reference: LogProbs, beta: float) -> mx.array:
+    """SPPO, Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with eta = 1 / beta, where y_w always wins.
+
+    (r_w - 1 / (2 beta))^2 + (r_l + 1 / (2 beta))^2 of the log ratios r, on sums.
+    """
+    chosen, rejected = log_ratios(policy, reference)
+    return mx.square(chosen - 1 / (2 * beta)) + mx.square(rejected + 1 / (2 * beta))
+
+
+def apo_zero_loss(policy: LogProbs, reference: LogProbs, beta: float) -> mx.array:
+    """APO-zero, D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7: y_w likelier, y_l less likely.
+
+    1 - sigma(beta r_w) + sigma(beta r_l) of the log ratios r; for y_w that are better than the model's own answers.
+    """
+    chosen, rejected = log_ratios(policy, reference)
+    return mx.exp(log_sigmoid(-beta * chosen)) + mx.exp(log_sigmoid(beta * rejected))
+
+
+def apo_down_loss(policy: LogProbs, reference: LogProbs, beta: float) -> mx.array:
+    """APO-down, D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8: both less likely, y_l more so.
+
+    sigma(beta r_w) + 1 - sigma(beta (r_w - r_l)) of the log ratios r; for y_w that are worse than the model's own.
+    """
+    chosen, _ = log_ratios(policy, reference)
+    return mx.exp(log_sigmoid(beta * chosen)) + mx.exp(log_sigmoid(-beta * log_ratio_difference(policy, reference)))
+
+
+def bco_pair_loss(policy: LogProbs, reference: LogProbs, beta: float) -> mx.array:
+    """BCO, Jung et al. 2024, arXiv:2404.04656, section 4, of both completions of a pair, with a baseline of 0.
+
+    -log sigma(beta r_w) - log sigma(-beta r_l) of the log ratios r: MPO's quality loss (arXiv:2411.10442, section 3.2).
+    """
+    chosen, rejected = log_ratios(policy, reference)
+    return -log_sigmoid(beta * chosen) - log_sigmoid(-beta * rejected)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Without a reference.
+
+
+def sft_term(policy: LogProbs) -> mx.array:
+    """The generation loss of a sum, Wang et al. 2024 (MPO), arXiv:2411.10442, section 3.2: -log pi(y_w)/|y_w|."""
+    return -policy.chosen_per_token
 
 
 def simpo_loss(policy: LogProbs, beta: float, simpo_gamma: float) -> mx.array:
@@ -180,64 +244,75 @@ class LossOptions:
 
 
 def preference_losses(
-    name: PreferenceLoss, policy: LogProbs, reference: LogProbs | None, options: LossOptions
+    terms: Sequence[tuple[str, float]], policy: LogProbs, reference: LogProbs | None, options: LossOptions
 ) -> tuple[mx.array, mx.array, mx.array]:
     """(losses, chosen_rewards, rejected_rewards), each float32 [B]; the rewards carry no gradient.
 
+    terms: names of losses (LossTerm) with their weights, to be added up; the rewards are as `implicit_rewards` says.
+
     rpo_alpha adds the SFT term of Pang et al. 2024, arXiv:2404.19733, eq. 1, to any loss:
     -alpha log pi(y_w)/|y_w| (the paper weighs the other term instead). A loss ignores the options that its
-    formula lacks; `reference` may be None for a loss that needs none. Combinations that make no sense are
+    formula lacks; `reference` may be None for losses that need none. Combinations that make no sense are
     refused by the configuration.
     """
     assert options.beta > 0, options.beta
     assert policy.chosen.dtype == policy.rejected.dtype == mx.float32, (policy.chosen.dtype, policy.rejected.dtype)
-    if needs_reference(name):
-        assert reference is not None, f"{name} needs reference log-probabilities"
-        losses = _with_reference(name, policy, reference, options)
-    else:
-        losses = _without_reference(name, policy, options)
+    total: mx.array | None = None
+    for name, weight in terms:
+        losses = _losses(name, policy, reference, options)
+        losses = losses if weight == 1 else weight * losses
+        total = losses if total is None else total + losses
+    assert total is not None
     if options.rpo_alpha:
-        losses = losses - options.rpo_alpha * policy.chosen_per_token
-    chosen_rewards, rejected_rewards = implicit_rewards(name, policy, reference, options.beta)
-    return losses, mx.stop_gradient(chosen_rewards), mx.stop_gradient(rejected_rewards)
+        total = total - options.rpo_alpha * policy.chosen_per_token
+    chosen_rewards, rejected_rewards = implicit_rewards([name for name, _ in terms], policy, reference, options.beta)
+    return total, mx.stop_gradient(chosen_rewards), mx.stop_gradient(rejected_rewards)
 
 
-def _with_reference(name: PreferenceLoss, policy: LogProbs, reference: LogProbs, options: LossOptions) -> mx.array:
-    match name:
-        case "sigmoid":
-            return sigmoid_loss(policy, reference, options.beta, options.label_smoothing)
-        case "robust":
-            return robust_loss(policy, reference, options.beta, options.label_smoothing)
-        case "ipo":
-            return ipo_loss(policy, reference, options.beta)
-        case "hinge":
-            return hinge_loss(policy, reference, options.beta)
-        case "dpop":
-            return dpop_loss(policy, reference, options.beta, options.dpop_lambda)
-        case _:
-            raise AssertionError(name)
-
-
-def _without_reference(name: PreferenceLoss, policy: LogProbs, options: LossOptions) -> mx.array:
+def _losses(name: str, policy: LogProbs, reference: LogProbs | None, options: LossOptions) -> mx.array:
+    beta = options.beta
     match name:
         case "simpo":
-            return simpo_loss(policy, options.beta, options.simpo_gamma)
+            return simpo_loss(policy, beta, options.simpo_gamma)
         case "orpo":
-            return orpo_loss(policy, options.beta)
+            return orpo_loss(policy, beta)
         case "cpo":
-            return cpo_loss(policy, options.beta, options.cpo_alpha)
+            return cpo_loss(policy, beta, options.cpo_alpha)
+        case "sft":
+            return sft_term(policy)
+    assert reference is not None, f"{name} needs reference log-probabilities"
+    match name:
+        case "sigmoid":
+            return sigmoid_loss(policy, reference, beta, options.label_smoothing)
+        case "robust":
+            return robust_loss(policy, reference, beta, options.label_smoothing)
+        case "dpop":
+            return dpop_loss(policy, reference, beta, options.dpop_lambda)
         case _:
-            raise AssertionError(name)
+            return WITHOUT_OPTIONS[name](policy, reference, beta)
+
+
+WITHOUT_OPTIONS = {
+    "sigmoid_norm": sigmoid_norm_loss,
+    "ipo": ipo_loss,
+    "hinge": hinge_loss,
+    "sppo": sppo_loss,
+    "apo_zero": apo_zero_loss,
+    "apo_down": apo_down_loss,
+    "bco_pair": bco_pair_loss,
+}
 
 
 def implicit_rewards(
-    name: PreferenceLoss, policy: LogProbs, reference: LogProbs | None, beta: float
+    terms: Sequence[str], policy: LogProbs, reference: LogProbs | None, beta: float
 ) -> tuple[mx.array, mx.array]:
     """(chosen, rejected) rewards, float32 [B]: the quantity whose difference the loss pushes up.
 
-    With a reference beta log[pi(y)/pi_ref(y)] (arXiv:2305.18290, eq. 5, without the partition function);
+    Of a sum they are those of its first preference loss. With a reference beta log[pi(y)/pi_ref(y)]
+    (arXiv:2305.18290, eq. 5, without the partition function), for sigmoid_norm divided by |y|;
     SimPO beta log pi(y)/|y|; ORPO log odds(pi(y)^(1/|y|)); CPO beta log pi(y).
     """
+    name = next(name for name in terms if name in PREFERENCE_LOSSES)
     match name:
         case "simpo":
             return beta * policy.chosen_per_token, beta * policy.rejected_per_token
@@ -245,9 +320,11 @@ def implicit_rewards(
             return log_odds(policy.chosen_per_token), log_odds(policy.rejected_per_token)
         case "cpo":
             return beta * policy.chosen, beta * policy.rejected
-        case _:
-            assert reference is not None, f"{name} needs reference log-probabilities"
-            return beta * (policy.chosen - reference.chosen), beta * (policy.rejected - reference.rejected)
+    assert reference is not None, f"{name} needs reference log-probabilities"
+    chosen, rejected = log_ratios(policy, reference)
+    if name == "sigmoid_norm":
+        chosen, rejected = chosen / policy.chosen_tokens, rejected / policy.rejected_tokens
+    return beta * chosen, beta * rejected
 
 
 def preference_metrics(

@@ -53,8 +53,12 @@ def stack(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndar
     return merged
 
 
-def svd(adapters: Sequence[Adapter], weights: np.ndarray, rank: int | None = None) -> dict[str, np.ndarray]:
+def svd(
+    adapters: Sequence[Adapter], weights: np.ndarray, ranks: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
     """LoRA layers whose A B is the best approximation of the weighted mean of A B at a rank, by default the adapters'.
+
+    ranks: by layer.
 
     Best in the Frobenius norm (Eckart and Young, 1936). Of the many A and B with this product, those are taken that
     training goes on with: A has orthogonal columns, together as large as the mean A, and turned as near to it as they
@@ -63,7 +67,7 @@ def svd(adapters: Sequence[Adapter], weights: np.ndarray, rank: int | None = Non
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
         left, right = _stacked(adapters, weights, layer)
-        mean = _factors(merged, layer)[0][..., :rank]
+        mean = _factors(merged, layer)[0][..., : ranks[layer] if ranks else None]
         merged |= _named(layer, *_truncated(left, right, mean), like=adapters[0])
     return merged
 

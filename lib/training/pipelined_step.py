@@ -24,7 +24,8 @@ from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
-from lib.training.step import SUMS, MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside, is_compiled
+from lib.training.objective import SUMS
+from lib.training.step import MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside, is_compiled
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters

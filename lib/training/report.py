@@ -94,7 +94,7 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
     tokens = f"{about}{int(data.lengths.sum()):,} tokens, longest {about}{int(data.lengths.max())}"
     rows = [
         ("model", f"{model.path}, {method}"),
-        ("loss", train.loss if train.loss == "sft" else f"{train.loss}, beta {train.beta:g}"),
+        ("loss", train.loss_name if train.loss == "sft" else f"{train.loss_name}, beta {train.beta:g}"),
         ("data", f"{data.path}: {len(data):,} rows, {tokens}" + ", read as they are needed" * data.is_estimated),
         ("format", data.columns),
     ]

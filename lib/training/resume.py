@@ -20,7 +20,6 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files, adapters
 from lib.telemetry.run_records import first_missed, rewind
 from lib.training.checkpoint import (
-    MANIFEST,
     OPTIMIZER,
     STATE,
     Progress,
@@ -31,6 +30,7 @@ from lib.training.checkpoint import (
     part_of,
     step_of,
 )
+from lib.training.find_checkpoint import fault_of
 from lib.training.training_run import TrainingRun
 
 
@@ -84,7 +84,7 @@ def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
         own_offer: Offer | None = None
         while world.rank == 0 and candidates and own_offer is None:
             path = candidates.pop(0)
-            fault = _fault(path)
+            fault = fault_of(path)
             if fault is None:
                 parts = json.loads((path / STATE).read_text()).get("parts", [])
                 own_offer = Offer(path=str(path), step=step_of(path), parts=parts, whole=not inside_a_round(path))
@@ -120,7 +120,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, if any, and a warning for each newer one that is torn or tampered with."""
     warnings: list[str] = []
     for path in checkpoints_in(folder):
-        fault = _fault(path)
+        fault = fault_of(path)
         if fault is None:
             return path, warnings
         warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
@@ -166,6 +166,21 @@ def restore_all(
     return progress
 
 
+def restore_weights(path: Path, model: nn.Module, world: World) -> None:
+    """Gives every rank its part of the weights of a checkpoint, which rank 0 has on its disk.
+
+    Raises:
+        AgreedError: they do not fit the model.
+    """
+    weights: Arrays = {}
+    wanted = world.whole(adapter_files.trainable(model))
+    with world.agreeing("going back to a checkpoint"):
+        if world.rank == 0:
+            weights = adapter_files.read_trained(wanted, path, "checkpoint")
+    model.update(tree_unflatten(list(world.scattered(weights))))
+    mx.eval(model.trainable_parameters())
+
+
 def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> None:
     """Notes the resume, and cuts every log on this disk back to the history that lives on; later checkpoints go."""
     progress.resume_ids += [""] * (len(progress.resumes) - len(progress.resume_ids))  # a run of an earlier version
@@ -181,18 +196,3 @@ def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> N
         for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and progress.step else ():
             if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _fault(path: Path) -> str | None:
-    try:
-        hashes = json.loads((path / MANIFEST).read_text())
-        for name, expected in hashes.items():
-            if file_sha256(path / name) != expected:
-                return f"{name} does not match its hash"
-    except (OSError, ValueError, AttributeError) as error:
-        return str(error)
-    return (
-        None
-        if {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys()
-        else "files are missing from its manifest"
-    )

@@ -11,12 +11,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from lib.config.schema import Config
+from lib.config.schema import Config, ModelSettings
 from lib.distributed import gradients
 from lib.distributed.compression import decode, encode
 from lib.distributed.gradients import Arrays
 from lib.distributed.world import World
 from lib.model import adapter_files
+from lib.model.adapter_layers import rank_of
 from lib.training import merge_adapters
 
 GROUP_BYTES = 64 * 2**20  # of parameters that are merged at a time
@@ -165,12 +166,14 @@ class Merger:
         return {name: mx.array(array) for name, array in merged.items()}
 
 
-def to_rank(model: nn.Module, rank: int) -> bool:
-    """Brings a stacked adapter back to the rank that training goes on with, as well as can be; whether it was one."""
-    if adapter_files.adapter_rank(model) in (None, rank):
+def to_ranks(model: nn.Module, settings: ModelSettings) -> bool:
+    """Brings stacked adapters back to the ranks that training goes on with, as well as can be; whether they were."""
+    own = adapter_files.trainable(model)
+    layers = adapter_files.adapter_layers_of(settings, adapter_files.described(own))
+    ranks = {layer: rank_of(settings, layer) for layer in layers}
+    if all(layers[layer].rank == rank for layer, rank in ranks.items()):
         return False
-    adapter = {name: np.array(array) for name, array in adapter_files.trainable(model).items()}
-    smaller = merge_adapters.svd([adapter], np.ones(1), rank)
+    smaller = merge_adapters.svd([{name: np.array(array) for name, array in own.items()}], np.ones(1), ranks)
     model.update(tree_unflatten([(name, mx.array(array)) for name, array in smaller.items()]))
     return True
 

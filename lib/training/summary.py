@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from lib.config.schema import Config
 from lib.plan.cluster_plan import ClusterPlan
 from lib.system.terminal import python
 from lib.telemetry.cost import HostCost, RunCost, hosts_cost
 from lib.training.checkpoint import Progress
+from lib.training.objective import Metrics
 from lib.training.progress_display import RunConsole, size_text, three_digits
 from lib.training.report import duration
-from lib.training.step import Metrics
 
 
 class RankTotals(TypedDict):
@@ -31,6 +32,29 @@ class RankTotals(TypedDict):
     planned_pairs_per_second: float | None
 
 
+@dataclass(frozen=True)
+class Ending:
+    """With what a run ends.
+
+    Args:
+        step: whose weights the run's folder holds.
+        metrics: held-out metrics of these weights.
+        reason: why training ended before the run's last step, if it did.
+    """
+
+    step: int
+    metrics: Metrics
+    reason: str | None
+
+
+class FinalCheckpoint(TypedDict):
+    """Which weights the run's folder holds."""
+
+    which: Literal["best", "last"]  # of the lowest held-out loss, or of the last step where this is another
+    step: int
+    held_out_loss: float | None
+
+
 class RunSummary(TypedDict):
     """What summary.json holds; held-out figures are None where there is no held-out data."""
 
@@ -39,6 +63,8 @@ class RunSummary(TypedDict):
     strategy: str
     world_size: int
     steps: int
+    early_end: str | None  # why the run ended before its last step, if it did
+    checkpoint: FinalCheckpoint  # held-out figures are of these weights
     pairs: int
     tokens: int
     seconds: float  # of steps
@@ -66,7 +92,7 @@ def summarise(
     config: Config,
     plan: ClusterPlan,
     progress: Progress,
-    after: Metrics,
+    ending: Ending,
     each: Sequence[str],
     wall_seconds: float,
 ) -> RunSummary:
@@ -74,7 +100,7 @@ def summarise(
 
     each: every rank's totals as JSON; its own metrics as well, where ranks were never merged (the run's are rank 0's).
     """
-    before = progress.before
+    before, after = progress.before, ending.metrics
     speed = progress.pairs / progress.seconds if progress.seconds else 0.0
     ranks = _beside_plan(plan, [json.loads(totals) for totals in each])
     return {
@@ -83,6 +109,12 @@ def summarise(
         "strategy": plan.strategy,
         "world_size": len(plan.ranks),
         "steps": progress.step,
+        "early_end": ending.reason,
+        "checkpoint": {
+            "which": "best" if ending.step == progress.best_step else "last",
+            "step": ending.step,
+            "held_out_loss": after.get("loss"),
+        },
         "pairs": progress.pairs,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
@@ -165,7 +197,7 @@ def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
             ),
             ("memory", f"{size_text(summary['peak_memory_bytes'])} at most"),
             *(("cost", text) for text in _costs(summary["cost"])),
-            ("results", f"{folder}/: {', '.join(['adapter', *pages, 'summary.json'])}"),
+            ("results", f"{folder}/: {', '.join([_adapter(summary), *pages, 'summary.json'])}"),
         ],
     )
     words = [python(), "-m"]
@@ -177,6 +209,12 @@ def show_end(say: RunConsole, folder: Path, summary: RunSummary) -> None:
     say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
     say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
     say.record(dict(summary))
+
+
+def _adapter(summary: RunSummary) -> str:
+    """The adapter in a run's folder, and of which step it is where that is not the last."""
+    held = summary["checkpoint"]
+    return "adapter" if held["step"] == summary["steps"] else f"adapter of step {held['step']} (the {held['which']})"
 
 
 def _show_ranks(say: RunConsole, ranks: Sequence[RankTotals]) -> None:

@@ -71,6 +71,11 @@ class TrainingRun:
         """Whether every rank ends with a model of its own."""
         return self.local_sgd is not None and self.local_sgd.method == "none"
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train: all steps are taken, or the held-out loss falls no more."""
+        return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
+
     def save(self) -> bool:
         """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.
 
@@ -86,7 +91,6 @@ class TrainingRun:
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
         plan = self.schedule.at(progress.step + 1).to_dict()
         state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own)
-        is_last = progress.step == self.steps
-        if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, is_last):
+        if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, self.is_over):
             self.say.warning(fault, progress.step)
         return not fault

@@ -1,0 +1,199 @@
+"""One GPU, and the GPUs of this machine as one pipeline over NCCL: pairs/s, waiting, memory.
+
+    python benchmarks/gpus.py                              Llamas of 1B and 8B, two GPUs, about six minutes
+    python benchmarks/gpus.py --models 8B --limit-gb 11    and one that neither GPU may hold by itself
+    python benchmarks/gpus.py --quick                      the 1B alone, fewer steps
+
+LoRA-DPO in bfloat16 of random weights, pairs of three times --tokens tokens, --batch of them a step, in the micro-batches of
+--sizes. Each run is train.py's own; figures are medians of its steps, without the first ones. `times one` compares with the
+fastest run of one GPU, whatever its micro-batches. With --limit-gb each run may hold so much memory (plan.memory_limit_gb).
+The bound is 1F1B played with the seconds that each GPU computed, without any message. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from lib import environment
+
+environment.enter()
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from benchmarks.decide import dense  # noqa: E402
+from lib.plan.pipeline_schedule import Hop, depths, step_seconds  # noqa: E402
+from lib.telemetry.run_records import read_records  # noqa: E402
+
+MODELS = {
+    "tiny": dense(64, 4, 8, 128, 512, head_dim=8),
+    "1B": dense(2048, 16, 32, 8192, 128256, head_dim=64),
+    "8B": dense(4096, 32, 32, 14336, 128256),
+    "70B": dense(8192, 80, 64, 28672, 128256),
+}
+PORT = 29_500
+WARM = 2  # first steps that do not count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=["1B", "8B"])
+    add("--gpus", type=int, default=2)
+    add("--batch", type=int, default=64, help="pairs a step")
+    add("--sizes", type=int, nargs="+", default=[4, 8], help="of micro-batches, in pairs")
+    add("--tokens", type=int, default=512, help="of a prompt and of each completion")
+    add("--steps", type=int, default=6, help="of a run")
+    add("--limit-gb", type=float, default=None, help="what each run may hold on each GPU")
+    add("--words", nargs="*", default=[], help="further settings, as train.py takes them")
+    add("--backend", default="nccl", choices=["nccl", "ring"], help="ring: to try the benchmark without GPUs")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true")
+    options = parser.parse_args()
+    if options.quick:
+        options.models, options.steps = options.models[:1], 4
+    rows = []
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            write_inputs(Path(folder), model, options)
+            for ranks in (1, options.gpus):
+                for size in options.sizes:
+                    rows.append(row_of(Path(folder), model, ranks, size, options))
+                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    show(rows, options)
+    print(json.dumps({"settings": vars(options), "rows": rows}))
+
+
+def row_of(folder: Path, model: str, ranks: int, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over a run's steps, or why there is none."""
+    row: dict[str, Any] = {"model": model, "gpus": ranks, "size": size}
+    words = [f"run.name={ranks}x{size}", f"plan.micro_batch_sizes=[{size}]", f"train.seed={options.seed}"]
+    words += ["strategy=pipelined"] * (ranks > 1) + options.words
+    words += [f"plan.memory_limit_gb={options.limit_gb}"] * (options.limit_gb is not None)
+    error = train(folder, ranks, words, options.backend)
+    logs = [folder / f"runs/{ranks}x{size}/logs/rank-{rank:03d}.jsonl" for rank in range(ranks)]
+    if error:
+        return {**row, "error": error}
+    steps = [[one for one in read_records(log) if one["kind"] == "step"][WARM:] for log in logs]
+    seconds = statistics.median(
+        max(of_ranks) for of_ranks in zip(*([s["step_seconds"] for s in r] for r in steps), strict=False)
+    )
+
+    def medians(key: str) -> list[float]:
+        return [statistics.median(one[key] for one in of_rank) for of_rank in steps]
+
+    row |= {
+        "pairs_per_second": options.batch / seconds,
+        "step_seconds": seconds,
+        "compute_seconds": medians("compute_seconds"),
+        "wait_seconds": medians("wait_seconds"),
+        "sync_seconds": medians("sync_seconds"),
+        "peak_gb": [max(one["peak_memory_bytes"] for one in of_rank) / 1e9 for of_rank in steps],
+        "bytes_per_step": medians("bytes_sent"),
+        "losses": [one["loss"] for one in steps[0]],
+    }
+    if ranks > 1:
+        micro_batches = -(-options.batch // size)
+        halves = [compute / micro_batches / 2 for compute in row["compute_seconds"]]
+        bound = step_seconds(halves, halves, [Hop()] * (ranks - 1), depths(ranks), micro_batches)
+        row |= {"bound_seconds": bound, "of_bound": bound / seconds}
+        row["blocks"] = [
+            stage["blocks"] for stage in json.loads((logs[0].parents[1] / "plan.json").read_text())["stages"]
+        ]
+    return row
+
+
+def train(folder: Path, ranks: int, words: Sequence[str], backend: str) -> str | None:
+    """A run, one rank a GPU; the last line of what went wrong."""
+    processes = []
+    for rank in range(ranks):
+        variables = dict(os.environ) | {"CUDA_VISIBLE_DEVICES": str(rank)}
+        if ranks > 1 and backend == "nccl":
+            variables |= {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(PORT), "MLX_WORLD_SIZE": str(ranks)}
+            variables |= {"MLX_RANK": str(rank)}
+        elif ranks > 1:
+            (folder / "ring.json").write_text(json.dumps([[f"127.0.0.1:{PORT + one}"] for one in range(ranks)]))
+            variables |= {"MLX_HOSTFILE": str(folder / "ring.json"), "MLX_RANK": str(rank)}
+        command = [sys.executable, str(ROOT / "train.py"), "--config", str(folder / "run.yaml"), *words]
+        processes.append(
+            subprocess.Popen(
+                command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    errors = [(process.communicate()[1], process.returncode) for process in processes]
+    return next((text.strip().splitlines()[-1] for text, status in errors if status), None)
+
+
+def write_inputs(folder: Path, model: str, options: argparse.Namespace) -> None:
+    """A model's shape, random pairs of one length, and the settings of all runs."""
+    draw = random.Random(options.seed)
+    stored = MODELS[model]
+
+    def ids() -> list[int]:
+        return [draw.randrange(2, stored["vocab_size"]) for _ in range(options.tokens)]
+
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps({**stored, "rms_norm_eps": 1e-5, "eos_token_id": 1}))
+    rows = [{"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()} for _ in range(options.batch)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model": {"path": str(folder / "model"), "random_init": True, "dtype": "bfloat16"},
+        "data": {"train": str(folder / "train.jsonl"), "max_length": 2 * options.tokens},
+        "train": {"global_batch_size": options.batch, "steps": options.steps},
+        "plan": {"calibration_dir": str(folder)},
+        "evaluate": {"samples": 0},
+        "checkpoint": {"every": 1_000_000},
+        "run": {"dir": str(folder / "runs"), "log_every": 1},
+    }
+    (folder / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
+
+
+def show(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    table = Table(title=f"{options.batch} pairs of 3 x {options.tokens} tokens a step")
+    columns = (
+        "model",
+        "GPUs",
+        "blocks",
+        "micro-batch",
+        "pairs/s",
+        "times one",
+        "of the bound",
+        "compute s",
+        "wait s",
+        "GB",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in rows:
+        beside = [one for one in rows if one["model"] == row["model"] and one["gpus"] == 1 and "error" not in one]
+        alone = max((one["pairs_per_second"] for one in beside), default=None)
+        if "error" in row:
+            cells = [row["error"].splitlines()[-1][:60]]
+        else:
+            cells = [
+                f"{row['pairs_per_second']:.3g}",
+                f"{row['pairs_per_second'] / alone:.2f}" if alone else "-",
+                f"{row['of_bound']:.0%}" if "of_bound" in row else "-",
+                *(" ".join(f"{one:.2f}" for one in row[key]) for key in ("compute_seconds", "wait_seconds")),
+                " ".join(f"{one:.1f}" for one in row["peak_gb"]),
+            ]
+        blocks = " + ".join(map(str, row.get("blocks", []))) or "-"
+        table.add_row(row["model"], str(row["gpus"]), blocks, str(row["size"]), *cells)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

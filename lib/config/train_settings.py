@@ -1,0 +1,164 @@
+"""The settings of the optimisation: losses, batch, rates, optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, model_validator
+
+from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
+
+PreferenceLoss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "ipo",
+    "hinge",
+    "dpop",
+    "sppo",
+    "apo_zero",
+    "apo_down",
+    "bco_pair",
+    "simpo",
+    "orpo",
+    "cpo",
+]
+UnpairedLoss = Literal["kto", "bco"]
+LossTerm = Literal[PreferenceLoss, "sft"]  # of a sum of losses
+Loss = Literal["sft", PreferenceLoss, UnpairedLoss] | tuple[LossTerm, ...]
+
+
+class TrainSettings(Section):
+    """The optimisation."""
+
+    loss: Loss = "sigmoid"
+    """`sft`, a preference loss, `kto` or `bco` for completions with a label each, or a sum of preference losses and
+    sft, e.g. [sigmoid, bco_pair, sft]; docs/options.md has each one's paper."""
+    loss_weights: tuple[PositiveFloat, ...] | None = None
+    """Weights of a sum of losses, e.g. [0.8, 0.2, 1.0]; by default 1 each."""
+    use_weighting: bool = False
+    """Weight each pair by how likely the policy itself is to write it (WPO); held-out losses are not weighted."""
+    beta: PositiveFloat = 0.1
+    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
+    the rarer one counts."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of undesirable completions in kto and bco."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
+    rpo_alpha: NonNegative = 0.0
+    """Weight of an SFT term on the chosen completion, added to any preference loss."""
+    simpo_gamma: NonNegative = 0.5
+    """Target reward margin of simpo."""
+    dpop_lambda: NonNegative = 50.0
+    """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
+    cpo_alpha: NonNegative = 1.0
+    """Weight of the likelihood term of cpo."""
+    epochs: Positive = 1
+    """Passes over the training records; train.steps overrules it."""
+    steps: Positive | None = None
+    """Optimizer steps."""
+    patience: Positive | None = None
+    """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its steps.
+    Needs evaluate.every and held-out data."""
+    global_batch_size: Positive = 16
+    """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
+    learning_rate: PositiveFloat = 5e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps over which the learning rate rises from zero."""
+    final_learning_rate: NonNegative = 0.0
+    """Learning rate at the last step (linear, cosine)."""
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """What the learning rates are multiplied by where train.global_batch_size is another than the one that they were
+    chosen for."""
+    learning_rate_batch_size: Positive | None = None
+    """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a
+    word on the command line does: the file's."""
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
+    ] = "adamw"
+    """Optimizer of MLX, by name."""
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay, for the optimizers that know it."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the gradient's global norm to this; null for never."""
+    seed: Natural = 0
+    """Decides everything random: adapters, data order, dropout, sampling."""
+    max_skipped_steps: Natural = 5
+    """Non-finite updates in a row that are skipped before the run stops."""
+    compile: bool | None = None
+    """Compile the step; by default where it pays (on a GPU)."""
+    max_traces: Positive = 16
+    """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer
+    cost more padding."""
+
+    @property
+    def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
+        """What a record of the data is."""
+        if self.loss == "sft":
+            return "sft"
+        return "unpaired" if self.loss in get_args(UnpairedLoss) else "preference"
+
+    @property
+    def loss_terms(self) -> tuple[tuple[str, float], ...]:
+        """The losses that are added up, often one, with their weights."""
+        if isinstance(self.loss, str):
+            return ((self.loss, 1.0),)
+        return tuple(zip(self.loss, self.loss_weights or (1.0,) * len(self.loss), strict=True))
+
+    @property
+    def loss_name(self) -> str:
+        """The loss as a person reads it."""
+        return " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in self.loss_terms)
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> TrainSettings:
+        if self.learning_rate_scaling != "none" and self.learning_rate_batch_size is None:
+            raise ValueError(
+                f"train.learning_rate_scaling={self.learning_rate_scaling} needs train.learning_rate_batch_size, "
+                "the global batch that the learning rate was chosen for"
+            )
+        self._sum_is_possible()
+        terms = [name for name, _ in self.loss_terms]
+        if self.label_smoothing and not {"sigmoid", "robust"} & {*terms}:
+            raise ValueError(
+                f"train.label_smoothing is for the losses sigmoid and robust, not {self.loss_name}; leave it at 0"
+            )
+        if self.rpo_alpha and (self.record_kind != "preference" or "sft" in terms):
+            raise ValueError(
+                f"train.rpo_alpha adds an SFT term to a preference loss, but train.loss is {self.loss_name}; "
+                "leave it at 0"
+            )
+        if self.use_weighting and self.record_kind != "preference":
+            raise ValueError(f"train.use_weighting is for losses of pairs, not {self.loss_name}; leave it out")
+        if self.record_kind != "unpaired" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
+            raise ValueError(
+                "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "
+                f"not {self.loss_name}; leave them at 1"
+            )
+        return self
+
+    def _sum_is_possible(self) -> None:
+        if isinstance(self.loss, str):
+            if self.loss_weights is not None:
+                raise ValueError(
+                    f"train.loss_weights weigh a sum of losses, e.g. train.loss=[{self.loss},sft], "
+                    f"and train.loss is {self.loss} alone; leave them out"
+                )
+            return
+        shown = f"train.loss=[{','.join(self.loss)}]"
+        if not set(self.loss) - {"sft"}:
+            raise ValueError(f"{shown} has no preference loss; SFT alone is train.loss=sft")
+        if len(set(self.loss)) < len(self.loss):
+            raise ValueError(f"{shown} has a loss twice; train.loss_weights weighs each")
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss):
+            raise ValueError(
+                f"train.loss_weights has {len(self.loss_weights)} numbers, {shown} {len(self.loss)} losses; "
+                "give one each"
+            )

@@ -1,0 +1,202 @@
+"""Who scores completions, as evaluate.judge says: a check of the answer, Python, a command, or a model behind a server.
+
+A judge takes questions and returns a score for each completion of each; the higher one is better. A model that compares
+two answers gives 1 and 0, or 0.5 each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from lib.config.schema import Config
+from lib.data.record_formats import ANSWER
+from lib.errors import UserError
+
+NUMBER = r"(?<![\d.])(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"  # "10-5" has 10 and 5
+PYTHON = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt with the completions to score.
+
+    Args:
+        place: file:line, for errors.
+        record: the whole record of the prompt, e.g. with its `answer`.
+    """
+
+    place: str
+    prompt: Any
+    completions: Sequence[str]
+    record: Mapping[str, Any]
+
+
+class Judge(Protocol):
+    """Scores completions."""
+
+    looks_at_order: bool
+    """Whether the order of completions may change the scores, so that both orders have to be asked."""
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        """A score for each completion of each question.
+
+        Raises:
+            UserError: a record lacks what the judge needs, or what the judge did wrong.
+        """
+
+
+def judge_of(settings: Config) -> Judge:
+    """The judge that evaluate.judge names.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    judge, pattern = settings.evaluate.judge, settings.evaluate.answer_pattern
+    if judge is None:
+        return Checker(lambda text, answer: extract(pattern, text) == answer)
+    if judge == "exact":
+        return Checker(lambda text, answer: text.strip() == answer)
+    if judge == "number":
+        return Checker(same_number)
+    if judge.startswith(("http://", "https://")):
+        from lib.evaluate.model_judge import ModelJudge  # brings an HTTP client
+
+        return ModelJudge(settings)
+    if PYTHON.fullmatch(judge):
+        return PythonJudge(judge)
+    return CommandJudge(judge, settings.sync.timeout_seconds)
+
+
+def extract(pattern: str, text: str) -> str | None:
+    """The first group (the whole, where there is none) of the pattern's last match, or None."""
+    matches = list(re.finditer(pattern, text, re.MULTILINE))
+    return matches[-1].group(min(1, matches[-1].re.groups)).strip() if matches else None
+
+
+def same_number(text: str, answer: str) -> bool:
+    """Whether the last number of a text is the answer's, however it is written: 1,200 and 1200.0 are one."""
+    return number_of(text) is not None and number_of(text) == number_of(answer)
+
+
+def number_of(text: str) -> float | None:
+    """The last number of a text."""
+    found = re.findall(NUMBER, text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+@dataclass(frozen=True)
+class Checker:
+    """1 for a right answer, 0 for a wrong one: completions are compared with the record's `answer`."""
+
+    is_right: Callable[[str, str], bool]
+    looks_at_order = False
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        return [
+            [float(self.is_right(text, answer)) for text in question.completions]
+            for question in questions
+            for answer in [_answer_of(question)]
+        ]
+
+
+def _answer_of(question: Question) -> str:
+    answer = question.record.get(ANSWER)
+    if not isinstance(answer, str | int | float):
+        raise UserError(
+            f"{question.place}: no {ANSWER!r} to check completions by "
+            f"(columns: {', '.join(question.record)}); add it, or set evaluate.judge"
+        )
+    return str(answer).strip()
+
+
+class PythonJudge:
+    """A function of an importable module: (prompt, completions, record) ➜ a score for each completion."""
+
+    looks_at_order = True
+
+    def __init__(self, name: str):
+        module, _, function = name.partition(":")
+        self.name = f"evaluate.judge={name}"
+        try:
+            self.function = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"{self.name}: {error}; give module:function, importable from this folder") from None
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        scores = []
+        for question in questions:
+            try:
+                made = self.function(question.prompt, list(question.completions), dict(question.record))
+            except Exception as error:  # whatever the user's function raises
+                raise UserError(f"{self.name}: {question.place}: {type(error).__name__}: {error}") from error
+            if (of_texts := _scores(made, len(question.completions))) is None:
+                wanted = f"a list of {len(question.completions)} scores"
+                raise UserError(f"{self.name}: {question.place}: returned {made!r}; it has to be {wanted}")
+            scores.append(of_texts)
+        return scores
+
+
+@dataclass(frozen=True)
+class CommandJudge:
+    """A command that reads {"prompt", "completions", "record"} a line, and writes a list of scores a line."""
+
+    command: str
+    timeout_seconds: float
+    looks_at_order = True
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        name = f"evaluate.judge={self.command}"
+        asked = [
+            {"prompt": question.prompt, "completions": question.completions, "record": question.record}
+            for question in questions
+        ]
+        try:
+            done = subprocess.run(
+                shlex.split(self.command),
+                input="".join(json.dumps(question) + "\n" for question in asked),
+                capture_output=True,
+                text=True,
+                timeout=self.timeout_seconds,
+            )
+        except OSError as error:
+            raise UserError(f"{name}: cannot be started: {error.strerror}") from None
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)") from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise UserError(f"{name}: ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}")
+        answers = done.stdout.splitlines()
+        scores = [
+            _scores(_json(line), len(question.completions)) for line, question in zip(answers, questions, strict=False)
+        ]
+        if len(answers) != len(questions) or None in scores:
+            raise UserError(
+                f"{name}: wrote {len(answers)} lines for {len(questions)} questions; "
+                "each has to be a list of a score for each completion"
+            )
+        return [of_texts for of_texts in scores if of_texts is not None]
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _scores(made: Any, count: int) -> list[float] | None:
+    """So many finite numbers, or None where it is anything else."""
+    try:
+        scores = [float(score) for score in made]
+    except (ValueError, TypeError):
+        return None
+    return scores if len(scores) == count and np.isfinite(scores).all() else None

@@ -1,0 +1,119 @@
+"""A model behind an OpenAI-compatible server compares two answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from lib.config.schema import Config
+from lib.errors import UserError
+from lib.evaluate.judges import Question, extract
+
+INSTRUCTIONS = """Compare two answers to the same question. Judge how correct, helpful and clear they are. Their order
+and their length must not matter.
+
+<question>
+{prompt}
+</question>
+
+<answer_A>
+{first}
+</answer_A>
+
+<answer_B>
+{second}
+</answer_B>
+
+Explain in a few sentences. Then end with one of these lines: [[A]] if answer A is better, [[B]] if answer B is better,
+[[C]] if they are equally good."""
+VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
+UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
+PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
+TRIES = 4
+WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
+
+
+class ModelJudge:
+    """Asks for a verdict on two answers, in the form of MT-bench's judge (arXiv:2306.05685, section 3.1).
+
+    Raises:
+        UserError: evaluate.judge_model is missing, or evaluate.judge_prompt has no place for the answers.
+    """
+
+    looks_at_order = True
+
+    def __init__(self, settings: Config):
+        evaluate = settings.evaluate
+        self.url, self.timeout_seconds = str(evaluate.judge).rstrip("/"), settings.sync.timeout_seconds
+        self.model, self.concurrency = evaluate.judge_model, evaluate.batch_size
+        self.name = f"evaluate.judge={self.url}"
+        if self.model is None:
+            raise UserError(f"{self.name} needs evaluate.judge_model, the name of a model that it serves")
+        self.instructions = INSTRUCTIONS
+        if evaluate.judge_prompt is not None:
+            self.instructions = Path(evaluate.judge_prompt).read_text(encoding="utf-8")
+            if missing := [part for part in ("{prompt}", "{first}", "{second}") if part not in self.instructions]:
+                raise UserError(f"evaluate.judge_prompt={evaluate.judge_prompt}: {', '.join(missing)} is missing in it")
+
+    def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
+        """1 for the better of two answers and 0 for the other, or 0.5 each; NaN where the model gave no verdict."""
+        if any(len(question.completions) != 2 for question in questions):
+            raise UserError(f"{self.name} compares two answers, for --against; --make-pairs needs a score for each")
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with (
+            httpx2.Client(timeout=self.timeout_seconds, headers=headers) as client,
+            ThreadPoolExecutor(self.concurrency) as threads,
+        ):
+            return list(threads.map(lambda question: self._verdict(client, question), questions))
+
+    def _verdict(self, client: httpx2.Client, question: Question) -> list[float]:
+        first, second = question.completions
+        parts = {"{prompt}": text_of(question.prompt), "{first}": first, "{second}": second}
+        # In one pass: an answer that has "{second}" in it stays as it is.
+        asked = re.sub("|".join(map(re.escape, parts)), lambda found: parts[found.group()], self.instructions)
+        message = {"role": "user", "content": asked}
+        text = self._ask(client, {"model": self.model, "messages": [message], "temperature": 0})
+        return VERDICTS.get(extract(r"\[\[([ABC])\]\]", text), UNCLEAR)
+
+    def _ask(self, client: httpx2.Client, body: dict[str, Any]) -> str:
+        """What the model answers; a server that is busy, or cannot be reached, is asked again."""
+        for attempt in itertools.count(1):
+            try:
+                response = client.post(f"{self.url}/chat/completions", json=body)
+                if response.status_code == 200:
+                    return _content(response)
+                why, may_pass = (
+                    f"status {response.status_code}: {response.text[:200]!r}",
+                    response.status_code in PASSING,
+                )
+            except httpx2.HTTPError as error:
+                why, may_pass = str(error) or type(error).__name__, True
+            if not may_pass or attempt == TRIES:
+                raise UserError(f"{self.name}: {why} (tried {attempt} times)")
+            time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("the loop ends by itself")
+
+
+def _content(response: httpx2.Response) -> str:
+    """The text of a chat completion; empty where it is none."""
+    try:
+        return str(response.json()["choices"][0]["message"]["content"] or "")
+    except (ValueError, KeyError, IndexError, TypeError):
+        return response.text
+
+
+def text_of(prompt: Any) -> str:
+    """A prompt as text: messages one after the other, each with its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

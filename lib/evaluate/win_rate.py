@@ -1,0 +1,216 @@
+"""How often one model's answers are better than another's: both answer the same prompts, and a judge compares.
+
+The ranks write the answers, each at its own pace; rank 0 asks the judge. What is finished is kept: after a crash the
+same command goes on, and asks no judge twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from lib.config.schema import Config
+from lib.data import tokenizer as tokenizer_module
+from lib.data.sources import Records
+from lib.distributed.world import World
+from lib.errors import UserError
+from lib.evaluate import batch_inference
+from lib.evaluate.judges import Judge, Question, judge_of
+from lib.evaluate.whole_model import WholeModel
+from lib.evaluate.work_queue import Lines
+from lib.training.progress_display import RunConsole
+
+Verdict = Literal["win", "loss", "tie", "unclear"]
+Z95 = 1.959963984540054  # the normal distribution has 95 % within so many standard deviations
+
+
+class Comparison(TypedDict):
+    """One line of the output: a prompt, both answers, and who gave the better one."""
+
+    row: int
+    line: int
+    prompt: Any
+    answer: str
+    against: str
+    scores: (
+        list[float | None] | None
+    )  # of `answer` and `against`; null where the judge gave no verdict, or was not asked
+    swapped_scores: list[float | None] | None  # the same two, from the judge that saw `against` first
+    verdict: Verdict
+
+
+class WinRate(TypedDict):
+    """The result, from the first model's side."""
+
+    prompts: int
+    wins: int
+    losses: int
+    ties: int
+    unclear: int
+    """Prompts without a verdict; they count as ties."""
+    order_decided: int | None
+    """Prompts at which the order of the answers decided for one of them; they count as ties. None for a judge that
+    looks at no order."""
+    win_rate: float
+    """Wins and half of the ties, of all prompts."""
+    interval: tuple[float, float]
+    """95 %, of the win rate."""
+    mean_score: float | None
+    against_mean_score: float | None
+
+
+def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, world: World) -> WinRate | None:
+    """Both models answer the prompts of all records, greedily, and evaluate.judge compares; a line a prompt in `out`.
+
+    Returns:
+        On rank 0, the result; elsewhere nothing.
+
+    Raises:
+        AgreedError, UserError: on one rank, so on all; the judge's, on rank 0.
+    """
+    settings, data = first.settings, batch_inference.digest_of(records)
+    judge = None
+    with world.agreeing("the comparison"):
+        if world.rank == 0:
+            if out.exists():
+                raise UserError(f"{out} is there already; remove it, or give another name")
+            judge = judge_of(settings)
+    answers = [_answers(each, name, records, out, world) for name, each in (("answers", first), ("against", second))]
+    if judge is None:
+        return None
+    texts = [[json.loads(line)["completions"][0] for line in path.read_text().splitlines()] for path in answers]
+    key = batch_inference.key_of("verdicts", *(path.name for path in answers), data, settings.evaluate.model_dump())
+    instructions = settings.evaluate.judge_prompt and Path(settings.evaluate.judge_prompt).read_text()
+    key = batch_inference.key_of(key, instructions)
+
+    def verdicts(rows: range) -> Lines:
+        return [json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings)]
+
+    batch_inference.pull("verdicts", key, records, out, settings, world.alone(), verdicts)
+    for path in answers:
+        path.unlink()
+    return summarise([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], judge)
+
+
+def _answers(model: WholeModel, name: str, records: Records, out: Path, world: World) -> Path:
+    """Writes a model's answers to a file beside `out`, on rank 0's disk, unless they are there already."""
+    with world.agreeing("reading the model"):
+        tokenizer = tokenizer_module.load_tokenizer_of(model.settings.model)
+        if tokenizer is None:
+            raise UserError(f"{model.name} has no tokenizer, which writing answers needs")
+        key = batch_inference.key_of("greedy", model.digest(), batch_inference.digest_of(records))
+    world.require_equal("model, data or settings", key)
+    path = out.with_name(f"{out.name}.{name}-{key[:16]}")
+    if not json.loads(world.broadcast_text(json.dumps(path.exists()))):
+        with world.agreeing("loading the model"):
+            loaded = model.load(world)
+        writer = batch_inference.CompletionWriter(loaded, tokenizer, records, model.settings, None)
+        batch_inference.pull(f"answers of {model.name}", key, records, path, model.settings, world, writer)
+    return path
+
+
+def _compared(
+    judge: Judge, records: Records, rows: range, texts: Sequence[Sequence[str]], settings: Config
+) -> list[Comparison]:
+    """Some prompts with both answers and a verdict."""
+    questions = [
+        Question(
+            records.location(row),
+            batch_inference.prompt_of(records[row], settings.data),
+            (texts[0][row], texts[1][row]),
+            records[row],
+        )
+        for row in rows
+    ]
+    # Of two equal answers none is better: no model is asked.
+    asked = [q for q in questions if not judge.looks_at_order or q.completions[0] != q.completions[1]]
+    scores = dict(zip([q.place for q in asked], judge(asked), strict=True))
+    swapped: dict[str, list[float]] = {}
+    if judge.looks_at_order:
+        reversed_ = judge([replace(q, completions=q.completions[::-1]) for q in asked])
+        swapped = {q.place: pair[::-1] for q, pair in zip(asked, reversed_, strict=True)}
+    return [
+        Comparison(
+            row=row,
+            line=records.line(row),
+            prompt=q.prompt,
+            answer=q.completions[0],
+            against=q.completions[1],
+            scores=_for_json(scores.get(q.place)),
+            swapped_scores=_for_json(swapped.get(q.place)),
+            verdict=verdict(scores[q.place], swapped.get(q.place)) if q.place in scores else "tie",
+        )
+        for row, q in zip(rows, questions, strict=True)
+    ]
+
+
+def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> Verdict:
+    """Who is better: the first answer wins, or loses, only where both orders say so (arXiv:2306.05685, section 3.4).
+
+    Args:
+        scores: of both answers; NaN where the judge gave none.
+        swapped: of the same answers, where the judge saw the second one first.
+    """
+    orders = [scores, *([swapped] if swapped is not None else [])]
+    if any(math.isnan(score) for order in orders for score in order):
+        return "unclear"
+    signs = {(first > second) - (first < second) for first, second in orders}
+    return {1: "win", -1: "loss"}.get(signs.pop(), "tie") if len(signs) == 1 else "tie"  # type: ignore[return-value]
+
+
+def summarise(lines: Sequence[Comparison], judge: Judge) -> WinRate:
+    """Counts of verdicts, the win rate and its interval."""
+    counts, prompts = Counter(line["verdict"] for line in lines), len(lines)
+    rate = (counts["win"] + (counts["tie"] + counts["unclear"]) / 2) / prompts
+    decided = sum(
+        line["verdict"] == "tie" and bool(line["swapped_scores"]) and line["scores"] != line["swapped_scores"]
+        for line in lines
+    )
+    scored = [line["scores"] for line in lines if line["scores"] and None not in line["scores"]]
+    means = [sum(float(pair[k] or 0) for pair in scored) / len(scored) if scored else None for k in range(2)]
+    return WinRate(
+        prompts=prompts,
+        wins=counts["win"],
+        losses=counts["loss"],
+        ties=counts["tie"],
+        unclear=counts["unclear"],
+        order_decided=decided if judge.looks_at_order else None,
+        win_rate=rate,
+        interval=wilson(rate, prompts),
+        mean_score=means[0],
+        against_mean_score=means[1],
+    )
+
+
+def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:
+    """The score interval of a rate over so many prompts (Wilson, JASA 22, 1927, p. 209).
+
+    With ties, which count as a half, it is wider than it has to be: of values between 0 and 1 with mean p none have a
+    larger variance than p (1 - p), that of wins and losses alone.
+    """
+    middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _for_json(scores: Sequence[float] | None) -> list[float | None] | None:
+    """NaN as null."""
+    return None if scores is None else [None if math.isnan(score) else score for score in scores]
+
+
+def show(say: RunConsole, first: str, second: str, result: WinRate) -> None:
+    """A line for people, and one of JSON."""
+    low, high = result["interval"]
+    parts = [f"{result[name]:,} {name}" for name in ("wins", "losses", "ties")]  # type: ignore[literal-required]
+    parts += [f"{result['unclear']:,} without a verdict"] if result["unclear"] else []
+    parts += [f"{result['order_decided']:,} decided by the order"] if result["order_decided"] else []
+    say.line(f"{first} against {second}, {result['prompts']:,} prompts", "bold")
+    say.line(
+        f"win rate {result['win_rate']:.1%} (95 %: {low:.1%} to {high:.1%}): {', '.join(parts)}".replace("%", " %")
+    )
+    say.record({"run": first, "against": second, **result})

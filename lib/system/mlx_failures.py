@@ -1,0 +1,33 @@
+"""What an error that MLX raises in the middle of its work means for a run: one line instead of a traceback."""
+
+from __future__ import annotations
+
+import re
+
+from lib.system import out_of_memory
+from lib.system.mpi_and_blas import Launch
+from lib.system.network import host_name
+
+# mlx/distributed/ring/ring.cpp; jaccl/rdma.h. Open MPI and NCCL end the process themselves.
+LOST = re.compile(r"\[ring\] connection to a peer was lost|\[jaccl\] (Send|Recv) failed")
+# A primitive or a device: "[Inverse::eval_cpu] ...", "[METAL] Command buffer execution failed: ...", and CUDA's checks,
+# "cudaGraphLaunch(...) failed: ...".
+OWN = re.compile(r"\[[\w:]+\] |cu\w+.* failed: ")
+# How the launcher tells who failed from who only noticed (lib/launch/rank_faults.py).
+FAILED, NOTICED = "MLX failed: ", "lost the connection to another rank"
+
+
+def advice(error: BaseException, launch: Launch | None) -> str | None:
+    """What happened, on which rank, and what helps where something does; None for an error that is not MLX's."""
+    text = str(error).partition("\n")[0]
+    if out_of_memory.told_by(error):
+        told = out_of_memory.advice(error)
+    elif not isinstance(error, RuntimeError):
+        return None
+    elif LOST.match(text):
+        told = f"{NOTICED}, which ended or was cut off ({text})"
+    elif OWN.match(text):
+        told = f"{FAILED}{text}"
+    else:
+        return None
+    return told if launch is None or launch.size == 1 else f"rank {launch.rank} on {host_name()}: {told}"

@@ -1,0 +1,89 @@
+"""What is minimised: the loss and the metrics of some examples, as sums that micro-batches and ranks add up."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from lib.config.train_settings import TrainSettings
+from lib.training import losses
+
+# What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs or rows for
+# preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
+REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
+SUMS = ("loss", "count", "pairs", "desirable", *REWARDS)
+
+Metrics = dict[str, float | None]  # by name; None for what a loss does not have
+
+
+def objective(
+    train: TrainSettings,
+    policy_logps: mx.array,
+    tokens: mx.array,
+    reference_logps: mx.array | None,
+    labels: mx.array | None = None,
+    baseline: mx.array | None = None,
+    weights: mx.array | None = None,
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """The loss and the metrics of some examples.
+
+    Args:
+        policy_logps: float32 [B, K], one column a completion: chosen and rejected, or one for SFT and for labels.
+        tokens: [B, K], scored tokens; rows without any are padding, and count nowhere.
+        reference_logps: float32 [B, K], or None for a loss that has no reference.
+        labels: bool [B], whether a completion is desirable; None for losses of pairs, and for SFT.
+        baseline: what such completions are compared with (lib/training/baseline.py).
+        weights: float32 [B, K], of the completions of pairs; a pair's loss is multiplied by both (train.use_weighting).
+
+    Returns:
+        The losses, float32 [B] (SFT: summed over tokens), and sums by the names in `SUMS`.
+    """
+    counted = (tokens.sum(axis=1) > 0).astype(mx.float32)
+    pairs = counted.sum()
+    if train.loss == "sft":
+        total, count = losses.sft_loss(policy_logps[:, 0], tokens[:, 0])
+        return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
+    if train.loss == "kto" or train.loss == "bco":
+        assert reference_logps is not None and labels is not None and baseline is not None
+        ratios = mx.where(counted > 0, policy_logps[:, 0] - reference_logps[:, 0], 0.0)
+        rows = losses.Labelled(ratios, labels)
+        weights = losses.UnpairedOptions(train.beta, train.desirable_weight, train.undesirable_weight)
+        per_row, rewards = losses.unpaired_losses(train.loss, rows, baseline, weights)
+        metrics = losses.unpaired_metrics(train.loss, rows, rewards, baseline, train.beta, counted)
+        return per_row, {"loss": (counted * per_row).sum(), "count": pairs, "pairs": pairs, **metrics}
+
+    tokens = mx.where(counted[:, None], tokens, 1)
+
+    def log_probs(logps: mx.array) -> losses.LogProbs:
+        logps = mx.where(counted[:, None], logps, -1.0)  # some number that no loss makes an infinity of
+        return losses.LogProbs(logps[:, 0], logps[:, 1], tokens[:, 0], tokens[:, 1])
+
+    policy = log_probs(policy_logps)
+    reference = None if reference_logps is None else log_probs(reference_logps)
+    options = losses.LossOptions(
+        beta=train.beta,
+        label_smoothing=train.label_smoothing,
+        rpo_alpha=train.rpo_alpha,
+        dpop_lambda=train.dpop_lambda,
+        simpo_gamma=train.simpo_gamma,
+        cpo_alpha=train.cpo_alpha,
+    )
+    per_pair, chosen, rejected = losses.preference_losses(train.loss_terms, policy, reference, options)
+    if weights is not None:
+        per_pair = per_pair * weights[:, 0] * weights[:, 1]
+    metrics = losses.preference_metrics(chosen, rejected, policy, reference, counted)
+    return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
+
+
+def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
+    """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
+    means: Metrics = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
+    for name in REWARDS:
+        has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train.loss))
+        means[name] = sums[name] / sums["pairs"] if has and sums["pairs"] else None
+    if train.loss in losses.UNPAIRED_LOSSES:
+        counts = {"reward_chosen": sums["desirable"], "reward_rejected": sums["pairs"] - sums["desirable"]}
+        means |= {name: sums[name] / count if count else None for name, count in counts.items()}
+        chosen, rejected = means["reward_chosen"], means["reward_rejected"]
+        means["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
+        means |= {"desirable": counts["reward_chosen"], "undesirable": counts["reward_rejected"]}
+    return means
