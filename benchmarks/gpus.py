@@ -58,6 +58,7 @@ def main() -> None:
     add("--tokens", type=int, default=512, help="of a prompt and of each completion")
     add("--steps", type=int, default=6, help="of a run")
     add("--limit-gb", type=float, default=None, help="what each run may hold on each GPU")
+    add("--only-together", action="store_true", help="not one GPU alone")
     add("--words", nargs="*", default=[], help="further settings, as train.py takes them")
     add("--backend", default="nccl", choices=["nccl", "ring"], help="ring: to try the benchmark without GPUs")
     add("--seed", type=int, default=0)
@@ -69,7 +70,7 @@ def main() -> None:
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
             write_inputs(Path(folder), model, options)
-            for ranks in (1, options.gpus):
+            for ranks in (options.gpus,) if options.only_together else (1, options.gpus):
                 for size in options.sizes:
                     rows.append(row_of(Path(folder), model, ranks, size, options))
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ ROOMS = [
     ("plan",),
     ("training",),
     ("evaluate",),
-    ("dashboard", "launch"),
+    ("dashboard", "launch", "export"),
     ("serve",),
 ]
 DOORS = {"agent": "launch", "doctor": "launch", "server": "serve"}  # `python -m lib.X`, in front of a room

@@ -206,6 +206,13 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
         ("model.method=lora", "train.loss=ipo", "train.compile=true", "model.dropout=0.1"),
         ("model.method=lora", "train.loss=kto", "train.learning_rate=1e-2"),
         ("model.method=lora", "train.loss=bco", "train.learning_rate=1e-2"),
+        (
+            "model.adapt_embeddings=true",
+            "train.loss=[sft,sppo]",
+            "train.use_weighting=true",
+            "model.rank_pattern={up_proj: 3}",
+        ),
+        ("train.neftune_noise_alpha=5", "train.loraplus_lr_ratio=8", "model.blocks=[1]", "train.loss=sigmoid_norm"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )

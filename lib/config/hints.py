@@ -49,7 +49,10 @@ _RENAMED: dict[str, tuple[str, str]] = {
         "a folder or a hub name",
     ),
     "model.reference={}": ("ref_model reference_model ref_model_path reference_model_path ref_model_name_or_path", ""),
-    "model.adapter={}": ("resume_adapter_file adapter_file lora_model_dir peft_model", "a folder with an adapter"),
+    "model.adapter={}": (
+        "resume_adapter_file adapter_file lora_model_dir peft_model",
+        "a folder with an adapter: mlx-lm's, or PEFT's",
+    ),
     "model.method={}": ("fine_tune_type finetuning_type train_type", "lora, dora or full"),
     "model.method=lora": ("use_peft use_lora lora peft", "which is the default"),
     "model.method=dora": ("use_dora peft_use_dora lora_use_dora", ""),

@@ -17,7 +17,8 @@ from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Se
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
 
-Blocks = Natural | Annotated[str, Field(pattern=r"^\d+-\d+$")]  # one, or the first and the last of several
+# One, or the first and the last of several.
+Blocks = Annotated[int, Field(ge=0, le=9999)] | Annotated[str, Field(pattern=r"^\d{1,4}-\d{1,4}$")]
 
 
 class RunSettings(Section):
@@ -47,7 +48,7 @@ class ModelSettings(Section):
     method: Literal["lora", "dora", "full"] = "lora"
     """Train low-rank adapters, weight-decomposed adapters, or every weight."""
     adapter: str | None = None
-    """Folder of an adapter (mlx-lm's layout) to start from."""
+    """Folder of an adapter to start from: a run, or what mlx-lm or PEFT saved."""
     rank: Positive = 8
     """Rank of the adapters."""
     scale: PositiveFloat = 2.0
@@ -111,6 +112,8 @@ class ModelSettings(Section):
             raise ValueError(f"model.{given[0]} is for adapters, and model.method=full has none; leave it out")
         if self.method == "dora" and self.adapt_embeddings:
             raise ValueError("model.adapt_embeddings is for model.method=lora, not dora")
+        if self.adapt_embeddings and self.shard_vocabulary:
+            raise ValueError("model.adapt_embeddings adapts what model.shard_vocabulary divides; leave one of them out")
         for part in self.blocks if isinstance(self.blocks, tuple) else ():
             first, _, last = str(part).partition("-")
             if int(last or first) < int(first):
@@ -361,6 +364,8 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
+        if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
+            raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
             # MLX draws a new mask when it recomputes a block: the gradients would belong to another forward pass.
             raise ValueError(
@@ -400,7 +405,7 @@ class Config(Section):
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
 
     def _sharding_is_possible(self) -> None:
-        if self.train.optimizer in ("adafactor", "muon"):
+        if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):
             raise ValueError(
                 f"train.optimizer={self.train.optimizer} looks at whole matrices, "
                 "which no rank of strategy=sharded has; take adamw"

@@ -66,6 +66,8 @@ class TrainSettings(Section):
     """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
     """Peak learning rate."""
+    loraplus_lr_ratio: PositiveFloat | None = None
+    """LoRA+: the learning rate of the adapters' B over that of all else, e.g. 16."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
     warmup_steps: Natural = 0
@@ -79,11 +81,13 @@ class TrainSettings(Section):
     """The global batch that the learning rates were chosen for; a plan never changes the batch, so only you do. Where a
     word on the command line does: the file's."""
     optimizer: Literal[
-        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"
+        "adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta", "adamw_8bit"
     ] = "adamw"
-    """Optimizer of MLX, by name."""
+    """Optimizer of MLX, by name; `adamw_8bit` keeps its two moments in 8 bits a number."""
     optimizer_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer, e.g. {betas: [0.9, 0.95]}."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune: noise of this size on the embeddings of training sequences, e.g. 5."""
     weight_decay: NonNegative = 0.0
     """Weight decay, for the optimizers that know it."""
     max_grad_norm: PositiveFloat | None = 1.0

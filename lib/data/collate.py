@@ -30,6 +30,11 @@ class Batch:
     """int32 [N]."""
     offsets: np.ndarray
     """int32 [N]: each token's position in its sequence; 0 for padding."""
+    places: np.ndarray
+    """int32 [N, 2]: each token's row, of `rows`, and its number among the row's tokens, which no layout changes: those
+    of the prompt, then of each completion; -1 for padding."""
+    longest: np.ndarray
+    """int32 [examples]: positions that the model sees of each row's longest sequence."""
     suffix_indices: np.ndarray | None
     """int32 [b, K, T]: where in the suffix a sequence's tokens from P on are; -1 past its end."""
     suffix_uses: np.ndarray | None
@@ -52,6 +57,10 @@ class Batch:
     """bool [examples]: whether each completion is desirable; None for records without labels."""
     mismatched: Batch | None = None
     """The same rows' prompts with another prompt's completion each: they have no gradient."""
+    noise_keys: np.ndarray | None = None
+    """uint32 [N, 2]: of the noise on each token's embedding; None for none (lib/training/neftune.py)."""
+    noise_scales: np.ndarray | None = None
+    """float32 [N]: of the noise."""
 
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
@@ -66,6 +75,8 @@ class Batch:
             "targets",
             "logp_indices",
             "mask",
+            "noise_keys",
+            "noise_scales",
         )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -103,7 +114,7 @@ def collate(
         need[None], sequences.count, length_multiple, shared_prompts
     )
     suffix_indices = _suffix_indices(sequences, shape)
-    tokens, offsets = _stream(examples, sequences, shape, suffix_indices)
+    tokens, offsets, places = _stream(examples, sequences, shape, suffix_indices)
     scored, targets, logp_indices, mask = _scored(sequences, shape, suffix_indices)
     ragged_indices = ragged_uses = None
     if not shape.is_dense:
@@ -115,6 +126,8 @@ def collate(
         prefix_length=shape.prefix,
         tokens=tokens,
         offsets=offsets,
+        places=places,
+        longest=sequences.seen.reshape(-1, sequences.count).max(axis=1).astype(np.int32),
         suffix_indices=None if ragged_indices is None else ragged_indices.astype(np.int32),
         suffix_uses=ragged_uses,
         scored=scored,
@@ -184,21 +197,27 @@ def _suffix_indices(sequences: _Sequences, shape: BatchShape) -> np.ndarray:
 
 def _stream(
     examples: Sequence[Example], sequences: _Sequences, shape: BatchShape, suffix_indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The stream's tokens, and each one's position in its sequence: int32 [N] each."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The stream's tokens, and each one's position in its sequence: int32 [N] each; Batch's `places`."""
     rows, prefix = shape.rows, shape.prefix
     tokens = np.zeros(shape.tokens, np.int32)
     offsets = np.zeros_like(tokens)
     prefixes = tokens[: rows * prefix].reshape(rows, prefix)
+    places = np.full((shape.tokens, 2), -1, np.int32)
     for row, e in enumerate(examples):
         prefixes[row] = e.prompt_ids[:prefix]
+        places[row * prefix : (row + 1) * prefix] = np.stack([np.full(prefix, row), np.arange(prefix)], axis=1)
     offsets[: len(examples) * prefix] = np.tile(np.arange(prefix), len(examples))
     lengths = sequences.suffix_lengths(shape)
     for index, (prompt, completion) in enumerate(sequences.pairs):
         where = rows * prefix + suffix_indices[index, : lengths[index]]
         tokens[where] = np.concatenate([prompt[prefix:], completion[:-1]])
-        offsets[where] = np.arange(prefix, sequences.seen[index])
-    return tokens, offsets
+        positions = np.arange(prefix, sequences.seen[index])
+        offsets[where] = positions
+        row, k = divmod(index, sequences.count)
+        earlier = sum(len(other) for _, other in sequences.pairs[index - k : index])  # of other completions
+        places[where, 0], places[where, 1] = row, positions + earlier * (positions >= len(prompt))
+    return tokens, offsets, places
 
 
 def _scored(

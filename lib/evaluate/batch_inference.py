@@ -36,7 +36,8 @@ from lib.data.tokenize import Encoder
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.judges import Question, judge_of
+from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.judges import Question
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
@@ -62,7 +63,7 @@ class FileFigures(TypedDict):
 
 
 def pull(
-    kind: str, key: str, rows: Sized, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
+    kind: str, key: str, items: Sized, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
 ) -> FileFigures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
@@ -74,7 +75,7 @@ def pull(
     Raises:
         AgreedError, UserError: on one rank, so on all.
     """
-    size, total = settings.evaluate.batch_size, len(rows)
+    size, total = settings.evaluate.batch_size, len(items)
     say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
     server = dispatcher = None

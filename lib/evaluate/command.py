@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,9 +201,10 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
     with world.agreeing("reading the tasks"):
         _need_whole_models(settings, world, "--tasks")
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
-    names = tuple(name for name in options.tasks.split(",") if name)
+    names = tuple(name.strip() for name in options.tasks.split(","))
     tasks = harness_tasks.Tasks(names, folder, options.shots, options.limit, options.chat)
-    subject, out = _subject(settings, options), Path(options.out or options.home / f"tasks-{'-'.join(names)}.json")
+    subject, plain_names = _subject(settings, options), re.sub(r"[^\w.-]+", "-", options.tasks)
+    out = Path(options.out or options.home / f"tasks-{plain_names}.json")
     results = harness_tasks.evaluate_tasks(subject, tasks, out, world)
     if results is not None:
         harness_tasks.show(RunConsole(world), subject.name, results, out)
@@ -279,7 +281,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if (options.run is None) == (options.model is None):
         raise UserError("give either --run RUN or --model PATH")
-    if options.model is not None and options.data is None:
+    if options.model is not None and options.data is None and options.tasks is None:
         raise UserError("--model needs --data FILE")
     _require_one_work(options)
     return options
@@ -294,6 +296,10 @@ def _require_one_work(options: argparse.Namespace) -> None:
         raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in works)} go one at a time")
     if options.out is None and (options.score is not None or options.against is not None):
         raise UserError(f"--{works[0]} needs --out OUT")
+    if options.tasks is not None and not all(name.strip() for name in options.tasks.split(",")):
+        raise UserError(f"--tasks {options.tasks!r}: give names with commas between them, e.g. arc_easy,gsm8k")
+    if (options.shots or 0) < 0 or (options.limit is not None and options.limit < 1):
+        raise UserError("--shots is 0 or more, --limit 1 or more")
     if options.tasks is not None and options.run is None and options.out is None:
         raise UserError("--tasks with --model needs --out OUT, e.g. tasks.json")
     if options.tasks is None and (options.tasks_folder or options.shots is not None or options.limit or options.chat):
@@ -305,7 +311,7 @@ def _require_one_work(options: argparse.Namespace) -> None:
 def _read_config(options: argparse.Namespace) -> Config:
     if options.run is None:
         model = {"path": options.model, "reference": options.reference or "initial"}
-        return load.load(None, options.overrides, base={"model": model, "data": {"train": options.data}})
+        return load.load(None, options.overrides, base={"model": model, "data": {"train": options.data or ""}})
     options.home = Path(options.run)  # of the run, where options.run may become that of a checkpoint
     if options.checkpoint is not None:
         options.run = str(find(Path(options.run), options.checkpoint))

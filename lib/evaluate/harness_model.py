@@ -38,7 +38,7 @@ class HarnessModel:
         self, ask: Callable[[str, Sequence[Any]], list[Any]], tokenizer: Tokenizer, settings: Config, name: str
     ):
         super().__init__()
-        self.ask, self.settings, self.tokenizer_name = ask, settings, name
+        self.ask, self.settings, self.name = ask, settings, name
         self.template = ChatTemplate(tokenizer, settings.data)
         self.inner = TextTokens(tokenizer).inner
         self.tokenizer = tokenizer
@@ -46,6 +46,11 @@ class HarnessModel:
         start = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
         self.start_id: int = start
         self.start_text = str(self.inner.decode([start]))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What requests are kept by."""
+        return self.name
 
     # ---- Log-probabilities
 

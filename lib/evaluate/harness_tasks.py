@@ -84,14 +84,14 @@ def evaluate_tasks(subject: WholeModel, tasks: Tasks, out: Path, world: World) -
 
 def _check(tasks: Tasks, out: Path) -> None:
     """Looks for what would fail only after the model is loaded."""
+    if tasks.folder is not None and not tasks.folder.is_dir():
+        raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
+    if out.exists():
+        raise UserError(f"{out} is there already; remove it, or give another name")
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             f"--tasks needs the package {PACKAGE}; run .venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
         )
-    if out.exists():
-        raise UserError(f"{out} is there already; remove it, or give another name")
-    if tasks.folder is not None and not tasks.folder.is_dir():
-        raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
 
 
 def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: WholeModel, tasks: Tasks) -> dict[str, Any]:
@@ -103,9 +103,12 @@ def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: WholeMode
     class Adapter(HarnessModel, LM):
         """The harness takes what is an LM of its own."""
 
-    manager = TaskManager(include_path=None if tasks.folder is None else str(tasks.folder))
-    unknown = [name for name in tasks.names if not manager.match_tasks([name])]
-    if unknown:
+    # A look at the thousands of tasks that the package brings takes ten seconds: only where one of them is meant.
+    include = None if tasks.folder is None else str(tasks.folder)
+    manager = TaskManager(include_path=include, include_defaults=include is None)
+    if include is not None and _unknown(tasks, manager):
+        manager = TaskManager(include_path=include)
+    if unknown := _unknown(tasks, manager):
         place = f"{tasks.folder} and {PACKAGE}" if tasks.folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
         raise UserError(f"--tasks {','.join(unknown)}: no such task in {place}")
     try:
@@ -122,14 +125,18 @@ def _run_harness(worker: HarnessWorker, tokenizer: Tokenizer, subject: WholeMode
         log_samples=False,
         task_manager=manager,
     )
-    return results
+    return {**results, "seconds": worker.seconds}
+
+
+def _unknown(tasks: Tasks, manager: Any) -> list[str]:
+    return [name for name in tasks.names if not manager.match_tasks([name])]
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The metrics of each task or group, by name, e.g. {"arc": {"acc": 0.5, "acc_stderr": 0.1}}."""
+    """The metrics of each task or group, as the harness names them: {"arc": {"acc,none": 0.5, ...}}."""
     return {
         task: {
-            name.replace(",none", "").replace(",", " "): value
+            name: value
             for name, value in of_task.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
@@ -143,10 +150,12 @@ def show(say: RunConsole, name: str, results: dict[str, Any], out: Path) -> None
     metrics = figures(results)
     for task, values in metrics.items():
         for metric, value in values.items():
-            if "stderr" in metric or metric == "sample_len":
+            measure, _, which = metric.partition(",")
+            if measure.endswith("_stderr") or not which:
                 continue
-            error = values.get(f"{metric}_stderr") or values.get(metric.replace(" ", "_stderr ", 1))
-            rows.append([task, metric, f"{value:.4f}", "-" if error is None else f"{error:.4f}"])
+            error = values.get(f"{measure}_stderr,{which}")
+            shown = measure if which == "none" else f"{measure} ({which})"
+            rows.append([task, shown, f"{value:.4f}", "-" if error is None else f"{error:.4f}"])
     say.table(f"{name} on tasks of lm-evaluation-harness", ["task", "metric", "value", "standard error"], rows, 2)
     say.line(f"{out}: all results")
-    say.record({"run": name, "tasks": metrics})
+    say.record({"run": name, "tasks": metrics, "seconds": results["seconds"]})

@@ -6,6 +6,7 @@ A prompt runs once for all its continuations. What a chunk comes to depends on t
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -70,16 +71,24 @@ class HarnessWorker:
     ):
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
         self.folder, self.digest = folder, digest
+        self.seconds = 0.0  # of all that was asked
+        self._listens = True  # whether the other ranks wait for what is asked next
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, settings.data, world.alone())
 
     def ask(self, kind: str, items: Sequence[Any]) -> list[Any]:
         """On rank 0: one result for each item, made by all ranks."""
+        began = time.perf_counter()
         self.world.broadcast_text(json.dumps(Asked(kind=kind, items=list(items))))
-        return self._work(kind, items)
+        self._listens = False  # an error in the work is every rank's
+        results = self._work(kind, items)
+        self._listens = True
+        self.seconds += time.perf_counter() - began
+        return results
 
     def end(self, error: str | None = None) -> None:
         """On rank 0: nothing more will be asked."""
-        self.world.broadcast_text(json.dumps(Asked(error=error)))
+        if self._listens:
+            self.world.broadcast_text(json.dumps(Asked(error=error)))
 
     def follow(self) -> None:
         """On all other ranks: works until nothing more is asked.

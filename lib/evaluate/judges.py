@@ -1,4 +1,4 @@
-"""Who scores completions, as evaluate.judge says: a check of the answer, Python, a command, or a model behind a server.
+"""Who scores completions: a check of the answer, a Python function, or a command.
 
 A judge takes questions and returns a score for each completion of each; the higher one is better. A model that compares
 two answers gives 1 and 0, or 0.5 each.
@@ -17,12 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lib.config.schema import Config
 from lib.data.record_formats import ANSWER
 from lib.errors import UserError
 
 NUMBER = r"(?<![\d.])(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"  # "10-5" has 10 and 5
-PYTHON = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -52,28 +50,6 @@ class Judge(Protocol):
         Raises:
             UserError: a record lacks what the judge needs, or what the judge did wrong.
         """
-
-
-def judge_of(settings: Config) -> Judge:
-    """The judge that evaluate.judge names.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    judge, pattern = settings.evaluate.judge, settings.evaluate.answer_pattern
-    if judge is None:
-        return Checker(lambda text, answer: extract(pattern, text) == answer)
-    if judge == "exact":
-        return Checker(lambda text, answer: text.strip() == answer)
-    if judge == "number":
-        return Checker(same_number)
-    if judge.startswith(("http://", "https://")):
-        from lib.evaluate.model_judge import ModelJudge  # brings an HTTP client
-
-        return ModelJudge(settings)
-    if PYTHON.fullmatch(judge):
-        return PythonJudge(judge)
-    return CommandJudge(judge, settings.sync.timeout_seconds)
 
 
 def extract(pattern: str, text: str) -> str | None:

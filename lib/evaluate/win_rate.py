@@ -20,7 +20,8 @@ from lib.data.sources import Records
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import batch_inference
-from lib.evaluate.judges import Judge, Question, judge_of
+from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.judges import Judge, Question
 from lib.evaluate.whole_model import WholeModel
 from lib.evaluate.work_queue import Lines
 from lib.training.progress_display import RunConsole

@@ -102,13 +102,15 @@ def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
     return own
 
 
-def write_arrays(path: Path, described: Described, arrays: Arrays) -> None:
+def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "mlx") -> None:
     """A safetensors file, written array by array: the whole is never in memory.
+
+    kind: `mlx`, or `pt` where others expect PyTorch's.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "mlx"}}
+    header: dict[str, object] = {"__metadata__": {"format": kind}}
     end = 0
     for name, (shape, dtype) in described.items():
         begin, end = end, end + math.prod(shape) * dtype.size
@@ -165,15 +167,23 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
         raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
     if config.get("padded"):
         loaded = _unpadded(loaded, config)
+    return fitted(wanted, loaded, f"{where} {folder}")
+
+
+def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
+    """Trained parameters in the wanted types; LoRA's factors may have another rank.
+
+    Raises:
+        UserError: they are not those of the wanted names and shapes; names the first of them.
+    """
     for name in sorted(wanted.keys() | loaded.keys()):
         if name not in loaded or name not in wanted:
             raise UserError(
-                f"{where} {folder} does not fit the model: {name} is only in the "
-                f"{'model' if name in wanted else 'adapter'}"
+                f"{where} does not fit the model: {name} is only in the {'model' if name in wanted else 'adapter'}"
             )
         if shape_without_rank(name, loaded[name].shape) != shape_without_rank(name, wanted[name][0]):
             raise UserError(
-                f"{where} {folder} does not fit the model: {name} has shape {loaded[name].shape}, "
+                f"{where} does not fit the model: {name} has shape {loaded[name].shape}, "
                 f"the model wants {wanted[name][0]}"
             )
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}

@@ -30,30 +30,40 @@ def trained_blocks(settings: ModelSettings, count: int) -> list[int]:
     Raises:
         UserError: it has no such blocks.
     """
-    blocks = settings.blocks
-    if blocks is None:
-        return list(range(count))
-    if isinstance(blocks, int):
-        if blocks > count:
-            raise UserError(f"model.blocks={blocks}, but {settings.path} has {count} blocks")
-        return list(range(count - blocks, count))
-    chosen: set[int] = set()
-    for part in blocks:
-        first, _, last = str(part).partition("-")
-        chosen |= set(range(int(first), int(last or first) + 1))
-    if max(chosen) >= count:
-        raise UserError(f"model.blocks=[{','.join(map(str, blocks))}], but {settings.path} has blocks 0 to {count - 1}")
-    return sorted(chosen)
+    chosen = _named_blocks(settings, count)
+    if isinstance(settings.blocks, int) and chosen[0] < 0:
+        raise UserError(f"model.blocks={settings.blocks}, but {settings.path} has {count} blocks")
+    if chosen[-1] >= count:
+        shown = ",".join(map(str, settings.blocks)) if isinstance(settings.blocks, tuple) else ""
+        raise UserError(f"model.blocks=[{shown}], but {settings.path} has blocks 0 to {count - 1}")
+    return chosen
 
 
 def depth(settings: ModelSettings, count: int) -> int:
     """The blocks that gradients pass through: from the first that is trained to the last of the model."""
-    return count if settings.adapt_embeddings else count - trained_blocks(settings, count)[0]
+    return count if settings.adapt_embeddings else min(count, max(1, count - _named_blocks(settings, count)[0]))
+
+
+def trained_part(settings: ModelSettings, count: int) -> float:
+    """How much of all blocks is trained."""
+    return min(1.0, len(_named_blocks(settings, count)) / count)
+
+
+def _named_blocks(settings: ModelSettings, count: int) -> list[int]:
+    """The blocks that the settings name, ascending; the model may have no such blocks."""
+    blocks = settings.blocks
+    if not isinstance(blocks, tuple):
+        return list(range(count - (blocks or count), count))
+    chosen: set[int] = set()
+    for part in blocks:
+        first, _, last = str(part).partition("-")
+        chosen |= set(range(int(first), int(last or first) + 1))
+    return sorted(chosen)
 
 
 def rank_of(settings: ModelSettings, layer: str) -> int:
     """The rank of a layer's adapter."""
-    return _first_match(settings.rank_pattern, layer, settings.rank)
+    return first_match(settings.rank_pattern, layer, settings.rank)
 
 
 def most_rank(settings: ModelSettings) -> int:
@@ -69,7 +79,7 @@ def scale_of(settings: ModelSettings, layer: str) -> float:
     """
     if settings.alpha is None:
         return settings.scale
-    rank, alpha = rank_of(settings, layer), _first_match(settings.alpha_pattern, layer, settings.alpha)
+    rank, alpha = rank_of(settings, layer), first_match(settings.alpha_pattern, layer, settings.alpha)
     return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
 
 
@@ -89,7 +99,8 @@ def groups(settings: ModelSettings, layers: Iterable[str]) -> dict[AdapterLayer,
     return grouped
 
 
-def _first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Value:
+def first_match(patterns: Mapping[str, Value], layer: str, default: Value) -> Value:
+    """The value of the first pattern that matches a layer's name."""
     return next((value for pattern, value in patterns.items() if matches(pattern, layer)), default)
 
 

@@ -16,6 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config import schema
 from lib.errors import UserError
+from lib.model import peft_files, peft_start
 from lib.model.adapter_files import adapter_config, adapter_layers_of, described, load_trained, trainable
 from lib.model.adapter_layers import AdapterLayer, groups, is_uniform, matches, trained_blocks
 from lib.model.lora import use_low_rank_linear
@@ -127,12 +128,15 @@ def _add_adapters(model: nn.Module, settings: schema.ModelSettings, layers: Sequ
 
 
 def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
-    """Reads model.adapter into a model with such adapters.
+    """Reads model.adapter, of mlx-lm's layout or PEFT's, into a model with such adapters.
 
     Raises:
         UserError: it cannot be read, or was made with other settings.
     """
     folder = Path(settings.adapter or "")
+    if peft_files.is_peft(folder):
+        peft_start.load(model, folder, settings)
+        return
     try:
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())
     except (OSError, json.JSONDecodeError) as error:

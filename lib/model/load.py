@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 from lib.config import schema
 from lib.errors import UserError
 from lib.model.adapters import make_trainable
-from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, resolve
+from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve
 
 
 def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
@@ -110,7 +110,7 @@ def fingerprint(settings: schema.ModelSettings, seed: int) -> str:
     digest = hashlib.sha256(f"{settings.dtype}{widened} {seed if settings.random_init else ''}{window}".encode())
     files = [folder / "config.json"] + ([] if settings.random_init else sorted(folder.glob("model*.safetensors")))
     if settings.adapter:
-        files += [Path(settings.adapter) / ADAPTER_CONFIG, Path(settings.adapter) / ADAPTER_WEIGHTS]
+        files += [Path(settings.adapter) / ADAPTER_CONFIG, adapter_weights(Path(settings.adapter))]
     for file in files:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())

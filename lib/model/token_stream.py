@@ -38,6 +38,8 @@ class StreamInputs(TypedDict, total=False):
     targets: mx.array
     logp_indices: mx.array
     mask: Required[mx.array]
+    noise_keys: mx.array
+    noise_scales: mx.array
 
 
 def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
@@ -55,6 +57,13 @@ def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
     window: tokens that each attends to, itself included; for models that take a stream.
     """
     tokens, (rows, completions, _) = inputs["tokens"], inputs["mask"].shape
+    if model.training and "noise_keys" in inputs:
+        place = embedding_of(model)
+        assert place is not None, "a step without an embedding was made"
+        silent: StreamInputs = {**inputs}
+        keys, scales = silent.pop("noise_keys"), silent.pop("noise_scales")
+        with Replaced(*place, _noisy(place[0][place[1]], keys, scales)):
+            return hidden_states(model, silent, window)
     if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
         hidden = _run_backbone(model, tokens.reshape(rows * completions, -1))
     else:
@@ -69,6 +78,25 @@ def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
         )
         hidden = _run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
     return hidden.reshape(len(tokens), -1)
+
+
+def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[mx.array], mx.array]:
+    """An embedding with noise on the tokens of a stream. keys: uint32 [N, 2]; scales: float32 [N], times sqrt(D)."""
+
+    def call(tokens: mx.array) -> mx.array:
+        embedded = embedding(tokens)
+        size = embedded.shape[-1]
+        noise = mx.vmap(lambda key: mx.random.uniform(-1, 1, (size,), key=key))(keys)
+        return embedded + (scales[:, None] / size**0.5 * noise).reshape(embedded.shape).astype(embedded.dtype)
+
+    return call
+
+
+def embedding_of(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that has the embedding of tokens among its parts, and its name there; None without one."""
+    place = backbone_of(model)
+    holder = model if place is None else place[0][place[1]]
+    return next(((holder, name) for name, part in holder.children().items() if hasattr(part, "as_linear")), None)
 
 
 class Stream:

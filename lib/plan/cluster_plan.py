@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from lib.config.schema import Config
-from lib.model.adapter_layers import trained_blocks
+from lib.model.adapter_layers import trained_part
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.pipeline_costs import PipelineCosts
@@ -256,11 +256,13 @@ class ClusterPlan:
 def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
     """What training adds to each byte of the weights. Full training keeps four float32 numbers for each trained weight.
 
-    They are the gradient's sum, Adam's two moments, and the new value that an update makes before the old one is freed.
+    They are the gradient's sum, Adam's two moments, and the new value that an update makes before the old one is freed;
+    of a moment of 8 bits about a quarter.
     """
     if config.model.method != "full":
         return 0.0
-    return 4 * 4 / shape.weight_bytes * len(trained_blocks(config.model, shape.blocks)) / shape.blocks
+    numbers = 2.5 if config.train.optimizer == "adamw_8bit" else 4
+    return 4 * numbers / shape.weight_bytes * trained_part(config.model, shape.blocks)
 
 
 def whole_bytes(config: Config, shape: ModelShape) -> int:

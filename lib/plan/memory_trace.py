@@ -30,7 +30,8 @@ LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/log
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
 CUDA_LATE_BLOCKS = {"lora": 0, "dora": 3, "full": 5}  # the same by one H200's peaks
-MOMENTS = {"sgd": 1, "lion": 1, "muon": 1, "rmsprop": 1, "adagrad": 1, "adafactor": 1}  # a trained number
+# Float32 numbers that an optimizer keeps for each that is trained; others keep two.
+MOMENTS = {**dict.fromkeys(("sgd", "lion", "muon", "rmsprop", "adagrad", "adafactor"), 1.0), "adamw_8bit": 0.51}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Training:
     adapts_embeddings: bool = False
     checkpointing: bool = False
     window: int | None = None  # of attention
-    moments: int = 2  # numbers that the optimizer keeps for each that is trained
+    moments: float = 2  # as MOMENTS has them
     shared_prompts: bool = True
 
 

@@ -10,6 +10,12 @@ from lib.errors import UserError
 # The files of an adapter, as mlx-lm names them.
 ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has the same name
+
+
+def adapter_weights(folder: Path) -> Path:
+    """The file with the arrays of an adapter, mlx-lm's or PEFT's."""
+    return folder / (PEFT_WEIGHTS if (folder / PEFT_WEIGHTS).is_file() else ADAPTER_WEIGHTS)
 
 
 def resolve(path: str, revision: str | None = None) -> Path:

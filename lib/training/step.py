@@ -25,11 +25,13 @@ from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.logps import completion_logps, completion_logps_and_weights
-from lib.model.token_stream import StreamInputs, arrays_of
+from lib.model.token_stream import StreamInputs, arrays_of, embedding_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
+from lib.training.neftune import noisy
 from lib.training.objective import SUMS, Metrics, means_of, objective
+from lib.training.optimizers import AdamW8bit, apply_gradients
 
 Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
 
@@ -114,14 +116,13 @@ def learning_rate(train: TrainSettings, step: int, steps: int) -> float:
 
 
 def make_optimizer(train: TrainSettings) -> optim.Optimizer:
-    """MLX's optimizer of that name.
+    """MLX's optimizer of that name, or ours.
 
     Raises:
         UserError: it does not know an option.
     """
-    kind: Callable[..., optim.Optimizer] = next(
-        kind for name, kind in vars(optim).items() if inspect.isclass(kind) and name.lower() == train.optimizer
-    )
+    kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
+    kind: Callable[..., optim.Optimizer] = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
     known = inspect.signature(kind).parameters
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
     defaults = {"bias_correction": True, "relative_step": False}
@@ -225,6 +226,8 @@ class TrainStep:
         self.model.train()
         if self.dropout:  # from the seed, the step and the rank alone: a resumed run draws the same masks
             mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
+        if self.train.neftune_noise_alpha is not None:
+            batches = noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
         what, ratios, compared_with, waited_seconds = f"step {index + 1}", None, None, 0.0
         if self.train.loss in losses.UNPAIRED_LOSSES:
             batches, ratios, waited_seconds = self._log_ratios(what, batches, watching)
@@ -375,7 +378,14 @@ def make_step(
         sync: how the gradients travel; uncompressed by default.
         feedback: what compression left out of this rank's gradients so far, by name; each step changes it.
         rank: among all ranks, which draw different dropout masks; by default world.rank.
+
+    Raises:
+        UserError: train.neftune_noise_alpha, and the model has no embedding.
     """
+    if train.neftune_noise_alpha is not None and embedding_of(model) is None:
+        raise UserError(
+            "train.neftune_noise_alpha: the model has no embedding that noise could be added to; leave it out"
+        )
 
     def forward(
         inputs: StreamInputs, reference: mx.array | None, labels: mx.array | None, compared_with: mx.array | None
@@ -397,7 +407,7 @@ def make_step(
         if train.max_grad_norm is not None:
             factor = mx.minimum(train.max_grad_norm / (norm + 1e-6), 1.0)
             gradients = tree_map(lambda g: g * factor, gradients)
-        return optimizer.apply_gradients(gradients, parameters)
+        return apply_gradients(optimizer, gradients, parameters, train.loraplus_lr_ratio)
 
     gradients_of = nn.value_and_grad(model, forward)
     optimizer_state: list[Tree] = [optimizer.state]

@@ -1,0 +1,86 @@
+"""The README.md of an export: what it is, how to use it, how it was made. The hub reads its first lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from lib.export.trained_run import TrainedRun
+
+CARD = "README.md"
+# By form: the hub's name of the library, how it is related to its base model, and how one uses it.
+USES = {
+    "mlx": ("mlx", "adapter", "mlx_lm.generate --model {base} --adapter-path FOLDER --prompt ..."),
+    "fused": ("mlx", "finetune", "mlx_lm.generate --model FOLDER --prompt ..."),
+    "peft": ("peft", "adapter", 'peft.PeftModel.from_pretrained(base_model, "FOLDER")'),
+    "gguf": ("gguf", "quantized", "llama-cli -m FOLDER/model.gguf"),
+    "ollama": ("gguf", "quantized", "ollama create NAME -f FOLDER/Modelfile"),
+}
+FIGURES = ("loss", "reward_accuracy", "reward_margin", "exact_match_before", "exact_match_after", "steps", "pairs")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def write(run: TrainedRun, folder: Path, to: str, proven: str | None) -> None:
+    """Writes the card into an export's folder; no path of this machine and no row of data is in it."""
+    (folder / CARD).write_text(model_card(run, to, proven), encoding="utf-8")
+
+
+def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
+    """Its text.
+
+    Args:
+        to: the form.
+        proven: the line of the proof.
+    """
+    from huggingface_hub import ModelCardData
+
+    library, relation, use = USES[to]
+    settings = run.settings
+    base, is_on_hub = _base(settings.model.path)
+    data = ModelCardData(
+        base_model=base if is_on_hub else None,  # the hub refuses a path
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=["tandem", settings.train.loss, settings.model.method],
+    )
+    if is_on_hub:
+        data["base_model_relation"] = relation
+    loss = "SFT" if settings.train.loss == "sft" else f"{settings.train.loss} loss, beta {settings.train.beta}"
+    lines = [
+        f"---\n{data.to_yaml()}\n---\n\n# {run.folder.resolve().name}\n",
+        f"{base}, trained by Tandem ({settings.model.method}, {loss}); {run.checkpoint}.\n",
+        f"    {use.format(base=base)}\n",
+        "## How it was made\n",
+        f"- data: {', '.join(_source(each) for each in _sources(settings.data.train))}",
+        f"- learning rate {settings.train.learning_rate}, seed {settings.train.seed}",
+        *(f"- {name.replace('_', ' ')}: {value:.4g}" for name, value in _figures(run.folder).items()),
+        *([f"- {proven}"] if proven else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _base(path: str) -> tuple[str, bool]:
+    """What the base model is called, and whether that is its name on the hub."""
+    is_on_hub = HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
+    return (path if is_on_hub else Path(path).name), is_on_hub
+
+
+def _sources(train: str | Mapping[str, float]) -> list[str]:
+    """The sources of training rows: one, or several with weights."""
+    return [train] if isinstance(train, str) else list(train)
+
+
+def _source(source: str) -> str:
+    """A source without the folders of this machine."""
+    return source if source.startswith("hf://") else Path(source).name
+
+
+def _figures(folder: Path) -> dict[str, float]:
+    """Figures of summary.json; none where the run has not ended."""
+    try:
+        stored = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return {name: stored[name] for name in FIGURES if isinstance(stored.get(name), int | float)}

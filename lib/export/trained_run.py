@@ -1,0 +1,132 @@
+"""What a run has trained, opened read-only: its settings, its base model, an adapter, rows to prove an export with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from lib.config import load as config
+from lib.config.schema import Config
+from lib.data.streaming import open_held_out, open_training
+from lib.data.tokenizer import load_tokenizer_of, stored_config, vocabulary
+from lib.errors import UserError
+from lib.model import adapter_files, adapters
+from lib.model import load as models
+from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
+from lib.training import find_checkpoint
+from lib.training.checkpoint import step_of
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run's model at one checkpoint.
+
+    Args:
+        folder: of the run.
+        base: the folder of the model that was trained.
+        weights: the folder with what was trained, in mlx-lm's adapter layout.
+        checkpoint: `final` or `step 40`.
+        rows: token ids of sequences to compare log-probabilities on, int32 [tokens] each.
+        rows_from: where these come from.
+    """
+
+    folder: Path
+    settings: Config
+    base: Path
+    weights: Path
+    checkpoint: str
+    rows: list[np.ndarray]
+    rows_from: str
+
+    @property
+    def base_config(self) -> dict[str, Any]:
+        """The base model's config.json."""
+        return stored_config(self.settings.model)
+
+    @property
+    def is_quantised(self) -> bool:
+        return "quantization" in self.base_config or "quantization_config" in self.base_config
+
+    def stored_base(self) -> nn.Module:
+        """The model before training in the types that it is stored in, not evaluated yet.
+
+        model.dtype is how a run computes: no export starts from weights that it rounded. Weights that the run drew are
+        as it drew them.
+        """
+        settings = self.settings.model
+        changes = {"attention_window": None, "dtype": settings.dtype if settings.random_init else None}
+        model = models.load(settings.model_copy(update=changes), self.settings.train.seed, lazy=True)
+        return model.eval()
+
+    def base_model(self) -> nn.Module:
+        """The same in float32; what is quantised stays so."""
+        model = self.stored_base()
+        model.set_dtype(mx.float32)
+        return model
+
+    def model(self) -> nn.Module:
+        """The model as trained, with its adapter beside the base's weights; float32, not evaluated yet.
+
+        Raises:
+            UserError: the adapter does not fit the base model.
+        """
+        model = self.base_model()
+        settings = self.settings.model.model_copy(update={"adapter": None, "gradient_checkpointing": False})
+        adapters.make_trainable(model, settings, self.settings.train.seed)
+        adapter_files.load_trained(model, self.weights, "run")
+        return model.eval()
+
+
+def open_run(
+    folder: Path, checkpoint: str, overrides: Sequence[str], rows: int, tell: Callable[[str], None]
+) -> TrainedRun:
+    """A run's model at `checkpoint` (final, best, last or a step), and `rows` sequences of its held-out data.
+
+    overrides: key=value words, for files that have moved since.
+
+    Raises:
+        UserError: no such run or checkpoint; its model or data cannot be read.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")
+    settings = config.load(folder / "config.yaml", overrides)
+    weights, name = _weights(folder, checkpoint)
+    sequences, rows_from = _rows(settings, rows, tell) if rows else ([], "")
+    base = resolve(settings.model.path, settings.model.revision)
+    return TrainedRun(folder, settings, base, weights, name, sequences, rows_from)
+
+
+def _weights(folder: Path, checkpoint: str) -> tuple[Path, str]:
+    """The folder that holds a checkpoint's adapter, and the checkpoint's name."""
+    if checkpoint == "final":
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise UserError(
+                f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing); --checkpoint last takes what there is"
+            )
+        return folder, "final"
+    found = find_checkpoint.find(folder, checkpoint)
+    return found, f"step {step_of(found)}"
+
+
+def _rows(settings: Config, count: int, tell: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
+    """Sequences of the held-out rows, evenly over them; of the training rows, where none are held out."""
+    tokenizer = load_tokenizer_of(settings.model)
+    words = vocabulary(settings.model)
+    held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
+    data: Any = held_out
+    if data is None:
+        data = open_training(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
+    indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
+    sequences = [
+        np.concatenate([example.prompt_ids, completion]).astype(np.int32)
+        for example in (data[int(index)] for index in indices)
+        for completion in example.completions
+    ]
+    kept = [ids for ids in sequences if len(ids) > 1][:count]
+    return kept, "held-out rows" if held_out is not None else "training rows (none are held out)"

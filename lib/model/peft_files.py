@@ -1,0 +1,154 @@
+"""PEFT's adapters, as `PeftModel.save_pretrained` writes them: into our arrays and back.
+
+Ours are mlx-lm's: y = W x + scale B A x with lora_a = A^T [in, r] and lora_b = B^T [r, out]; of stacked experts lora_a
+[E, r, in] and lora_b [E, out, r]. PEFT keeps A [r, in] and B [out, r] of every expert, and alpha = scale r.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from lib.errors import UserError
+from lib.model.adapter_layers import AdapterLayer, first_match
+from lib.model.checkpoint_names import expert_pattern, stacked_name
+from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
+
+PREFIX = "base_model.model."
+# PEFT's name of an array, and ours. Embeddings are looked up in A^T, so ours have the same form as linear layers.
+PARTS = {
+    "lora_A.weight": "lora_a",
+    "lora_B.weight": "lora_b",
+    "lora_embedding_A": "lora_a",
+    "lora_embedding_B": "lora_b",
+    "lora_magnitude_vector": "m",
+}
+# What adapter_config.json may say only so: anything else would be another computation than ours.
+PLAIN: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    # The others change the base model's weights when training starts.
+    "init_lora_weights": (True, False, "gaussian", "eva"),
+}
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter of PEFT's.
+
+    Args:
+        config: adapter_config.json.
+        arrays: by our names, not evaluated yet.
+        layers: the rank and scale of every layer.
+    """
+
+    config: Mapping[str, Any]
+    arrays: dict[str, mx.array]
+    layers: dict[str, AdapterLayer]
+
+
+def is_peft(folder: Path) -> bool:
+    """Whether a folder holds an adapter of PEFT's."""
+    return (folder / PEFT_WEIGHTS).is_file()
+
+
+def peft_arrays(arrays: Mapping[str, mx.array], embeddings: frozenset[str] = frozenset()) -> dict[str, mx.array]:
+    """Our arrays by PEFT's names. embeddings: the names of layers that are looked up."""
+    theirs: dict[str, mx.array] = {}
+    for name, array in arrays.items():
+        layer, _, part = name.rpartition(".")
+        pattern = expert_pattern(layer)
+        if pattern is not None:
+            suffix = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}[part]
+            for expert in range(len(array)):
+                theirs[f"{PREFIX}{pattern.format(expert)}.{suffix}"] = array[expert]
+        elif part == "m":
+            theirs[f"{PREFIX}{layer}.lora_magnitude_vector"] = array
+        else:
+            letter = {"lora_a": "A", "lora_b": "B"}[part]
+            suffix = f"lora_embedding_{letter}" if layer in embeddings else f"lora_{letter}.weight"
+            theirs[f"{PREFIX}{layer}.{suffix}"] = array.T
+    return theirs
+
+
+def our_arrays(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
+    """PEFT's arrays by our names.
+
+    Raises:
+        UserError: an array that is none of a low-rank layer's; experts that are missing.
+    """
+    ours: dict[str, mx.array] = {}
+    experts: dict[str, dict[int, mx.array]] = defaultdict(dict)
+    for name, array in arrays.items():
+        layer, part = _layer_and_part(name, where)
+        stacked = stacked_name(layer)
+        if stacked is not None:
+            experts[f"{stacked[0]}.{part}"][stacked[1]] = array
+        else:
+            ours[f"{layer}.{part}"] = array if part == "m" else array.T
+    for name, by_expert in experts.items():
+        if sorted(by_expert) != list(range(len(by_expert))):
+            raise UserError(f"{where}: {name.rpartition('.')[0]} has adapters of some experts only, all or none fit")
+        ours[name] = mx.stack([by_expert[expert] for expert in range(len(by_expert))])
+    return ours
+
+
+def read(folder: Path, where: str) -> PeftAdapter:
+    """An adapter that peft saved. where: the setting that names it.
+
+    Raises:
+        UserError: it cannot be read, or has more than low-rank factors and magnitudes.
+    """
+    where = f"{where} {folder}"
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        stored = dict(mx.load(str(folder / PEFT_WEIGHTS)))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{where}: it cannot be read: {str(error).splitlines()[0]}") from None
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type {config.get('peft_type')}; only LORA, with use_dora or without, fits")
+    for key, plain in PLAIN.items():
+        if key in config and config[key] not in plain:
+            raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
+    arrays = our_arrays(stored, where)
+    names = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
+    return PeftAdapter(config, arrays, {name: _layer(name, arrays, config, where) for name in names})
+
+
+def _layer_and_part(name: str, where: str) -> tuple[str, str]:
+    """Of an array's name in PEFT's file: the layer, and what we call its part."""
+    plain = name.removeprefix(PREFIX).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    for theirs, ours in PARTS.items():
+        if plain.endswith(f".{theirs}"):
+            return plain.removesuffix(f".{theirs}"), ours
+    raise UserError(f"{where}: {name} is no part of a low-rank layer; save the adapter without modules_to_save")
+
+
+def _layer(layer: str, arrays: Mapping[str, mx.array], config: Mapping[str, Any], where: str) -> AdapterLayer:
+    """By the patterns that it matches its rank, and alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+    pattern = expert_pattern(layer)
+    theirs = layer if pattern is None else pattern.format(0)
+    rank = first_match(config.get("rank_pattern") or {}, theirs, config.get("r", 8))
+    alpha = first_match(config.get("alpha_pattern") or {}, theirs, config.get("lora_alpha", 8))
+    stored = arrays[f"{layer}.lora_a"].shape[1]
+    if stored != rank:
+        raise UserError(f"{where}: {layer} has rank {stored}, but {ADAPTER_CONFIG} says {rank}")
+    return AdapterLayer(rank, float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)))

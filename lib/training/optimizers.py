@@ -1,0 +1,107 @@
+"""What MLX's optimizers lack: states of 8 bits, and rates of their own for LoRA's B."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_merge, tree_unflatten
+
+BLOCK = 256  # numbers that share a largest one
+LEAST_QUANTISED = 4096  # numbers: smaller arrays keep states of 32 bits
+DECADES = 7  # between the smallest code and the largest
+
+
+def dynamic_codes(signed: bool) -> np.ndarray:
+    """The 256 numbers that a state of 8 bits can be, of its block's largest: float32, ascending.
+
+    Dynamic tree quantisation, Dettmers et al. 2021, arXiv:2110.02861, section 2.2: every decade below 1 has half the
+    numbers of the one above it, evenly spaced.
+    """
+    positive = [np.zeros(0)]
+    for decade in range(DECADES):
+        edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
+        positive.append(10.0 ** (decade + 1 - DECADES) * (edges[1:] + edges[:-1]) / 2)
+    numbers = np.concatenate(positive)
+    both = [-numbers, numbers] if signed else [numbers]
+    return np.sort(np.concatenate([*both, [0.0, 1.0]])).astype(np.float32)
+
+
+class Codes:
+    """Float32 arrays as 8 bits a number, with one float32 for every BLOCK of them."""
+
+    def __init__(self, signed: bool):
+        codes = dynamic_codes(signed)
+        self.numbers, self.middles = mx.array(codes), mx.array((codes[1:] + codes[:-1]) / 2)
+        self.zero = int(np.flatnonzero(codes == 0)[0])
+
+    def zeros(self, size: int) -> tuple[mx.array, mx.array]:
+        """Codes, uint8 [blocks, BLOCK], and each block's largest magnitude, float32 [blocks]."""
+        blocks = -(-size // BLOCK)
+        return mx.full((blocks, BLOCK), self.zero, mx.uint8), mx.zeros(blocks)
+
+    def encode(self, array: mx.array) -> tuple[mx.array, mx.array]:
+        """The nearest codes, as `zeros` has them."""
+        flat = mx.pad(array.reshape(-1).astype(mx.float32), (0, -array.size % BLOCK)).reshape(-1, BLOCK)
+        largest = mx.abs(flat).max(axis=1)
+        relative = flat / mx.where(largest > 0, largest, 1)[:, None]
+        index = mx.zeros(flat.shape, mx.int32)
+        for step in (128, 64, 32, 16, 8, 4, 2, 1):  # a binary search
+            index = mx.where(relative > self.middles[index + (step - 1)], index + step, index)
+        return index.astype(mx.uint8), largest
+
+    def decode(self, codes: mx.array, largest: mx.array, shape: tuple[int, ...]) -> mx.array:
+        """float32 of that shape."""
+        flat = (self.numbers[codes] * largest[:, None]).reshape(-1)
+        return flat[: int(np.prod(shape))].reshape(shape)
+
+
+class AdamW8bit(optim.AdamW):
+    """AdamW whose two moments take 8 bits a number between steps (arXiv:2110.02861); a step computes in float32."""
+
+    moments = {"m": Codes(signed=True), "v": Codes(signed=False)}
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        if parameter.size < LEAST_QUANTISED:
+            super().init_single(parameter, state)
+            return
+        for name, codes in self.moments.items():
+            state[name], state[f"{name}_largest"] = codes.zeros(parameter.size)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        if "m_largest" not in state:
+            return super().apply_single(gradient, parameter, state)
+        wide = {
+            name: codes.decode(state[name], state[f"{name}_largest"], parameter.shape)
+            for name, codes in self.moments.items()
+        }
+        new = super().apply_single(gradient, parameter, wide)
+        for name, codes in self.moments.items():
+            state[name], state[f"{name}_largest"] = codes.encode(wide[name])
+        return new
+
+
+def apply_gradients(
+    optimizer: optim.Optimizer, gradients: Mapping[str, Any], parameters: Mapping[str, Any], b_ratio: float | None
+) -> Any:
+    """One update: the new parameters.
+
+    b_ratio: LoRA+, Hayou et al. 2024, arXiv:2402.12354, section 5: the learning rate of LoRA's B over that of all else.
+    """
+    if b_ratio is None:
+        return optimizer.apply_gradients(gradients, parameters)
+    optimizer.init(gradients)  # of both parts, where it was not
+    flat = tree_flatten(gradients)
+    of_b, others = (
+        tree_unflatten([(name, g) for name, g in flat if name.endswith(".lora_b") == is_b]) or {}
+        for is_b in (True, False)
+    )
+    step, rate = optimizer.state["step"], optimizer.learning_rate
+    new = optimizer.apply_gradients(others, parameters)
+    optimizer.state["step"], optimizer.learning_rate = step, b_ratio * rate  # the same step, for the rest
+    new_b = optimizer.apply_gradients(of_b, parameters)
+    optimizer.learning_rate = rate
+    return tree_merge(new, new_b)

@@ -1,0 +1,222 @@
+"""Which weights a run ends with: the best, the last, or those at which the held-out loss fell no more."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import train as script
+from lib.config import load
+from lib.dashboard import run_report
+from lib.distributed.world import start
+from lib.errors import UserError
+from lib.evaluate import command as evaluate
+from lib.system import mpi_and_blas
+from lib.telemetry.run_records import read_records
+from lib.training.checkpoint import Progress, checkpoints_in, step_of
+from lib.training.find_checkpoint import find
+from tests import tiny
+
+STEPS, EVERY, PATIENCE = 16, 2, 2
+# So much that the held-out loss soon rises.
+WORDS = [f"train.steps={STEPS}", f"evaluate.every={EVERY}", "train.learning_rate=0.3", "train.schedule=constant"]
+
+
+EARLY = f"train.patience={PATIENCE}"
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(run / "logs" / "rank-000.jsonl") if record["kind"] == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Held-out loss by step, without that before the first step."""
+    return {record["step"]: record["loss"] for record in records(run, "evaluation") if record["step"]}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def stop_of(of_steps: dict[int, float], patience: int) -> int:
+    """The step at which a run of these held-out losses ends."""
+    best, waited = math.inf, 0
+    for step, loss in of_steps.items():
+        best, waited = (loss, 0) if loss < best else (best, waited + 1)
+        if waited == patience:
+            return step
+    return max(of_steps)
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = tiny.weights(one), tiny.weights(other)
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: `whole` takes all its steps, and `early` has patience."""
+    folder = tmp_path_factory.mktemp("best")
+    words = [*tiny.settings(folder), *WORDS, "checkpoint.every=1", "checkpoint.keep=1"]
+    tiny.train(folder, [*words, "run.name=whole"])
+    tiny.train(folder, [*words, "run.name=early", EARLY, "checkpoint.keep=50"])
+    return folder
+
+
+def test_the_folder_holds_the_weights_of_the_lowest_held_out_loss(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    best = min(losses(run), key=lambda step: losses(run)[step])
+    assert best < STEPS, "the loss has to rise again"
+    assert {step_of(path) for path in checkpoints_in(run / "checkpoints")} == {best, STEPS}
+    assert same(run, run / "checkpoints" / f"step-{best:08d}")
+    told = summary(run)
+    assert told["checkpoint"] == {"which": "best", "step": best, "held_out_loss": losses(run)[best]}
+    assert (told["loss"], told["steps"], told["early_end"]) == (losses(run)[best], STEPS, None)
+    (end,) = records(run, "end")
+    assert (end["final_step"], end["loss"]) == (best, losses(run)[best])
+
+
+def test_the_pages_show_the_figures_of_these_weights(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    run_report.write(run)
+    loss = f"{summary(run)['loss']:.4f}"
+    for page in ("report.html", "README.md"):
+        text = (run / page).read_text()
+        assert f"of step {summary(run)['checkpoint']['step']}, of the lowest held-out loss" in text and loss in text
+
+
+def test_evaluation_of_the_folder_gives_the_loss_of_its_summary(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "runs" / "whole"
+    for words, step in (([], summary(run)["checkpoint"]["step"]), (["--checkpoint", "last"], STEPS)):
+        assert evaluate.main(["--run", str(run), *words]) == 0
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told["loss"] == pytest.approx(losses(run)[step], rel=1e-6)
+
+
+def test_a_run_ends_where_the_held_out_loss_falls_no_more(folder: Path) -> None:
+    whole, early = folder / "runs" / "whole", folder / "runs" / "early"
+    stop = stop_of(losses(whole), PATIENCE)
+    assert stop < STEPS
+    assert len(tiny.steps_of(early)) == stop == summary(early)["steps"]
+    assert losses(early) == {step: loss for step, loss in losses(whole).items() if step <= stop}
+    assert summary(early)["early_end"] == records(early, "end")[0]["reason"]
+    assert f"none of the last {PATIENCE} held-out losses is below" in summary(early)["early_end"]
+    best = min(losses(early), key=lambda step: losses(early)[step])
+    assert summary(early)["checkpoint"]["step"] == best
+
+
+def test_a_resume_keeps_the_count_and_more_patience_goes_on(folder: Path, tmp_path: Path) -> None:
+    early = folder / "runs" / "early"
+    stop = summary(early)["steps"]
+    again = tmp_path / "early"
+    shutil.copytree(early, again)
+    for path in checkpoints_in(again / "checkpoints"):  # as if the process had been killed between two evaluations
+        if step_of(path) >= stop - 1:
+            shutil.rmtree(path)
+    tiny.train(tmp_path, ["--resume", str(again)])
+    assert summary(again)["steps"] == stop and same(early, again)
+    over = tiny.train(tmp_path, ["--resume", str(again)])
+    assert summary(again)["steps"] == stop and same(early, again)
+    assert f"training ends after step {stop} of {STEPS}" in over.stdout
+    tiny.train(tmp_path, ["--resume", str(again), "train.patience=null"])
+    assert summary(again)["steps"] == STEPS and summary(again)["early_end"] is None
+    assert same(folder / "runs" / "whole", again)
+
+
+def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_damaged(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "whole"
+    shutil.copytree(folder / "runs" / "whole", run)
+    best, last = (find(run, which) for which in ("best", "last"))
+    tiny.train(tmp_path, ["--resume", str(run), "checkpoint.final=last"])
+    assert same(run, last) and summary(run)["checkpoint"]["which"] == "last"
+    assert summary(run)["loss"] == summary(run)["checkpoint"]["held_out_loss"] == losses(run)[STEPS]
+    (best / "adapters.safetensors").write_bytes(b"")
+    damaged = tiny.train(tmp_path, ["--resume", str(run), "checkpoint.final=best"])
+    assert same(run, last) and "is damaged (adapters.safetensors does not match its hash)" in damaged.stdout
+    with pytest.raises(UserError, match=r"--checkpoint best: .* is damaged"):
+        find(run, "best")
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["strategy=synchronous", "plan.shares=[5,3]", EARLY],
+        ["strategy=independent", "independent.pairs_per_round=8", "plan.replan=false", EARLY],
+        # The last merge's adapters have the rank of all ranks' together; the best ones have not.
+        ["strategy=independent", "independent.pairs_per_round=16", "plan.replan=false", "independent.merge=stack"],
+        ["strategy=sharded", "plan.shares=[1,1]", EARLY],
+        ["strategy=pipelined", "plan.shares=[1,1]", EARLY],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_ranks_end_together_with_the_best(words: list[str], tmp_path: Path) -> None:
+    world = start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+    folder = Path(world.broadcast_text(str(tmp_path)))
+    common = json.loads(world.broadcast_text(json.dumps(tiny.settings(folder) if world.rank == 0 else [])))
+    words = [*common, *WORDS, *words, "evaluate.samples=0", "run.name=run"]
+    script.train(load.load(None, words), world, resume=False, dry_run=False)
+    world.gather_text("finished")
+    run = folder / "runs" / "run"
+    found = dict(enumerate(losses(run).values()))
+    if EARLY in words:
+        assert summary(run)["steps"] < STEPS and stop_of(found, PATIENCE) == max(found)
+    told = summary(run)["checkpoint"]
+    assert (told["which"], told["held_out_loss"]) == ("best", min(found.values()))
+    assert same(run, find(run, "best")) and step_of(find(run, "best")) == told["step"]
+    own = read_records(run / "logs" / f"rank-{world.rank:03d}.jsonl")
+    assert [record["final_step"] for record in own if record["kind"] == "end"] == [told["step"]]
+    world.gather_text("checked")
+
+
+def test_a_run_without_held_out_data_holds_the_last_weights(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "data.valid=null", "train.steps=2", "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    assert summary(run)["checkpoint"] == {"which": "last", "step": 2, "held_out_loss": None}
+    with pytest.raises(UserError, match="has no held-out loss; give last, or a step's number"):
+        find(run, "best")
+
+
+def test_only_a_lower_loss_counts_as_an_improvement() -> None:
+    progress, seen = Progress(data_digest=""), []
+    for step, loss in enumerate([None, math.nan, 0.7, 0.7, math.inf, 0.6, 0.65]):
+        progress.step = step
+        seen.append((progress.is_best({"loss": loss}), progress.evaluations_since_best))
+    assert seen == [(False, 0), (False, 1), (True, 0), (False, 1), (False, 2), (True, 0), (False, 1)]
+    assert (progress.best_step, progress.best_loss, progress.best_metrics) == (5, 0.6, {"loss": 0.6})
+    assert progress.has_stalled(1) and not progress.has_stalled(2) and not progress.has_stalled(None)
+
+
+def test_a_checkpoint_is_found_by_name_or_number(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    best = summary(run)["checkpoint"]["step"]
+    assert [step_of(find(run, which)) for which in ("best", "last", str(best))] == [best, STEPS, best]
+    for which, why in (
+        ("newest", "--checkpoint newest: give best, last, or a step's number"),
+        ("-1", "give best, last"),
+        ("7", f"has no checkpoint of step 7; it has {best}, {STEPS}"),
+    ):
+        with pytest.raises(UserError, match=why):
+            find(run, which)
+    with pytest.raises(UserError, match="has no whole checkpoint"):
+        find(folder, "last")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["evaluate.every=null"], ["data.valid=null"], ["independent.merge=none", "strategy=independent"]],
+)
+def test_patience_needs_something_to_wait_for(words: list[str], tmp_path: Path) -> None:
+    told = tiny.train(tmp_path, [*tiny.settings(tmp_path), *WORDS, "train.patience=1", *words], check=False)
+    assert told.returncode == 2 and "train.patience" in told.stderr and len(told.stderr.splitlines()) == 1

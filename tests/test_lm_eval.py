@@ -1,0 +1,261 @@
+"""What lm-evaluation-harness is told: its requests, imitated by the one field that is looked at, against plain forward passes.
+
+benchmarks/lm_eval.py runs the package itself, beside its own model; 0.7 GB of it are not installed for tests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from lib.config.schema import Config
+from lib.data.tokenizer import load_tokenizer_of
+from lib.distributed.world import World, start
+from lib.errors import AgreedError, UserError
+from lib.evaluate import command as evaluate
+from lib.evaluate import harness_tasks
+from lib.evaluate.harness_model import HarnessModel, fitting, longest_input, rolling_windows
+from lib.evaluate.harness_worker import HarnessWorker, cut
+from lib.evaluate.whole_model import WholeModel
+from lib.system import mpi_and_blas
+from tests import rounding
+from tests.tiny import ROOT
+
+MODEL = ROOT / "configs/quickstart/model"
+SETTINGS = Config.model_validate(
+    {"model": {"path": str(MODEL)}, "data": {"train": "-"}, "evaluate": {"batch_size": 2}, "train": {"seed": 3}}
+)
+PAIRS = [
+    ("Add 928 and 428.", " 8+8=16, 2+2+1=5, 9+4=13, 928 + 428 = 1356"),
+    ("Add 928 and 428.", " 8+8=16, 2+2=4"),
+    ("What is 1 + 1?", " 2"),
+    ("Add 928 and 428.", " no"),
+    ("What is 770 + 452? ", "0+2=2"),  # the space belongs to what follows
+    ("", "What is 3 + 4?"),
+    ("What is 1 + 1?", " 2"),  # asked twice
+    ("   ", "Add"),
+]
+
+
+def requests(*arguments: tuple[Any, ...]) -> list[Any]:
+    """As lm_eval.api.instance.Instance has them."""
+    return [SimpleNamespace(args=each) for each in arguments]
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return WholeModel(SETTINGS, None).load(World())
+
+
+def adapter_of(model: nn.Module, folder: Path, world: World | None = None) -> tuple[HarnessModel, HarnessWorker]:
+    tokenizer = load_tokenizer_of(SETTINGS.model)
+    assert tokenizer is not None
+    worker = HarnessWorker(model, tokenizer, SETTINGS, world or World(), folder / "kept", "digest")
+    return HarnessModel(worker.ask, tokenizer, SETTINGS, "quickstart"), worker
+
+
+@pytest.fixture
+def adapter(model: nn.Module, tmp_path: Path) -> HarnessModel:
+    return adapter_of(model, tmp_path)[0]
+
+
+def plain_logps(model: nn.Module, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """By one forward pass over the whole row."""
+    ids = [*context, *continuation]
+    logits = model(mx.array([ids[:-1]]))[0, len(context) - 1 :].astype(mx.float32)
+    logps = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    targets = mx.array(continuation)
+    chosen = mx.take_along_axis(logps, targets[:, None], axis=-1)
+    return float(chosen.sum()), bool((mx.argmax(logits, axis=-1) == targets).all())
+
+
+def limit_of(model: nn.Module, logps: list[float]) -> float:
+    """How far apart two computations of these may be: products of weights, and sums of exponentials over the vocabulary."""
+    return rounding.roundoff(rounding.longest_sum(model)) * max(1.0, max(map(abs, logps))) * len(model.layers)
+
+
+def test_continuations_are_scored_as_by_plain_forward_passes(model: nn.Module, adapter: HarnessModel) -> None:
+    scored = adapter.loglikelihood(requests(*PAIRS))
+    expected = [plain_logps(model, *adapter.encode_pair(*pair)) for pair in PAIRS]
+    logps = [logp for logp, _ in expected]
+    np.testing.assert_allclose([logp for logp, _ in scored], logps, atol=limit_of(model, logps))
+    assert [is_greedy for _, is_greedy in scored] == [is_greedy for _, is_greedy in expected]
+    assert scored[2] == scored[6]
+
+
+def test_what_greedy_decoding_writes_is_known_as_greedy(adapter: HarnessModel) -> None:
+    prompt = "What is 297 + 670?"
+    (text,) = adapter.generate_until(requests((prompt, {"until": [], "max_gen_toks": 8})))
+    written = adapter.encode(prompt + text)[len(adapter.encode(prompt)) :]
+    adapter.encode_pair = lambda context, continuation: (adapter.encode(context), written)  # type: ignore[method-assign]
+    assert adapter.loglikelihood(requests((prompt, text)))[0][1]
+    adapter.encode_pair = lambda context, continuation: (adapter.encode(context), [*written[:-1], 9])  # type: ignore[method-assign]
+    assert written[-1] != 9 and not adapter.loglikelihood(requests((prompt, text)))[0][1]
+
+
+def test_a_context_runs_once_for_all_its_continuations(model: nn.Module, tmp_path: Path) -> None:
+    adapter, worker = adapter_of(model, tmp_path)
+    asked: list[Any] = []
+
+    def ask(kind: str, items: Any) -> list[Any]:
+        asked.extend(items)
+        return worker.ask(kind, items)
+
+    adapter.ask = ask
+    adapter.loglikelihood(requests(*PAIRS))
+    contexts = [tuple(item.context) for item in asked]
+    assert len(contexts) == len(set(contexts)) == len({context.rstrip() for context, _ in PAIRS}) == 4
+    assert sorted(len(item.continuations) for item in asked) == [1, 1, 2, 3]
+
+
+def test_a_pair_is_cut_where_its_text_is(adapter: HarnessModel) -> None:
+    for context, continuation in PAIRS:
+        first, second = adapter.encode_pair(context, continuation)
+        whole = adapter.encode(context + continuation, opens=None if context else False)
+        assert [*first, *second] in (whole, [adapter.start_id, *whole]) and second
+    assert adapter.encode_pair("a ", "b") == adapter.encode_pair("a", " b")
+
+
+def test_texts_are_scored_in_windows_that_predict_every_token_once(model: nn.Module, adapter: HarnessModel) -> None:
+    text = " ".join(f"Add {i} and {i * 7}." for i in range(60))
+    ids = adapter.encode(text)
+    assert len(ids) > 2 * adapter.longest == 2 * 256
+    (scored,) = adapter.loglikelihood_rolling(requests((text,)))
+    logps = [plain_logps(model, *window)[0] for window in rolling_windows(ids, adapter.start_id, adapter.longest)]
+    assert scored == pytest.approx(sum(logps), abs=limit_of(model, logps) * len(logps))
+
+
+@pytest.mark.parametrize(("count", "longest"), [(0, 4), (3, 4), (4, 4), (5, 4), (10, 4), (9, 1)])
+def test_windows_have_all_the_context_that_fits(count: int, longest: int) -> None:
+    ids = list(range(count))
+    windows = rolling_windows(ids, -1, longest)
+    assert [token for _, predicted in windows for token in predicted] == ids
+    for context, predicted in windows:
+        assert len(context) + len(predicted) == min(longest, predicted[-1] + 1) + 1
+        begin = predicted[0]
+        assert context == [-1, *ids][begin + 1 - len(context) : begin + 1]
+
+
+def test_too_long_a_context_loses_its_beginning() -> None:
+    assert fitting([1, 2, 3], [4, 5], 9) == ([1, 2, 3], [4, 5])
+    assert fitting([1, 2, 3], [4, 5], 3) == ([2, 3], [4, 5])  # the last token is not seen
+    assert fitting([1, 2, 3], [4, 5], 2) == ([3], [4, 5])
+    with pytest.raises(UserError, match="a continuation of 2 tokens does not fit a model that sees 1"):
+        fitting([1, 2, 3], [4, 5], 1)
+
+
+def greedy(model: nn.Module, adapter: HarnessModel, prompt: str, count: int) -> str:
+    """By one forward pass a token."""
+    ids = adapter.encode(prompt)
+    begin = len(ids)
+    while len(ids) < begin + count:
+        token = int(mx.argmax(model(mx.array([ids]))[0, -1]))
+        if token in adapter.tokenizer.eos_token_ids:
+            break
+        ids.append(token)
+    return str(adapter.inner.decode(ids[begin:], skip_special_tokens=True))
+
+
+def test_answers_are_greedy_and_end_before_the_first_stop_text(model: nn.Module, adapter: HarnessModel) -> None:
+    prompts = ["What is 297 + 670? ", "Add 797 and 370. ", "Add 9 and 9. "]
+    whole = [greedy(model, adapter, prompt, 24) for prompt in prompts]
+    options: list[dict[str, Any]] = [{"until": ["\n\n"]}, {"until": whole[1][4:6]}, {"until": ["", "~"]}]
+    written = adapter.generate_until(
+        requests(*((prompt, {**each, "max_gen_toks": 24}) for prompt, each in zip(prompts, options, strict=True)))
+    )
+    assert written == [whole[0], whole[1][: whole[1].index(whole[1][4:6])], whole[2]]
+    (short,) = adapter.generate_until(requests((prompts[0], {"until": [], "max_new_tokens": 3, "do_sample": False})))
+    assert short == greedy(model, adapter, prompts[0], 3)
+
+
+def test_drawn_answers_follow_from_the_seed(model: nn.Module, tmp_path: Path) -> None:
+    asked = requests(*[("Add 1 and 2. ", {"until": [], "do_sample": True, "temperature": 2.0, "max_gen_toks": 12})])
+    texts = [adapter_of(model, tmp_path / name)[0].generate_until(asked) for name in "ab"]
+    assert texts[0] == texts[1] != [greedy(model, adapter_of(model, tmp_path)[0], "Add 1 and 2. ", 12)]
+
+
+def test_a_task_that_wants_more_than_the_model_sees_is_refused(adapter: HarnessModel) -> None:
+    with pytest.raises(UserError, match="a task wants 256 tokens of a model that sees 256; set max_gen_toks"):
+        adapter.generate_until(requests(("a", {"until": []})))
+    assert longest_input(SETTINGS) == 256
+
+
+def test_a_text_is_cut_before_the_first_of_its_stop_texts() -> None:
+    assert [cut("one two three", stops) for stops in ([], ["three", "two"], ["x"], [""], ["one"])] == [
+        "one two three",
+        "one ",
+        "one two three",
+        "one two three",
+        "",
+    ]
+
+
+def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = adapter_of(model, tmp_path)[0].loglikelihood(requests(*PAIRS))
+    monkeypatch.setattr(HarnessWorker, "score", None)
+    assert adapter_of(model, tmp_path)[0].loglikelihood(requests(*PAIRS)) == first
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_two_ranks_answer_as_one(model: nn.Module, tmp_path: Path) -> None:
+    world = start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+    alone = adapter_of(model, tmp_path / "alone")[0].loglikelihood(requests(*PAIRS))
+    adapter, worker = adapter_of(model, tmp_path / "together", world)
+    if world.rank == 0:
+        assert adapter.loglikelihood(requests(*PAIRS)) == alone
+        assert adapter.generate_until(requests(("Add 1 and 2.", {"max_gen_toks": 4}))) is not None
+        worker.end("a task is broken")
+    else:
+        with pytest.raises(AgreedError, match="a task is broken"):
+            worker.follow()
+    world.gather_text("checked")
+
+
+# ---- The command
+
+
+def test_without_the_package_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness_tasks, "PACKAGE", "lm_eval_that_is_not_there")
+    words = ["--model", str(MODEL), "--tasks", "x", "--out", str(tmp_path / "out.json")]
+    assert evaluate.main(words) == 2
+    said = capsys.readouterr().err
+    assert "--tasks needs the package" in said and "-m pip install -c constraints.txt" in said
+    assert len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--tasks", "a,,b"], "give names with commas between them"),
+        (["--tasks", "a", "--limit", "0"], "--limit 1 or more"),
+        (["--tasks", "a", "--shots", "-1"], "--shots is 0 or more"),
+        (["--tasks", "a", "--tasks-folder", "no/such", "--out", "x.json"], "--tasks-folder no/such: no such folder"),
+        (["--tasks", "a"], "--tasks with --model needs --out OUT"),
+        (["--chat"], "--model needs --data FILE"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(["--model", str(MODEL), *words]) == 2
+    said = capsys.readouterr().err
+    assert why in said and len(said.splitlines()) == 1
+
+
+def test_the_table_has_metrics_with_their_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lib.training.progress_display import RunConsole
+
+    values = {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,last-number": 0.25, "sample_len": 3}
+    results = {"results": {"t": values}, "seconds": 1.0}
+    harness_tasks.show(RunConsole(World()), "run", results, tmp_path / "out.json")
+    said = capsys.readouterr().out
+    assert json.loads(said.splitlines()[-1])["tasks"]["t"]["acc,none"] == 0.5
+    for cell in ("acc", "0.5000", "0.1000", "exact_match (last-number)", "0.2500"):
+        assert cell in said
