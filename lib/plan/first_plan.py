@@ -68,9 +68,16 @@ def _first_plan(
     typical: Rows | None,
 ) -> ClusterPlan:
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
-        sizes = config.plan.micro_batch_sizes
-        alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
+        sizes, shares, ignored = config.plan.micro_batch_sizes, config.plan.shares, ""
+        if shares is not None and len(shares) > 1:
+            ignored = f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"
+            if resumed is None:
+                raise UserError(f"{ignored}; leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})")
+        alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}
         config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
+        plan = _first_plan(config, world, hosts, lengths, rows, resumed, typical) if ignored else None
+        if plan is not None:
+            return replace(plan, warnings=(f"{ignored}: it does without", *plan.warnings))
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = model_folder.resolve(config.model.path, config.model.revision)

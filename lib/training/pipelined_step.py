@@ -36,6 +36,7 @@ PASSES = 3  # forward, backward, and forward again where a stage recomputes
 class Message(NamedTuple):
     """An array that another rank sends, and what it comes in."""
 
+    rank: int
     array: mx.array
     parts: list[mx.array]
 
@@ -272,9 +273,9 @@ class _Passes:
         shape = self.batches[i][0].computed_tokens, self.stage.hidden_size
         if self.compression == "none":
             array = self.links.expect(shape, dtype, rank)
-            return Message(array, [array])
+            return Message(rank, array, [array])
         parts = [self.links.expect(*part, rank) for part in compression.parts_of(math.prod(shape), self.compression)]
-        return Message(compression.decode(parts, self.compression, shape).astype(dtype), parts)
+        return Message(rank, compression.decode(parts, self.compression, shape).astype(dtype), parts)
 
     def _begin_to_receive(self, last: int) -> None:
         """Begins to receive the activations of micro-batches up to this one, as far as there are any."""
@@ -285,7 +286,7 @@ class _Passes:
             self.begun = i + 1
 
     def _awaited(self, message: Message, what: str) -> mx.array:
-        self.links.wait(*message.parts, what=what)
+        self.links.wait(*message.parts, rank=message.rank, what=what)
         return message.array
 
     def _add(self, slopes: dict[str, mx.array]) -> None:
