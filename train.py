@@ -81,7 +81,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
     references = reference_model.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, run.say.counting)
-    run.add_reference = reference_model.add_as_needed(run.config, run.model, run.inputs.data, run.world)
+    run.asked_reference = reference_model.asked(run.config, run.model, run.inputs.data, run.world)
 
     # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
 

@@ -212,7 +212,12 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
             "train.use_weighting=true",
             "model.rank_pattern={up_proj: 3}",
         ),
-        ("train.neftune_noise_alpha=5", "train.loraplus_lr_ratio=8", "model.blocks=[1]", "train.loss=sigmoid_norm"),
+        (
+            "train.neftune_noise_alpha=5",
+            "train.loraplus_lr_ratio=8",
+            "train.reference_sync_steps=2",
+            "train.loss=sigmoid_norm",
+        ),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -267,9 +272,9 @@ def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     "words",
     [
         ("model.method=lora", "model.dropout=0.1", "data.streaming=true"),
-        ("model.method=full", "train.learning_rate=1e-4", "train.loss=bco"),
+        ("model.method=full", "train.learning_rate=1e-4", "train.reference_sync_steps=3"),
     ],
-    ids=["streamed, dropout", "full"],
+    ids=["streamed, dropout", "full, a reference that follows"],
 )
 def test_blocks_move_away_from_a_rank_that_slows(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]

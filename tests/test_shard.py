@@ -331,7 +331,7 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
         ("model.method=lora", "train.loss=kto", "train.learning_rate=1e-2"),
         ("model.method=lora", "train.loss=bco", "train.learning_rate=1e-2"),
         ("model.shard_vocabulary=true", "train.neftune_noise_alpha=5", "train.use_weighting=true"),
-        ("model.adapt_embeddings=true", "model.rank_pattern={up_proj: 3}", "train.loraplus_lr_ratio=8"),
+        ("model.adapt_embeddings=true", "model.rank_pattern={up_proj: 3}", "train.reference_sync_steps=3"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )

@@ -364,6 +364,8 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
+        if self.train.reference_sync_steps is not None:
+            self._reference_can_move()
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
@@ -403,6 +405,24 @@ class Config(Section):
             )
         if self.strategy == "pipelined" and self.sync.compression == "topk":
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
+
+    def _reference_can_move(self) -> None:
+        if self.model.reference != "initial":
+            raise ValueError(
+                "train.reference_sync_steps moves the reference along with the policy, "
+                f"but model.reference={self.model.reference} is another model; leave one of them out"
+            )
+        if self.strategy == "independent":
+            raise ValueError(
+                "train.reference_sync_steps is not for strategy=independent: each rank would follow itself; "
+                "take synchronous"
+            )
+        alpha = self.train.reference_mixup_alpha
+        if self.model.method != "full" and alpha is not None and alpha < 1:
+            raise ValueError(
+                f"train.reference_mixup_alpha={alpha:g} mixes weights, and a mean of adapters' factors is no mean of "
+                "their products; take 1, or model.method=full"
+            )
 
     def _sharding_is_possible(self) -> None:
         if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):

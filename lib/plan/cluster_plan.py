@@ -257,11 +257,11 @@ def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
     """What training adds to each byte of the weights. Full training keeps four float32 numbers for each trained weight.
 
     They are the gradient's sum, Adam's two moments, and the new value that an update makes before the old one is freed;
-    of a moment of 8 bits about a quarter.
+    of a moment of 8 bits about a quarter. A reference that moves is one more.
     """
     if config.model.method != "full":
         return 0.0
-    numbers = 2.5 if config.train.optimizer == "adamw_8bit" else 4
+    numbers = (2.5 if config.train.optimizer == "adamw_8bit" else 4) + (config.train.reference_sync_steps is not None)
     return 4 * numbers / shape.weight_bytes * trained_part(config.model, shape.blocks)
 
 

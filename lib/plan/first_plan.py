@@ -201,7 +201,7 @@ def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | 
             adapts_embeddings=settings.adapt_embeddings,
             checkpointing=bool(settings.gradient_checkpointing),
             window=settings.attention_window,
-            moments=MOMENTS.get(config.train.optimizer, 2),
+            moments=MOMENTS.get(config.train.optimizer, 2) + (config.train.reference_sync_steps is not None),
             shared_prompts=config.data.shared_prompts and stored.get("model_type") in FAMILIES,
         ),
         Rows(**rows),

@@ -170,6 +170,8 @@ class TrainingLoop:
             for batch in upcoming:
                 step = batch.step
                 result = self.learner.learn(step, step - 1, batch.epoch, batch.rows, batch.micro_batches)
+                if run.reference is not None:
+                    run.reference.follow(step)
                 show(step, result)
                 progress.count(step, batch.position, batch.pairs, result)
                 new_plan = schedule.observe(step, batch.costs, result.compute_seconds)

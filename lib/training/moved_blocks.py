@@ -19,7 +19,7 @@ from lib.model import adapters
 from lib.plan.pipeline_replan import MovedCut, moved_cut, moved_plan
 from lib.system import files
 from lib.training import preload, reference_model, report
-from lib.training.resume import restore_all
+from lib.training.resume import restore_all, restore_reference
 from lib.training.step import make_optimizer
 from lib.training.step_retries import Learner
 from lib.training.training_run import TrainingRun
@@ -93,7 +93,7 @@ def move_blocks(run: TrainingRun, learner: Learner, moved: MovedCut) -> Learner:
     report.record_moved_cut(run, before, plan, moved)
     # What the old blocks and their step hold goes before anything of the new ones is read.
     vars(learner).clear()
-    run.model, run.add_reference, run.optimizer = nn.Module(), iter, make_optimizer(config.train)
+    run.model, run.asked_reference, run.optimizer = nn.Module(), None, make_optimizer(config.train)
     gc.collect()
     mx.clear_cache()
     with run.say.doing("moving blocks"):
@@ -103,9 +103,11 @@ def move_blocks(run: TrainingRun, learner: Learner, moved: MovedCut) -> Learner:
                 adapters.checkpoint_blocks(model)
         run.world = world = sharded_model.divided(model, plan.blocks, world, config.metal.wired)
         run.model = model
-        run.add_reference = reference_model.add_as_needed(config, model, run.inputs.data, world)
+        run.asked_reference = reference_model.asked(config, model, run.inputs.data, world)
         path = run.folder / "checkpoints" / f"step-{step:08d}"
         restore_all(path, model, run.optimizer, run.progress, world)
+        if run.reference is not None:
+            restore_reference(path, run.reference, world)
     try:
         with world.agreeing("keeping the plan"):
             if run.lock is not None:

@@ -94,7 +94,7 @@ class Learner:
             try:
                 return out_of_memory.attempt(
                     lambda fitting=fitting: self.take_step(  # type: ignore[misc]
-                        index, steps, self.run.add_reference(fitting), self.limit.watching
+                        index, steps, (self.run.asked_reference or iter)(fitting), self.limit.watching
                     )
                 )
             except OutOfMemory as error:
