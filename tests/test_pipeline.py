@@ -44,7 +44,7 @@ mpi = pytest.mark.mpi(min_size=2)
 two = pytest.mark.mpi(min_size=2, max_size=2)
 
 BLOCKS = 5
-CUTS = {2: [(4, 1), (2, 3)], 3: [(1, 3, 1), (2, 1, 2)]}
+CUTS = {2: [(4, 1), (2, 3)], 3: [(1, 3, 1), (2, 1, 2)], 4: [(1, 2, 1, 1), (2, 1, 1, 1)]}
 LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
 SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": []}
@@ -258,10 +258,13 @@ def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> No
 @two
 def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     common = [*words_of(world, folder), "train.schedule=constant", "checkpoint.every=1", "data.valid=null"]
-    common += ["plan.micro_batch_sizes=[3]"]
-    train(world, folder, [*common, "strategy=sharded", "train.steps=2"], "moving")
-    run = train(world, folder, [*common, "strategy=pipelined", "train.steps=4"], "moving", resume=True)
-    straight = train(World(), folder, [*common, "train.steps=4"], f"straight{world.rank}")
+    ways = ("sharded", "pipelined", "synchronous", "pipelined", "sharded")
+    for steps, strategy in enumerate(ways, 1):
+        sizes = [3] * (2 if strategy == "synchronous" else 1)
+        words = [f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}", f"train.steps={steps}"]
+        run = train(world, folder, [*common, *words], "moving", resume=steps > 1)
+    words = [f"train.steps={len(ways)}", "plan.micro_batch_sizes=[3]"]
+    straight = train(World(), folder, [*common, *words], f"straight{world.rank}")
     world.gather_text("finished")
     assert difference(straight, run) <= rounding.limit_of(straight)
     world.gather_text("checked")
@@ -376,7 +379,7 @@ def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> No
         model_folder(path, **sizes, **heads)
         save_model(path, load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0))
     world.gather_text("written")
-    blocks = {2: (9, 3), 3: (2, 7, 3)}[world.size]
+    blocks = {2: (9, 3), 3: (2, 7, 3), 4: (3, 5, 2, 2)}[world.size]
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
