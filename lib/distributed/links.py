@@ -93,8 +93,8 @@ class Links:
             while sent:
                 self._wait(sent.popleft(), what)
 
-    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
-        """Around micro-batches that pass through: where the host never waits for a message by itself."""
+    def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around computations that may wait for messages, where the host does not wait for those by itself."""
         return contextlib.nullcontext()
 
     def _wait(self, array: mx.array, what: str) -> None:
@@ -154,8 +154,8 @@ class PairLinks(Links):
         self.waited_seconds += sum(after.item() - before.item() for before, after in self.times) / 1e9
         self.times.clear()
 
-    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
-        return self.ranks.deadline(what, passes)
+    def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.deadline(what)
 
     def _pass(self, gathered: mx.array) -> None:
         before = device_clock.now()
