@@ -93,8 +93,8 @@ class Links:
             while sent:
                 self._wait(sent.popleft(), f"{what}: {self._name(rank)} does not take what it was sent")
 
-    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
-        """Around micro-batches that pass through: where the host never waits for a message by itself."""
+    def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around computations that may wait for messages, where the host does not wait for those by itself."""
         return contextlib.nullcontext()
 
     def _name(self, rank: int) -> str:
@@ -159,8 +159,8 @@ class PairLinks(Links):
         self.waited_seconds += sum(after.item() - before.item() for before, after in self.times) / 1e9
         self.times.clear()
 
-    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
-        return self.ranks.deadline(what, passes)
+    def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.deadline(what)
 
     def _pass(self, gathered: mx.array) -> None:
         before = device_clock.now()

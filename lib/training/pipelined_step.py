@@ -95,13 +95,15 @@ class PipelinedStep(TrainStep):
         world = self.world
         assert isinstance(world, InStages)
         world.agree_to_go_on(what)
-        links, passes_long = world.ranks.links, PASSES * len(made)
+        links = world.ranks.links
         links.under_way = MOST_PARTS * self.in_flight[0]
         passes = _Passes(self, links, made, compared_with)
-        with heartbeat.passing(what, passes_long), links.deadline(what, passes_long):
+        with heartbeat.passing(what, PASSES * len(made)):
             for operation in operations(self.in_flight[self.stage.rank], len(made)):
-                (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
-            mx.eval(passes.gradients, passes.sums)
+                with links.deadline(what):
+                    (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
+            with links.deadline(what):
+                mx.eval(passes.gradients, passes.sums)
             links.finish(what)
         left_out, sent = passes.squares.tolist()
         self.sent_error = math.sqrt(left_out / sent) if sent else None
