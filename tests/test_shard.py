@@ -335,7 +335,7 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
                 ("model.method=lora", "train.loss=kto", "train.learning_rate=1e-2"),
                 ("model.method=lora", "train.loss=bco", "train.learning_rate=1e-2"),
                 ("model.shard_vocabulary=true", "train.neftune_noise_alpha=5", "train.use_weighting=true"),
-                ("model.adapt_embeddings=true", "model.rank_pattern={up_proj: 3}", "train.loraplus_lr_ratio=8"),
+                ("model.adapt_embeddings=true", "model.rank_pattern={up_proj: 3}", "train.reference_sync_steps=3"),
             )
         ),
     ],
@@ -343,8 +343,10 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
 )
 def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
     common = [*words_of(world, folder), "train.steps=20", *words, "train.max_grad_norm=0.05", "strategy=sharded"]
+    common.append("checkpoint.final=last")
     alone = rounding.trained_alone(world, common)
-    run = train(world, folder, [*common, "evaluate.every=8", f"plan.shares={list(UNEVEN[world.size])}"], "sharded")
+    uneven = ["evaluate.every=8", "checkpoint.final=last", f"plan.shares={list(UNEVEN[world.size])}"]
+    run = train(world, folder, [*common, *uneven], "sharded")
     world.gather_text("finished")
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     for key in ("tokens", "rows"):
