@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -307,7 +308,7 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
     command = words(folder, out, str(folder / "model"), "evaluate.judge=frail_judge:judge")
     assert evaluate.main([*command[:-1], "evaluate.judge=frail_judge:absent"]) == 2
     assert not list(tmp_path.glob("out.jsonl*")), "a judge that is not there is reported before anything is answered"
-    assert evaluate.main([*command[:-1], f"evaluate.judge={sys.executable} -c 1"]) == 2
+    assert evaluate.main([*command[:-1], f"evaluate.judge={shlex.quote(sys.executable)} -c 1"]) == 2
     assert "wrote 0 lines for" in capsys.readouterr().err
     monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # another judge needs no new answers
     assert evaluate.main(command) == 2
