@@ -172,7 +172,7 @@ def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(tmp_path: Path) 
     """mlx-lm#1172: a fused gpt-oss that silently is its base: MXFP4's steps are wider than what was trained."""
     keys = "[self_attn.q_proj,mlp.experts.up_proj,mlp.experts.down_proj]"
     base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
-    folder = exported.run_of(tmp_path / "run", base, **{"model.keys": keys, "model.scale": 0.05})
+    folder = exported.run_of(tmp_path / "run", base, **{"model.keys": keys, "model.scale": 0.002})
     run = open_run(folder, "final", [], 6, lambda text: None)
     with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
         proof.prove(fused, run, written(fused, run), PLAIN)
