@@ -94,7 +94,10 @@ def proof_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", exported.FAMILIES)
+MAPPED = [name for name, shape in exported.FAMILIES.items() if shape["model_type"] in gguf_families.FAMILIES]
+
+
+@pytest.mark.parametrize("family", MAPPED)
 def test_a_run_of_every_family_is_proven_to_be_in_its_file(family: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, family)
     assert export(run, "--to", "gguf", "--out", str(tmp_path / "out")) == 0
@@ -161,7 +164,7 @@ def test_a_wrong_layout_is_seen_and_leaves_nothing(
         ({"model_type": "llama", "layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 4}, "attend to a window"),
         ({**exported.FAMILIES["qwen3_moe"], "norm_topk_prob": False}, "norm_topk_prob is not true"),
         ({**exported.FAMILIES["qwen3_moe"], "mlp_only_layers": [1]}, "have no experts"),
-        ({"model_type": "stablelm", "use_qkv_bias": False, "layer_norm_eps": 1e-5, "partial_rotary_factor": 1.0}, "of the family stablelm"),
+        (exported.FAMILIES["gpt_oss"], "of the family gpt_oss, which has no mapping to GGUF here; there are gemma, gemma2"),
     ],
 )  # fmt: skip
 def test_what_gguf_cannot_say_is_refused_before_a_weight_is_written(

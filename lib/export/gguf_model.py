@@ -20,7 +20,7 @@ from lib.export.gguf_read_tokens import GgufTokens
 from lib.export.gguf_tokenizer import TokenizerFacts, facts_of
 from lib.export.trained_run import TrainedRun
 
-READER = "gguf's reader, by a forward pass in numpy,"
+READER = "gguf's reader with a forward pass in numpy"
 TYPES: dict[mx.Dtype, WeightType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 
 
