@@ -43,11 +43,11 @@ def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
         base_model=base if is_on_hub else None,  # the hub refuses a path
         library_name=library,
         pipeline_tag="text-generation",
-        tags=["tandem", settings.train.loss, settings.model.method],
+        tags=["tandem", *(name for name, _ in settings.train.loss_terms), settings.model.method],
     )
     if is_on_hub:
         data["base_model_relation"] = relation
-    loss = "SFT" if settings.train.loss == "sft" else f"{settings.train.loss} loss, beta {settings.train.beta}"
+    loss = "SFT" if settings.train.loss == "sft" else f"{settings.train.loss_name} loss, beta {settings.train.beta}"
     lines = [
         f"---\n{data.to_yaml()}\n---\n\n# {run.folder.resolve().name}\n",
         f"{base}, trained by Tandem ({settings.model.method}, {loss}); {run.checkpoint}.\n",
