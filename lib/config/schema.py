@@ -288,7 +288,7 @@ class CheckpointSettings(Section):
     """The newest checkpoints that are kept; the best one is kept as well."""
     final: Literal["best", "last"] = "best"
     """What the run's folder holds at the end: the weights of the evaluation with the lowest held-out loss, or the last
-    ones. Without held-out data, and of ranks that are never merged, the last."""
+    ones. Without held-out data or evaluate.every, and of ranks that are never merged, the last."""
 
 
 class MetalSettings(Section):

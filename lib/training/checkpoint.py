@@ -152,14 +152,17 @@ def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: b
     with world.agreeing(f"opening {folder}"):
         if not keeper:
             return None
-        lock = _claim(folder)
-        if (folder / "config.yaml").exists() and not resume:
-            raise UserError(
-                f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
-            )
-        files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-        files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
-        return lock
+        with contextlib.ExitStack() as on_failure:
+            lock = on_failure.enter_context(_claim(folder))
+            if (folder / "config.yaml").exists() and not resume:
+                raise UserError(
+                    f"run folder {folder} already holds a run; go on with it by --resume {folder}, "
+                    "or give another run.name"
+                )
+            files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+            files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+            on_failure.pop_all()
+            return lock
 
 
 def _claim(folder: Path) -> IO[str]:
@@ -168,10 +171,11 @@ def _claim(folder: Path) -> IO[str]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
+        with lock:
+            lock.seek(0)
+            owner = lock.read().strip() or "?"
         raise UserError(
-            f"run folder {folder} is in use by process {lock.read().strip() or '?'}; "
-            "wait for it, or give another run.name"
+            f"run folder {folder} is in use by process {owner}; wait for it, or give another run.name"
         ) from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")

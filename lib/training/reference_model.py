@@ -114,9 +114,6 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     return Layout(multiple, bool(share), why_not)
 
 
-AddReference = Callable[[Iterable[MicroBatch]], Iterator[MicroBatch]]
-
-
 class Counting(Protocol):
     """`RunConsole.counting`, for a pass that has to be made."""
 
@@ -128,14 +125,12 @@ class References(NamedTuple):
 
     data: np.ndarray | None  # float32 [n, K], of the training rows; None where the loss has none, or it comes later
     valid: np.ndarray | None  # of the held-out rows
-    add: AddReference  # to each step's own micro-batches
-    moving: AskedReference | None = None  # train.reference_sync_steps
 
 
 def of_run(
     settings: Config, policy: nn.Module, inputs: Inputs, world: World, shares: Sequence[int], counting: Counting
 ) -> References:
-    """The reference of a run's rows, asked once and kept on disk; of streamed rows asked in each step.
+    """The reference of a run's rows, asked once and kept on disk; `asked` is what asks it in each step.
 
     policy: before training, which is the reference where no other is named.
     """
@@ -146,8 +141,7 @@ def of_run(
         else reference_logps(settings, policy, dataset, world, shares, counting)
         for dataset in (None if moves else inputs.data, inputs.valid)
     )
-    add = asked(settings, policy, world) if moves or inputs.data.is_estimated else None
-    return References(data, valid, add or iter, add if moves else None)
+    return References(data, valid)
 
 
 def reference_logps(
@@ -221,11 +215,14 @@ class AskedReference:
         mx.eval(self.arrays)
 
 
-def asked(settings: Config, policy: nn.Module, world: World) -> AskedReference | None:
-    """The reference that is asked in each step; None for a loss that has none. policy: before training."""
-    if not losses.needs_reference(settings.train.loss):
-        return None
+def asked(settings: Config, policy: nn.Module, data: Dataset | StreamedDataset, world: World) -> AskedReference | None:
+    """The reference that is asked in each step; None where it is known before, or the loss has none.
+
+    policy: before training.
+    """
     named, train = settings.model.reference != "initial", settings.train
+    if not losses.needs_reference(train.loss) or not (train.reference_sync_steps or data.is_estimated):
+        return None
     reference = sharded_model.load_reference(settings, world) if named else policy
     reference.eval()
     mx.eval(reference.state)

@@ -34,6 +34,8 @@ class TrainingRun:
         plan: that the run starts with.
         steps: of the whole run.
         feed: what passes records on to run.sinks.
+        loading_seconds: that the model took to be loaded and divided.
+        asked_reference: gives a step's micro-batches their reference, where it is not known before.
     """
 
     config: Config
@@ -49,13 +51,14 @@ class TrainingRun:
     layout: Layout
     say: RunConsole
     feed: Feed
+    loading_seconds: float = 0.0
+    asked_reference: AskedReference | None = None
 
     def __post_init__(self) -> None:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
         self.progress = Progress(data_digest=data.digest)
         self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
         self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
-        self.reference: AskedReference | None = None  # that follows the policy
         self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
         if plan.strategy == "independent":
             self.local_sgd = LocalSGD(config, world, plan, self.model, data.lengths, self.steps)
@@ -69,12 +72,17 @@ class TrainingRun:
         return self.local_sgd is not None and self.local_sgd.method == "none"
 
     @property
+    def reference(self) -> AskedReference | None:
+        """The reference, where it follows the policy."""
+        return self.asked_reference if self.asked_reference is not None and self.asked_reference.every else None
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left to train: all steps are taken, or the held-out loss falls no more."""
         return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
 
-    def save(self) -> None:
-        """Writes a checkpoint; where none can be written, says why, and training goes on.
+    def save(self) -> bool:
+        """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.
 
         Raises:
             AgreedError: the last one cannot be written.
@@ -90,3 +98,4 @@ class TrainingRun:
         state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own, self.reference)
         if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, self.is_over):
             self.say.warning(fault, progress.step)
+        return not fault
