@@ -315,8 +315,7 @@ def test_compressed_activations_say_what_was_left_out(world: World, folder: Path
     world.gather_text("finished")
     for before, after in zip(steps_of(exact, world.rank), steps_of(run, world.rank), strict=True):
         assert "sent_error" not in before and 0 < after["sent_error"] <= most
-        assert after["bytes_sent"] < before["bytes_sent"]
-        assert after["loss"] == pytest.approx(before["loss"], rel=most)
+        assert after["bytes_sent"] < before["bytes_sent"] and not after["skipped"]
     world.gather_text("checked")
 
 
