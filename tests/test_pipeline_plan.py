@@ -365,6 +365,29 @@ def test_auto_takes_the_faster_way_and_says_what_the_other_would_give() -> None:
         planned([9, 2], rates)
 
 
+@pytest.mark.parametrize("small_gb", [6, 8, 10, 12])
+def test_sharded_parts_leave_room_for_the_activations_of_a_pair(small_gb: float) -> None:
+    """By the matmul rates the first host would take most of the model, as its memory alone would allow."""
+    plan = planned([small_gb, 128], [9e3, 1e3], "strategy=sharded")
+    assert plan.division is not None and "as far as memory allows" in plan.reason
+    for part in plan.parts:
+        assert part.needed_bytes + (part.activation_bytes or 0) <= 0.9 * (part.memory_bytes or 0)
+    free = 0.9 * small_gb * GB - plan.parts[0].needed_bytes - (plan.parts[0].activation_bytes or 0)
+    assert free < 0.15 * small_gb * GB, "and no more room than that"
+    with pytest.raises(UserError, match="2 ranks need .* GB together for weights and one pair's activations"):
+        planned([10.3, 10.3], [1e4, 1e4], "strategy=sharded")
+
+
+def test_one_more_micro_batch_hides_a_link_that_nobody_measured() -> None:
+    words = ("strategy=pipelined", "plan.shares=[16,16]", "plan.micro_batch_sizes=[1]")
+    unknown = planned([128, 128], [1e4, 1e4], *words, link=None)
+    assert [stage.in_flight for stage in unknown.stages] == [3, 1]
+    known = planned([128, 128], [1e4, 1e4], *words)
+    assert [stage.in_flight for stage in known.stages] == [2, 1]
+    tight = planned([14, 128], [1e4, 1e4], *words[:1], *words[2:], link=None)
+    assert all(stage.needed_bytes <= 0.9 * (stage.memory_bytes or 0) for stage in tight.stages)
+
+
 def test_a_link_so_slow_that_nothing_arrives_is_planned_for() -> None:
     crawling = Link(backend="ring", latency_seconds=1.0, bandwidth_bytes_per_second=1.0)
     plan = planned([128, 128], [1e4, 1e4], "strategy=pipelined", link=crawling)
