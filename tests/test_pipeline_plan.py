@@ -378,14 +378,16 @@ def test_sharded_parts_leave_room_for_the_activations_of_a_pair(small_gb: float)
         planned([10.3, 10.3], [1e4, 1e4], "strategy=sharded")
 
 
-def test_one_more_micro_batch_hides_a_link_that_nobody_measured() -> None:
+def test_one_more_micro_batch_is_in_flight_over_a_link_where_that_costs_nothing() -> None:
     words = ("strategy=pipelined", "plan.shares=[16,16]", "plan.micro_batch_sizes=[1]")
-    unknown = planned([128, 128], [1e4, 1e4], *words, link=None)
-    assert [stage.in_flight for stage in unknown.stages] == [3, 1]
-    known = planned([128, 128], [1e4, 1e4], *words)
-    assert [stage.in_flight for stage in known.stages] == [2, 1]
-    tight = planned([14, 128], [1e4, 1e4], *words[:1], *words[2:], link=None)
+    for link in (None, ASSUMED_LINK):
+        assert [stage.in_flight for stage in planned([128, 128], [1e4, 1e4], *words, link=link).stages] == [3, 1]
+    tight = planned([14, 128], [1e4, 1e4], words[0], words[2])
     assert all(stage.needed_bytes <= 0.9 * (stage.memory_bytes or 0) for stage in tight.stages)
+    crawling = Link(
+        backend="ring", latency_seconds=1e-3, bandwidth_bytes_per_second=ASSUMED_LINK.bandwidth_bytes_per_second / 40
+    )
+    assert planned([128, 128], [1e4, 1e4], *words, link=crawling).stages[0].in_flight > 3
 
 
 def test_a_link_so_slow_that_nothing_arrives_is_planned_for() -> None:

@@ -164,8 +164,8 @@ def _choose(config: Config, costs: PipelineCosts, blocks: tuple[int, ...] | None
     more_in_flight = 0
     for more in DEEPER if any(map(sum, costs.at(size, batch).hops)) else ():
         cut = _cut(costs.at(size, batch, more), blocks)
-        # Over a link that may be slower than assumed, one more hides messages of up to half a stage's time.
-        enough = 1.0 if more == 1 and costs.assumed_links else 1 - WORTH_IT
+        # One more costs no time: it makes up for links that are slower, and passes that vary more, than was measured.
+        enough = 1.0 if more == 1 else 1 - WORTH_IT
         if cut is not None and cut.fits and cut.step_seconds <= enough * best.step_seconds:
             best, more_in_flight = cut, more
     return size, more_in_flight, best
