@@ -73,9 +73,9 @@ def unequal(world: World) -> list[int]:
                 ("model.method=lora", "train.loss=sft"),
                 ("model.method=dora", "train.loss=orpo"),
                 ("train.loss=[sigmoid,apo_zero,sft]", "train.use_weighting=true", "train.neftune_noise_alpha=5"),
+                ("model.method=full", "train.reference_sync_steps=3", "train.learning_rate=1e-4"),
                 (
-                    "model.method=full", "train.reference_sync_steps=3", "train.learning_rate=1e-4"),
-        ("model.adapt_embeddings=true",
+                    "model.adapt_embeddings=true",
                     "model.rank_pattern={q_proj: 3}",
                     "model.alpha=4",
                     "train.loraplus_lr_ratio=8",
