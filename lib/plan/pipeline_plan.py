@@ -92,7 +92,8 @@ def pipeline_costs(config: Config, cluster: Cluster) -> PipelineCosts:
         [host.device for host in hosts],
         costs.tokens,
     )
-    return replace(costs, rates=rates, speed=speed, activation_factor=factor)
+    updates = [curve.step_overhead_seconds for curve in curves if curve] if speed == "curves" else []
+    return replace(costs, rates=rates, speed=speed, activation_factor=factor, whole_update_seconds=updates)
 
 
 def _of_this_model(cluster: Cluster, calibration: HostCalibration | None) -> BatchCurve | None:
@@ -270,7 +271,7 @@ def _prediction(costs: PipelineCosts, plan: ClusterPlan, cut: Cut, is_measured: 
     return Prediction(
         f"pipelined, {cuts} blocks",
         tuple(rank.host for rank in plan.ranks),
-        cut.step_seconds if known else None,
+        cut.step_seconds + costs.update_seconds(cut.blocks) if known else None,
         None,
         True,
         max(stage.needed_bytes for stage in plan.stages),
