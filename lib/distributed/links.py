@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from lib.distributed import device_clock
 from lib.distributed.collectives import Collectives
 from lib.distributed.world import World, host_names, neighbour_pairs
-from lib.system import device_clock
 
 
 @dataclass
