@@ -59,7 +59,10 @@ def read_config(options: argparse.Namespace) -> Config:
         config = load.resume(path, options.overrides)
         if config.strategy == "auto":  # decided once: what a link or a host is like today changes nothing
             config = load.with_strategy(config, decided(path.with_name("plan.json")))
-        run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
+        folder = Path(options.resume)
+        if not folder.name or folder.absolute() != folder.resolve():  # a link: the run is where it leads to
+            folder = folder.resolve()
+        run = {"name": folder.name, "dir": str(folder.parent)}
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
 

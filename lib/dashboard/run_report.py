@@ -18,6 +18,7 @@ from lib.dashboard import charts, pictures
 from lib.dashboard.figures import Figures, batch_curves, figures, held_out_now
 from lib.dashboard.history import RunHistory
 from lib.errors import UserError
+from lib.system import files
 from lib.system.model_folder import ADAPTER_WEIGHTS
 from lib.telemetry.cost import RunCost
 from lib.telemetry.record_types import Record, SettingsRecord
@@ -91,13 +92,13 @@ def write(folder: Path) -> list[Path]:
     now = figures(run, time.time())
     summary = _summary(folder / "summary.json")
     report, curves, log = folder / REPORT, folder / CURVES, folder / "logs" / "rank-000.jsonl"
-    report.write_text(report_html(run, now, summary), encoding="utf-8")
+    files.write_atomically(report, report_html(run, now, summary))
     if log.exists():  # not where the run's other logs were copied alone
         pictures.plot_curves(log, curves)
     written = [report, *([curves] if curves.exists() else [])]
     if (folder / ADAPTER_WEIGHTS).exists():
         card = folder / CARD
-        card.write_text(model_card(run, now, summary), encoding="utf-8")
+        files.write_atomically(card, model_card(run, now, summary))
         written.append(card)
     return written
 

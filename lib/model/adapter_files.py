@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib.config import schema
 from lib.errors import UserError
 from lib.model.adapter_layers import AdapterLayer, is_uniform, scale_of
+from lib.system import files
 from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
@@ -62,7 +63,7 @@ def save_trained(
     if "layers" in config:
         shapes, arrays = _padded(shapes, arrays, config)
     write_arrays(folder / ADAPTER_WEIGHTS, shapes, arrays)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    files.write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _padded(
@@ -103,7 +104,7 @@ def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
 
 
 def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "mlx") -> None:
-    """A safetensors file, written array by array: the whole is never in memory.
+    """A safetensors file, whole or absent, written array by array: the whole is never in memory.
 
     kind: `mlx`, or `pt` where others expect PyTorch's.
 
@@ -117,7 +118,7 @@ def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "
         header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with files.replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, array in arrays:
             file.write((array if isinstance(array, np.ndarray) else raw({name: array})[0][1]).data)

@@ -104,13 +104,16 @@ class Progress:
         local = self.rounds.get("local_steps", [])
         return local[rank] if rank < len(local) else self.step
 
-    def is_best(self, metrics: Metrics) -> bool:
-        """Counts an evaluation of this step: whether its held-out loss is the lowest so far, and the one to beat."""
+    def is_best(self, metrics: Metrics, is_finite: bool = True) -> bool:
+        """Counts an evaluation of this step: whether its held-out loss is the lowest so far, and the one to beat.
+
+        is_finite: whether all weights are; others are never the best.
+        """
         loss = metrics.get("loss")
         if loss is None:
             return False
         self.evaluations_since_best += 1
-        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+        if not is_finite or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
             return False
         self.best_step, self.best_loss, self.best_metrics = self.step, loss, metrics
         self.evaluations_since_best = 0
@@ -291,6 +294,14 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
         (writer.write if wait else writer.write_beside)(progress.steps_of(world.rank), final, work)
 
 
+def are_finite(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
+    """Whether no rank has an infinite number, or none at all, in its trained weights or its optimizer's state."""
+    held = [*adapter_files.trainable(model).values(), *(array for _, array in tree_flatten(optimizer.state))]
+    checks = [mx.isfinite(array).all() for array in held if mx.issubdtype(array.dtype, mx.floating)]
+    mx.eval(checks)
+    return not any(world.gather_text("" if all(check.item() for check in checks) else "not finite", "finite weights"))
+
+
 def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
     """Whether training waits for a checkpoint: ranks hold parts of arrays, or a copy of them would be large."""
     whole = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
@@ -335,6 +346,7 @@ def save_all(
 
     A host that is lost takes its disk along, and the others go on from theirs. folder: the run's. All wait for the last
     one, and for one of which ranks have parts of their own. What the log lacks, on a full disk, no checkpoint holds.
+    Weights that are not finite are not saved, so they never push out a checkpoint that one can go on from.
 
     Returns:
         Why there is none now, the same on every rank; earlier ones are untouched, and no run ends for want of one.
@@ -346,6 +358,8 @@ def save_all(
     what = f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
     wait = is_last or own is not None or has_to_wait(world, state.model, state.optimizer)
+    if not are_finite(world, state.model, state.optimizer):
+        return f"training goes on without {what}: the weights or the optimizer's state are not finite"
     try:
         with world.agreeing(what):
             tracker.flush()
