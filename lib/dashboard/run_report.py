@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TypedDict, cast
 from lib.dashboard import charts, pictures
 from lib.dashboard.figures import Figures, batch_curves, figures, held_out_now
 from lib.dashboard.history import RunHistory
-from lib.errors import UserError
+from lib.errors import UserError, shown
 from lib.system import files
 from lib.system.model_folder import ADAPTER_WEIGHTS
 from lib.telemetry.cost import RunCost
@@ -155,21 +156,26 @@ def model_card(run: RunHistory, now: Figures, summary: Summary) -> str:
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE,
-        name=run.name,
+        name=plain(run.name),
         method={"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(str(model.get("method")), "All weights"),
-        base=base,
-        base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{base}`",
+        base=" ".join(shlex.quote(base).split()),
+        base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{plain(base)}`",
         trained=f"preference-trained with the {train.get('loss')} loss (beta {train.get('beta')})"
         if preference
         else "fine-tuned (SFT)",
-        environment=", ".join(f"{name} {value}" for name, value in environment(run).items()),
-        reason=now.reason,
-        hosts=", ".join(dict.fromkeys(rank.host for rank in now.ranks)),
+        environment=plain(", ".join(f"{name} {value}" for name, value in environment(run).items())),
+        reason=plain(now.reason or ""),
+        hosts=plain(", ".join(dict.fromkeys(rank.host for rank in now.ranks))),
         held_out=held_out(run),
-        facts=facts(run, now, summary),
-        samples=["    " + text.replace("\n", "\n    ") for text in samples(run)],
+        facts=[(name, plain(text)) for name, text in facts(run, now, summary)],
+        samples=["\n".join(f"    {shown(line)}" for line in text.splitlines()) for text in samples(run)],
     )
     return str(card)
+
+
+def plain(text: str) -> str:
+    """Text of others as one line of Markdown, without markup of its own."""
+    return re.sub(r"([\\`*<>\[\]|])", r"\\\1", shown(" ".join(text.split())))
 
 
 # ---- What both pages show
@@ -271,10 +277,23 @@ def _start(run: RunHistory) -> Record:
 def _summary(path: Path) -> Summary:
     """summary.json; empty where there is none that can be read."""
     try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return cast(Summary, stored) if isinstance(stored, dict) else {}
+    kept = {name: value for name, value in stored.items() if _fits(name, value)} if isinstance(stored, dict) else {}
+    return cast(Summary, kept)
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a figure of summary.json is of its type: anybody may have changed the file."""
+    if name in ("pairs_per_second", "efficiency"):
+        return type(value) in (int, float) or (value is None and name == "efficiency")
+    if name in ("cost", "checkpoint"):
+        wanted: dict[str, tuple[type, ...]] = {"cost": (int, float), "energy_kwh": (int, float)}
+        wanted = wanted if name == "cost" else {"which": (str,), "step": (int,)}
+        fields = value if isinstance(value, dict) else {}
+        return value is None or all(isinstance(fields.get(key), kinds) for key, kinds in wanted.items())
+    return value is None or isinstance(value, str)
 
 
 def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:

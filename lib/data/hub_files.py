@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 import yaml
 
 from lib.data import record_files
+from lib.data.parquet import read_parquet
 from lib.data.record_formats import JSON, Unusable
 from lib.errors import UserError
 
@@ -244,7 +245,7 @@ class FileStream:
 def _records(path: str, file: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]]:
     """Line and record of a file in any of the forms that are read; a .json file may be one list of records."""
     if path.endswith(".parquet"):
-        yield from record_files.read_parquet(file)
+        yield from read_parquet(file)
         return
     lines = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else io.BufferedReader(cast(io.RawIOBase, file))
     if path.endswith((".json", ".json.gz")):

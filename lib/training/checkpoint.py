@@ -18,12 +18,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypedDict
+from typing import IO, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
+from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config.load import dump
 from lib.config.schema import Config
