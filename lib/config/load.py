@@ -73,10 +73,10 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
             raise UserError(f"{word}: unknown setting {key}{hints.of_setting(key, known_settings())}")
         section = tree
         *parents, leaf = key.split(".")
-        _require_text(text, key, word)
         for parent in parents:
             section = section.setdefault(parent, {})
         section[leaf] = _parse_value(key, text)
+        _require_text(section[leaf], key, word)
         origins[key] = word
     if chosen_for is not None:
         tree["train"]["learning_rate_batch_size"] = chosen_for
@@ -193,6 +193,7 @@ def _require_text(value: Any, key: str, where: str) -> None:
     """Refuses strings that no file name and no tokenizer takes."""
     if isinstance(value, dict):
         for name, item in value.items():
+            _require_text(name, key, where)
             _require_text(item, f"{key}.{name}" if key else str(name), where)
     elif isinstance(value, list | tuple):
         for item in value:

@@ -52,7 +52,7 @@ def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -
                 for values in _rows(batch, wanted):
                     line += 1
                     yield line, values if isinstance(values, Unusable) else dict.fromkeys(names) | values
-    except (pyarrow.ArrowException, OSError, RecursionError) as error:
+    except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk, not of the file's content
             raise
         yield line + 1, Unusable(f"not a readable parquet file: {(str(error).splitlines() or ['damaged'])[0]}")

@@ -251,10 +251,18 @@ def _listener(gateway: Gateway, settings: ServeSettings) -> Listener:
     return Listener(options, gateway, settings, log)
 
 
+def keys_again(path: Path) -> api_keys.Keys:
+    """The keys of the file as it is now; of one that is empty or gone, none: whoever takes the last one out means it.
+
+    Raises:
+        UserError: a line is of another form.
+    """
+    return api_keys.read(path) if path.exists() else api_keys.Keys(())
+
+
 def _read_keys_again(gateway: Gateway, path: Path) -> None:
-    """The keys of the file as it is now: without its last key, nobody's is good."""
     try:
-        gateway.keys = api_keys.read(path)
+        gateway.keys = keys_again(path)
         log("keys", count=len(gateway.keys.digests))
     except UserError as error:  # a slip of the pen: those that were good stay so
         log("keys", error=str(error))

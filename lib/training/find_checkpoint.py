@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ def _is_sound(value: Any) -> bool:
         return all(_is_sound(item) for name, item in value.items() if not str(name).startswith("rewards"))
     if isinstance(value, list | tuple):
         return all(map(_is_sound, value))
-    return not isinstance(value, int | float) or (math.isfinite(value) and value >= 0)
+    return not isinstance(value, int | float) or 0 <= value < 2**63
 
 
 def fault_of(path: Path) -> str | None:
