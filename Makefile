@@ -18,10 +18,9 @@ export PRTE_ALLOW_RUN_AS_ROOT = 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
-# A file after the other on each of a few workers, the longest first (tests/conftest.py). Tests wait for other processes a third of
-# their time: two cores have work for three.
-WORKERS = $(shell test "$$(getconf _NPROCESSORS_ONLN)" -gt 3 && echo 4 || echo 3)
-PYTEST = pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A file after the other on each of four workers, the longest first (tests/conftest.py). Tests wait for other processes a third of
+# their time, so that also two cores have work for them.
+PYTEST = pytest -n 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
 .PHONY: help setup train test launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation test-matrix clean
@@ -57,6 +56,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into .venv; two or three minutes with nothing to see"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
 	@$(BIN)/python -m lib.system.mpi_and_blas
+	@ln -sf ../../train.py $(BIN)/train.py # mlx.launch -n 2 train.py looks for it in the PATH, and nowhere else
 	@touch $@
 
 train: setup

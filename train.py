@@ -81,6 +81,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
     references = reference_model.of_run(run.config, run.model, run.inputs, run.world, run.plan.shares, run.say.counting)
+    run.asked_reference = reference_model.asked(run.config, run.model, run.inputs.data, run.world)
 
     # ---- Resume: weights, optimizer, position and counters of the last good checkpoint -------------------------------
 
@@ -92,7 +93,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     batches = Batches.prepare(run, references.data)
     evaluator = Evaluator(run, references.valid)
-    loop = TrainingLoop(run, Learner(run, batches.make, references.add), batches, evaluator)
+    loop = TrainingLoop(run, Learner(run, batches.make), batches, evaluator)
     if run.progress.step == 0:
         run.progress.before = loop.evaluate()
         evaluator.show_before()
@@ -148,6 +149,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
+    began = time.perf_counter()
     with world.agreeing("loading the model"), say.doing("loading the model"):
         model = preload.policy(config, lazy=dry_run or plan.divides_model)
         if plan.checkpoints_blocks(world.rank):
@@ -158,6 +160,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
         say.line("dry run: nothing is trained or written")
         return None
     world = sharded_model.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
+    loading_seconds = time.perf_counter() - began
     layout = reference_model.layout(model, config.data, world)
     if layout.why_not:
         say.line(f"prompts run once for each completion: {layout.why_not}")
@@ -168,7 +171,9 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     lock = checkpoint.open_run(folder, config, plan.to_dict(), resume, world)  # one rank on every disk has it
     heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
-    return TrainingRun(config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed)
+    return TrainingRun(
+        config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed, loading_seconds
+    )
 
 
 if __name__ == "__main__":

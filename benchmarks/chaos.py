@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --faults 60          the quickstart's model; half an hour, and half as long again to compare
     python benchmarks/chaos.py --quick              9 faults on a tiny model, four minutes
+    python benchmarks/chaos.py --strategy pipelined     the same where each host holds some of the model's blocks
 
 Two hosts train, a third one launches them with `--max-restarts`. A fault comes every `--seconds` on average, once all hosts
 train. Some have to be noticed and survived: a rank killed (`kill`) or stopped (`stop`), a host's cable out for a while
@@ -248,11 +249,12 @@ def steps_of(hosts: list[Host]) -> dict[int, list[dict[str, Any]]]:
     return steps
 
 
-def ledger(steps: dict[int, list[dict[str, Any]]], rows_an_epoch: int) -> tuple[int, int]:
-    """Examples lost and repeated, over whole epochs."""
+def ledger(steps: dict[int, list[dict[str, Any]]], rows_an_epoch: int, is_divided: bool) -> tuple[int, int]:
+    """Examples lost and repeated, over whole epochs. is_divided: every rank takes all rows, through its part."""
     epochs: dict[int, list[int]] = {}
     for records in steps.values():
-        for record in records:
+        assert not is_divided or all(record["rows"] == records[0]["rows"] for record in records)
+        for record in records[:1] if is_divided else records:
             epochs.setdefault(record["epoch"], []).extend(record["rows"])
     lost = sum(rows_an_epoch - len(set(rows)) for rows in epochs.values())
     return lost, sum(len(rows) - len(set(rows)) for rows in epochs.values())
@@ -264,6 +266,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=29.0, help="from fault to fault, on average")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of these (default: all)")
     parser.add_argument("--backend", choices=("ring", "mpi"), default="ring")
+    parser.add_argument("--strategy", choices=("synchronous", "sharded", "pipelined"), default="synchronous")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="9 faults, a tiny model")
     options = parser.parse_args()
@@ -289,7 +292,7 @@ def main() -> None:
             rows, batch = sum(1 for _ in (ROOT / "configs/quickstart/train.jsonl").open()), 32
         # A constant rate and no end: how long it trains is decided when the faults are over.
         words += ["train.schedule=constant", "plan.replan=false", "evaluate.every=1000000", "evaluate.samples=0"]
-        words += ["strategy=synchronous"]  # the same steps with and without faults, to compare
+        words += [f"strategy={options.strategy}"]  # the same steps with and without faults, to compare
         words += ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=1", "run.name=run"]
         options_here = ["--no-preflight", "--backend", options.backend, "--max-restarts", "1000"]
         options_here += ["--silent-seconds", str(SILENT_SECONDS), "--wedged-seconds", str(WEDGED_SECONDS)]
@@ -329,7 +332,7 @@ def main() -> None:
         assert finished.returncode == 0, finished.stderr[-2000:]
         print(f"finished at step {steps}; the same without faults", flush=True)
         lived = steps_of(hosts)
-        lost, repeated = ledger(lived, rows)
+        lost, repeated = ledger(lived, rows, options.strategy != "synchronous")
         useful = {
             step: max(record["step_seconds"] for record in records)
             for step, records in lived.items()
@@ -349,7 +352,9 @@ def main() -> None:
         ]
         torn = sum("is damaged" in line for _, line in launch.lines)
 
-    table = Table(title=f"{len(table_rows)} faults in {seconds / 60:.1f} minutes, {options.backend}")
+    table = Table(
+        title=f"{len(table_rows)} faults in {seconds / 60:.1f} minutes, {options.strategy}, {options.backend}"
+    )
     for column in ("fault", "times", "noticed, seconds (median, most)", "trained on, seconds (median, most)", "hung"):
         table.add_column(column)
     for kind in KINDS:
@@ -368,6 +373,7 @@ def main() -> None:
     print(f"the first start took {warm:.1f} s; the first step whose loss differs: {min(differ, default=None)}")
     survived = [row for row in table_rows if row["kind"] in SURVIVED]
     result = {
+        "strategy": options.strategy,
         "faults": len(table_rows),
         "minutes": seconds / 60,
         "hangs": sum(row["hung"] for row in table_rows),

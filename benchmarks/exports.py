@@ -120,6 +120,11 @@ def cases(only: list[str]) -> Iterator[tuple[str, str, dict[str, Any], dict[str,
     """Family, what is special, the base's arguments, and the run's settings."""
     families = list(exported.FAMILIES)
     for family in only or families:
+        if family == "gpt_oss":  # its makers' files have another form
+            keys = "[self_attn.q_proj,mlp.experts.up_proj,mlp.experts.down_proj]"
+            yield family, "lora", {"as_converted": True}, {"model.keys": keys}
+            yield family, "lora, mxfp4", {"bits": 4, "mode": "mxfp4"}, {"model.keys": keys}
+            continue
         yield family, "lora", {}, {}
         if family not in exported.NO_DORA:
             yield family, "dora", {}, {"model.method": "dora"}
@@ -133,11 +138,13 @@ def cases(only: list[str]) -> Iterator[tuple[str, str, dict[str, Any], dict[str,
             yield family, "dora, 4-bit", {"bits": 4}, {"model.method": "dora"}
         yield family, "lora, bfloat16", {"dtype": "bfloat16"}, {}
         yield family, "full", {}, {"model.method": "full"}
+        yield family, "lora, embeddings", {}, {"model.adapt_embeddings": True}
 
 
 def forms_of(base: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[str, Any, ExportOptions]]:
     if settings.get("model.method") != "full":
         yield "mlx", mlx_adapter, ExportOptions()
+    if settings.get("model.method") != "full" and "experts" not in settings.get("model.keys", ""):
         yield "peft", peft_adapter, ExportOptions()
     yield "fused", fused, ExportOptions()
     if "bits" in base:
@@ -228,6 +235,8 @@ TARGETS = {"mixtral": ["q_proj", "v_proj"], "phi3": ["qkv_proj", "o_proj"]}
 def peft_adapters(only: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Family, what is special, LoraConfig's arguments."""
     for family in only or exported.FAMILIES:
+        if family == "gpt_oss":
+            continue
         targets = TARGETS.get(family, ["q_proj", "v_proj", "o_proj"])
         yield family, "lora", {"r": 2, "lora_alpha": 3, "target_modules": targets}
         yield family, "dora", {"r": 2, "lora_alpha": 3, "use_dora": True, "target_modules": targets}
@@ -243,6 +252,13 @@ def peft_adapters(only: list[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
             "rank_pattern": {"down_proj": 1, "layers.1.self_attn.q_proj": 3},
             "alpha_pattern": {"down_proj": 6},
         },
+    )
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    yield "qwen3_moe", "experts", {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "target_parameters": experts}
+    yield (
+        "qwen3_moe",
+        "experts, patterns",
+        {"r": 2, "target_modules": [], "target_parameters": experts, "rank_pattern": {"gate_up_proj": 4}},
     )
     yield "qwen3", "last blocks", {"r": 4, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 2]}
 

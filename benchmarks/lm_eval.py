@@ -7,7 +7,8 @@
 PYTHON is an interpreter that has `lm_eval[hf]`; the one that runs this needs `lm_eval`. A short run of the quickstart is
 trained and fused by mlx-lm. Three tasks in a local folder ask it: which of two answers is likelier (multiple choice), what
 it writes (generation, up to a stop text), and how likely texts are (perplexity). Every figure has to be that of `hf` within
-1e-3, and two ranks must not take longer than one. The last line is one JSON object.
+1e-3, and that of two ranks the same as of one. Times are the least of two tries in turn; two ranks share the cores that
+one has for itself. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ output_type: multiple_choice
 doc_to_text: "{{prompt}}"
 doc_to_choice: "{{[chosen, rejected]}}"
 doc_to_target: 0
+target_delimiter: ""
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
     "written": """
 output_type: generate_until
-doc_to_text: "{{prompt}} "
+doc_to_text: "{{prompt}}"
 doc_to_target: "{{chosen.split('= ')[-1]}}"
 generation_kwargs: {until: ["\\n", ". "], max_gen_toks: 64, do_sample: false}
 filter_list:
@@ -79,7 +81,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run, tasks = trained(folder, options.seed), task_folder(folder, rows)
-        results = {ranks: ours(run, tasks, folder, ranks) for ranks in (1, 2)}
+        tries = [
+            (ranks, ours(run, tasks, folder / f"{number}.json", ranks)) for number, ranks in enumerate((1, 2, 2, 1))
+        ]
+        results = {ranks: min((r for own, r in tries if own == ranks), key=lambda r: r["seconds"]) for ranks in (1, 2)}
         same = results[1]["tasks"] == results[2]["tasks"]
         foreign = theirs(options.hf, run, tasks, folder) if options.hf else None
     rows_shown, largest = compared(results[1]["tasks"], foreign)
@@ -117,10 +122,10 @@ def task_folder(folder: Path, rows: int) -> Path:
     return tasks
 
 
-def ours(run: Path, tasks: Path, folder: Path, ranks: int) -> dict[str, Any]:
+def ours(run: Path, tasks: Path, out: Path, ranks: int) -> dict[str, Any]:
     """The last line of our command, started as a user would."""
     command = [sys.executable, "-m", "lib.evaluate", "--run", str(run), "--tasks", ",".join(TASKS)]
-    command += ["--tasks-folder", str(tasks), "--out", str(folder / f"ours-{ranks}.json")]
+    command += ["--tasks-folder", str(tasks), "--chat", "--out", str(out)]
     started = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks)] if ranks > 1 else []
     found: dict[str, Any] = json.loads(output([*started, *command]).splitlines()[-1])
     return found
@@ -134,7 +139,8 @@ def theirs(python: str, run: Path, tasks: Path, folder: Path) -> dict[str, dict[
     output([sys.executable, "-m", "mlx_lm", "fuse", *fuse])
     arguments = f"pretrained={fused},dtype=float32"
     command = [python, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", ",".join(TASKS)]
-    output([*command, "--device", "cpu", "--include_path", str(tasks), "--batch_size", "16", "--output_path", str(out)])
+    command += ["--device", "cpu", "--batch_size", "16", "--apply_chat_template"]
+    output([*command, "--include_path", str(tasks), "--output_path", str(out)])
     (stored,) = out.rglob("results_*.json")
     return {task: figures_of(values) for task, values in json.loads(stored.read_text())["results"].items()}
 
@@ -156,14 +162,14 @@ def output(command: list[str]) -> str:
 def compared(
     own: dict[str, dict[str, float]], foreign: dict[str, dict[str, float]] | None
 ) -> tuple[list[list[str]], float | None]:
-    """Rows of the table, and the largest difference."""
+    """Rows of the table, and the largest difference; of a figure above one, e.g. a perplexity, in parts of it."""
     rows, differences = [], []
     for task, values in own.items():
         for name, value in values.items():
             other = math.nan if foreign is None else foreign[task][name]
-            rows.append([task, name, f"{value:.6f}", f"{other:.6f}", f"{abs(value - other):.1e}"])
-            if foreign is not None:
-                differences.append(abs(value - other) if math.isfinite(value) else 0.0)
+            difference = abs(value - other) / max(1.0, abs(value))
+            rows.append([task, name, f"{value:.6g}", f"{other:.6g}", f"{difference:.1e}"])
+            differences += [difference] * (foreign is not None)
     return rows, max(differences, default=None)
 
 

@@ -33,6 +33,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from lib.config import load  # noqa: E402
+from lib.config.schema import Config  # noqa: E402
 from lib.data.collate import collate  # noqa: E402
 from lib.data.dataset import Example  # noqa: E402
 from lib.distributed.world import World  # noqa: E402
@@ -89,6 +90,7 @@ class Case:
     prompt: int = 512
     completion: int = 512
     pairs: int = 4
+    words: tuple[str, ...] = ()  # further settings
 
 
 def cases_of(name: str) -> list[Case]:
@@ -126,6 +128,7 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
             f"model.dtype={case.dtype}",
             f"model.method={case.method}",
             f"train.seed={seed}",
+            *case.words,
         ]
         words += ["data.train=-", "model.random_init=true", f"model.gradient_checkpointing={case.checkpointing}"]
         settings = load.load(None, words)
@@ -153,7 +156,7 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
         mx.synchronize()
         peaks.append(max(peak, mx.get_peak_memory()))
     del model, step, batch
-    planned = planned_bytes(case, stored, multiple)
+    planned = planned_bytes(case, settings, stored, multiple)
     peak = max(peaks[1:])
     return {
         **asdict(case),
@@ -164,11 +167,11 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.StepBytes:
+def planned_bytes(case: Case, settings: Config, stored: dict[str, Any], multiple: int) -> memory.StepBytes:
     """By arithmetic."""
     quantised = {"quantization": {"group_size": 64, "bits": case.bits}} if case.bits else {}
     shape = partition.model_shape_of({**stored, **quantised}, case.dtype)
-    training = memory_trace.Training(method=case.method, checkpointing=case.checkpointing)  # type: ignore[arg-type]
+    training = memory_trace.Training.of(settings, shape.blocks, True)
     seen, scored = case.prompt + case.completion, 2 * (case.completion + 1)
     rows = memory.Rows(case.prompt, seen, case.prompt + 2 * case.completion, scored, length_multiple=multiple)
     return memory.MemoryModel(shape, training, rows).bytes(case.pairs, hardware.mlx_device()[0])

@@ -94,14 +94,17 @@ def on_link(rate: str, hidden: int, options: argparse.Namespace, steps: int) -> 
     with cluster(hosts=2, quotas=(1.0, options.quota), rate=rate) as hosts:
         for host in hosts:
             write_inputs(host.outside, hidden, options.seed)
-        on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], ["--folder={disk}"], PORT)
+        on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], ["--folder={disk}/calibration"], PORT)
         for number, (strategy, shares, size) in enumerate(ways, 1):
             count = max(WARM + 2, steps // 3) if strategy == "sharded" else steps
             words = [f"strategy={strategy}", f"train.steps={count}", f"train.seed={options.seed}"]
             words += [f"run.name=way-{number}", f"plan.micro_batch_sizes=[{size}]"]
             words += [f"plan.shares={json.dumps(shares)}"] if shares else []
             on_ring(
-                hosts, ["train.py"], ["run.dir={disk}/runs", "plan.calibration_dir={disk}", *words], PORT + 10 * number
+                hosts,
+                ["train.py"],
+                ["run.dir={disk}/runs", "plan.calibration_dir={disk}/calibration", *words],
+                PORT + 10 * number,
             )
             logs = [host.outside / f"runs/way-{number}/logs/rank-{rank:03d}.jsonl" for rank, host in enumerate(hosts)]
             rows.append(

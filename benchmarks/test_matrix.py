@@ -2,11 +2,15 @@
 
     python benchmarks/test_matrix.py                        all tests under all settings: hours; make test-matrix
     python benchmarks/test_matrix.py --quick                the numerics alone, under every kind of kernel: minutes
-    python benchmarks/test_matrix.py --only Haswell --only umask tests/test_data.py
+    python benchmarks/test_matrix.py --rows Haswell --rows umask tests/test_data.py
+    python benchmarks/test_matrix.py --table                what has been run so far, as docs/testing.md has it
 
-Every setting has a fresh clone of the last commit in a temporary folder, which goes with it. It uses this checkout's
+Every row has a fresh clone of the last commit in a temporary folder, which goes with it. It uses this checkout's
 environment, or one of its own where that cannot be (another Python, another user). What cannot be tried here says why.
 Without test files: --tests all (the default), near (all but what takes minutes) or numerics.
+
+Each row is kept in build/test-matrix.jsonl as soon as it is known. The same command goes on where it was stopped: rows
+that passed on this commit, with these tests, are not run again (--again does).
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -68,6 +72,7 @@ NEAR = (
 MPI = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
 MPI |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 SETUP_SECONDS, PART_SECONDS = 1200, 3600
+RECORD = ROOT / "build/test-matrix.jsonl"
 
 
 class NotHere(Exception):
@@ -93,6 +98,9 @@ class Result:
     """What became of the tests; `not_run` says why nothing did."""
 
     name: str
+    tests: str = ""
+    commit: str = ""
+    date: str = ""
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -189,7 +197,7 @@ def commands_of(options: argparse.Namespace, python: str) -> list[list[str]]:
         plain, of_ranks = [[f"tests/test_{name}.py" for name in each] for each in (names, NUMERICS_OF_RANKS)]
     everything = not plain
     seed = [f"--hypothesis-seed={options.seed}"]
-    workers = ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+    workers = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
     commands = [[python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *seed, *plain]]
     mpirun = str(Path(python).parent / "mpirun")
     for ranks in ("2", "3") if not options.quick and (everything or of_ranks) else ():
@@ -199,7 +207,8 @@ def commands_of(options: argparse.Namespace, python: str) -> list[list[str]]:
 
 def tried(setting: Setting, options: argparse.Namespace, folder: Path) -> Result:
     """The tests under one setting, in a clone of its own below `folder`."""
-    result, began = Result(setting.name), time.monotonic()
+    date, began = f"{datetime.now(UTC):%Y-%m-%d}", time.monotonic()
+    result = Result(setting.name, tests_of(options), commit_here(), date)
     try:
         if setting.why_not:
             raise NotHere(setting.why_not)
@@ -312,27 +321,36 @@ def main(words: Sequence[str]) -> int:
         "--quick", action="store_true", help="the numerics of one process, under every kind of kernel, one thread"
     )
     parser.add_argument("--seed", type=int, default=0, help="of Hypothesis")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="settings whose names have this")
+    parser.add_argument("--rows", action="append", default=[], metavar="NAME", help="those whose names have this")
     parser.add_argument("--tests", choices=("all", "near", "numerics"), default="all")
-    parser.add_argument("--list", action="store_true", help="the settings' names, and no more")
+    parser.add_argument("--list", action="store_true", help="the rows' names, and no more")
+    parser.add_argument("--again", action="store_true", help="also rows that have passed on this commit")
+    parser.add_argument("--table", action="store_true", help="every row's last result, as Markdown, and no more")
     parser.add_argument("files", nargs="*", help="test files instead")
     options = parser.parse_args(words)
     if missing := [file for file in options.files if not (ROOT / file.partition("::")[0]).is_file()]:
         parser.error(f"{missing[0]} is not there; files are given from the project's folder, as tests/test_data.py")
     if options.quick:
-        options.tests, options.only = "numerics", options.only or ["1 thread"]
+        options.tests, options.rows = "numerics", options.rows or ["1 thread"]
+    if options.table:
+        print(*markdown(recorded()), sep="\n")
+        return 0
     with tempfile.TemporaryDirectory(prefix="test-matrix-") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        chosen = [s for s in settings_here(folder) if not options.only or any(only in s.name for only in options.only)]
+        chosen = [s for s in settings_here(folder) if not options.rows or any(part in s.name for part in options.rows)]
         if not chosen:
-            parser.error(f"no setting has {' or '.join(options.only)} in its name; --list shows them")
+            parser.error(f"no row has {' or '.join(options.rows)} in its name; --list shows them")
         if options.list:
             print(*(f"{s.name}{f' (not here: {s.why_not})' if s.why_not else ''}" for s in chosen), sep="\n")
             return 0
         if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True).stdout.strip():
             print("note: what is not committed is not in the clones", file=sys.stderr)
-        results = table(chosen, options, folder)
+        try:
+            results = table(chosen, options, folder)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on with the rows that are left", file=sys.stderr)
+            return 128 + signal.SIGINT
     failed = sum(result.failed for result in results)
     print(
         json.dumps(
@@ -343,20 +361,75 @@ def main(words: Sequence[str]) -> int:
 
 
 def table(chosen: Sequence[Setting], options: argparse.Namespace, folder: Path) -> list[Result]:
-    """Tries every setting, and prints its row as soon as it is known."""
-    print(f"{'setting':32} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+    """Tries every setting, prints its row as soon as it is known, and keeps it."""
+    print(f"{'row':32} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     results: list[Result] = []
     for number, setting in enumerate(chosen):
-        place = folder / str(number)
-        place.mkdir(mode=0o755)
-        result = tried(setting, options, place)
-        shutil.rmtree(place, ignore_errors=True)
+        result = None if options.again else passed_before(recorded(), setting.name, tests_of(options), commit_here())
+        known = result is not None
+        if result is None:
+            place = folder / str(number)
+            place.mkdir(mode=0o755)
+            result = tried(setting, options, place)
+            shutil.rmtree(place, ignore_errors=True)
+            keep(result)
         results.append(result)
-        figures: Any = f"{result.passed:7} {result.failed:7} {result.skipped:8} {result.seconds:8.0f}"
+        figures = f"{result.passed:7} {result.failed:7} {result.skipped:8} {result.seconds:8.0f}"
+        figures += f"   as on {result.date}" if known else ""
         print(f"{result.name:32} {f'not run: {result.not_run}' if result.not_run else figures}", flush=True)
         for failure in result.failures:
             print(f"    {failure}", flush=True)
     return results
+
+
+# ---- What has been run
+
+
+def tests_of(options: argparse.Namespace) -> str:
+    """Which tests a row is of, in words."""
+    chosen = " ".join(options.files) if options.files else str(options.tests)
+    return f"{chosen}, one process" if options.quick else chosen
+
+
+def commit_here() -> str:
+    """The commit that clones are of."""
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def recorded() -> list[Result]:
+    """All rows that were kept, the oldest first. A line that was cut off is none."""
+    results = []
+    for line in RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []:
+        with contextlib.suppress(ValueError, TypeError):
+            results.append(Result(**json.loads(line)))
+    return results
+
+
+def keep(result: Result) -> None:
+    RECORD.parent.mkdir(exist_ok=True)
+    with RECORD.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+
+
+def passed_before(results: Sequence[Result], name: str, tests: str, commit: str) -> Result | None:
+    """The newest result of a row with these tests on this commit, where it was run and nothing failed."""
+    same = [one for one in results if (one.name, one.tests, one.commit) == (name, tests, commit) and not one.not_run]
+    return same[-1] if same and not same[-1].failed else None
+
+
+def markdown(results: Sequence[Result]) -> list[str]:
+    """The newest result of each row and choice of tests."""
+    newest = {(one.name, one.tests): one for one in results}
+    lines = ["| row | tests | passed | failed | skipped | seconds | commit | date |", "|" + "---|" * 8]
+    for one in newest.values():
+        figures = (
+            ["not run: " + one.not_run, "", "", ""]
+            if one.not_run
+            else [one.passed, one.failed, one.skipped, round(one.seconds)]
+        )
+        lines.append("| " + " | ".join(map(str, [one.name, one.tests, *figures, one.commit, one.date])) + " |")
+    return lines
 
 
 if __name__ == "__main__":

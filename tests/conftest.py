@@ -87,14 +87,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names = [f"test_{name}" for name in LONGEST]
         items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
         return
-    mine = [item for item in items if _is_for(item.get_closest_marker("mpi"), LAUNCH.size)]
+    mine = [item for item in items if _is_for(list(item.iter_markers("mpi")), LAUNCH.size)]
     config.hook.pytest_deselected(items=[item for item in items if item not in mine])
     items[:] = mine
 
 
-def _is_for(mark: pytest.Mark | None, size: int) -> bool:
-    """Whether a test marked so says something on a world of this size that it does not say on another of `make test`."""
-    return mark is not None and mark.kwargs.get("min_size", 1) <= size <= mark.kwargs.get("max_size", size)
+def _is_for(marks: list[pytest.Mark], size: int) -> bool:
+    """Whether a test says something on a world of this size that it does not say on another of `make test`.
+
+    All of its marks have to allow it: the module's, its own and its parameters'.
+    """
+    sizes = [(mark.kwargs.get("min_size", 1), mark.kwargs.get("max_size", size)) for mark in marks]
+    return bool(marks) and all(least <= size <= most for least, most in sizes)
 
 
 @pytest.fixture(scope="session")

@@ -78,9 +78,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
         **GEMMA,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 128},
 }
-NO_DORA = ("qwen3_moe", "mixtral")  # mlx-lm has none for experts
+NO_DORA = ("qwen3_moe", "mixtral", "gpt_oss")  # mlx-lm has none for experts
 
 
 def drawn(shape: tuple[int, ...], name: str, random: np.random.RandomState) -> np.ndarray:
@@ -98,6 +107,7 @@ def base_model(
     as_converted: bool = False,
     dtype: str = "float32",
     seed: int = 5,
+    mode: str = "affine",
 ) -> Path:
     """A model's folder as its makers publish it; with `bits`, or `as_converted`, as mlx-lm stores it then."""
     folder.mkdir(parents=True)
@@ -116,7 +126,7 @@ def base_model(
         return folder
     model.update(tree_unflatten(list(arrays.items())))
     if bits is not None:
-        model, loaded = quantize_model(model, loaded, 32, bits)
+        model, loaded = quantize_model(model, loaded, 32, bits, mode=mode)
         (folder / "config.json").write_text(json.dumps(loaded))
     save_model(folder, model)
     return folder
@@ -148,6 +158,6 @@ def trained(settings: Config, seed: int = 9) -> nn.Module:
     for name, array in sorted(adapter_files.trainable(model).items()):
         values = random.standard_normal(array.shape).astype(np.float32)
         old = np.array(array.astype(mx.float32))
-        moved[name] = mx.array(0.1 * values if ".lora_" in name else old * (1 + 0.1 * values))
+        moved[name] = mx.array(0.2 * values if ".lora_" in name else old * (1 + 0.1 * values))
     model.update(tree_unflatten(list(moved.items())))
     return model.eval()

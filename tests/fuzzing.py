@@ -25,15 +25,17 @@ import train as script
 from lib.config import load
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
+from lib.plan.cluster_plan import ClusterPlan
+from lib.plan.pipeline_replan import MovedCut
 from lib.system import mpi_and_blas
-from lib.training import step
+from lib.training import moved_blocks, step
 from tests import tiny
 
 ENDS = ("finishes", "finishes", "stopped and resumed", "never finite", "broken rows on one rank", "full disk")
 HEADS = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 
 BLOCKS = 4
-FULL_DISK_SECONDS = 90  # of a whole run with a full disk
+FAILED_SECONDS = 90  # of a whole run with a rank that fails
 # train.py on a disk that is full as soon as a file has so many bytes. Only from when the run's folder is open: before, Open MPI
 # would find no room for the memory that its ranks share.
 FULL_DISK = """
@@ -48,6 +50,32 @@ def open_run(*args, opened=checkpoint.open_run):
 checkpoint.open_run = open_run
 sys.exit(train.main(sys.argv[1:]))
 """
+# train.py on a rank that meets a fault of ours, or is killed, at a call of some function, counted from 1.
+BROKEN = """
+import os, signal, sys
+at = int(sys.argv.pop(1))
+import train
+from lib.system import mpi_and_blas
+PLACE
+plain, calls = getattr(place, name), 0
+def broken(*arguments, **options):
+    global calls
+    calls += 1
+    if calls == at and is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if calls == at:
+        raise ValueError("a fault of ours")
+    return plain(*arguments, **options)
+setattr(place, name, broken)
+sys.exit(mpi_and_blas.status_of(train.main))
+"""
+FAULTS = {"killed": "import lib.training.step as s; place, name, is_killed = s.TrainStep, '_own_gradients', True"}
+IN_STAGES = {
+    "forward": "import lib.training.pipelined_step as s; place, name, is_killed = s._Passes, 'forward', False",
+    "backward": "import lib.training.pipelined_step as s; place, name, is_killed = s._Passes, 'backward', False",
+    "reference": "import lib.training.reference_model as s; place, name, is_killed = s, 'completion_logps', False",
+    "killed while it receives": "import lib.distributed.links as s; place, name, is_killed = s.Links, 'wait', True",
+}
 
 
 @dataclass(frozen=True)
@@ -64,17 +92,22 @@ class Case:
     rank: int
     at: int
     resumed_words: tuple[str, ...] = ()
+    cuts: tuple[tuple[int, ...], ...] = ()  # to which blocks move, one after the other, where nothing fixes them
 
     def __str__(self) -> str:
         return f"{self.strategy}, {self.end} (rank {self.rank}, step {self.at}): {' '.join(self.words)}"
 
 
-def make_case(seed: int, ranks: int) -> Case:
-    """The run of a seed, for a world of this size."""
+def make_case(seed: int, ranks: int, only: str | None = None) -> Case:
+    """The run of a seed, for a world of this size. only: the strategy of all runs."""
     rng = random.Random(f"{seed} {ranks}")
-    strategy = rng.choice(["synchronous", "independent", "independent", "sharded", "pipelined"])
+    strategy = only or rng.choice(["synchronous", "independent", "independent", "sharded", "pipelined"])
     batch, rows = rng.randint(1, 12), rng.randint(1, 40)
     steps = rng.randint(1, 7)
+
+    def cut() -> tuple[int, ...]:
+        ends = [0, *sorted(rng.sample(range(1, BLOCKS), ranks - 1)), BLOCKS]
+        return tuple(end - start for start, end in pairwise(ends))
 
     def shares() -> list[str]:
         if rng.random() < 0.3:
@@ -82,8 +115,7 @@ def make_case(seed: int, ranks: int) -> Case:
         if strategy == "sharded":
             return [f"plan.shares={[rng.randint(1, 5) for _ in range(ranks)]}"]
         if strategy == "pipelined":
-            ends = [0, *sorted(rng.sample(range(1, BLOCKS), ranks - 1)), BLOCKS]
-            return [f"plan.shares={[end - start for start, end in pairwise(ends)]}"]
+            return [f"plan.shares={list(cut())}"] if rng.random() < 0.5 else ["plan.replan_steps=1"]
         cuts = sorted(rng.randint(0, batch) for _ in range(ranks - 1))
         dealt = [end - start for start, end in zip([0, *cuts], [*cuts, batch], strict=True)]
         return [f"plan.shares={dealt}"]
@@ -124,6 +156,7 @@ def make_case(seed: int, ranks: int) -> Case:
         rank=rank,
         at=rng.randint(1, steps),
         resumed_words=tuple(shares()),
+        cuts=tuple(cut() for _ in range(steps)) if strategy == "pipelined" else (),
     )
 
 
@@ -149,6 +182,13 @@ def play(case: Case, world: World, folder: Path) -> None:
         if case.end == "never finite" and world.rank == case.rank:
             objective = step.objective
             patch.setattr(step, "objective", lambda train, logps, *rest: objective(train, logps * mx.nan, *rest))
+        cuts = iter(case.cuts)
+
+        def moved(plan: ClusterPlan, *_: object) -> MovedCut | None:
+            blocks = next(cuts, plan.blocks)
+            return None if blocks == plan.blocks else MovedCut(blocks, 1.0, 2.0, (1.0,) * world.size)
+
+        patch.setattr(moved_blocks, "moved_cut", moved)
         try:
             _train(world, [*words, f"train.steps={case.steps}"], resume=case.end == "stopped and resumed")
             outcome = "finished"
@@ -202,30 +242,31 @@ def _is_whole(case: Case, run: Path) -> None:
         assert epochs[epoch] == sorted(list(range(case.rows)) * ranks), (str(case), epoch)
 
 
-def full_disk(seed: int, ranks: int) -> str:
-    """A run one of whose ranks may write a few kilobytes; how it ended, which it has to.
+def one_rank_fails(seed: int, ranks: int, only: str | None = None) -> str:
+    """A run one of whose ranks meets a fault by itself; how it ended, which it has to. only: the strategy.
 
     Raises:
         subprocess.TimeoutExpired: it did not.
     """
     rng = random.Random(seed)
-    strategy, unlucky, kilobytes = (
-        rng.choice(["synchronous", "independent", "sharded", "pipelined"]),
-        rng.randrange(ranks),
-        rng.randint(1, 40),
-    )
+    strategy = only or rng.choice(["synchronous", "independent", "sharded", "pipelined"])
+    fault = rng.choice(["full disk", "full disk", "killed", *(IN_STAGES if strategy == "pipelined" else ())])
+    unlucky, limit = rng.randrange(ranks), 1024 * rng.randint(1, 40) if fault == "full disk" else rng.randint(1, 40)
     with tempfile.TemporaryDirectory() as folder:
         words: list[Any] = tiny.settings(Path(folder), rows=60)
         tiny.model_folder(
             Path(folder) / "model", num_hidden_layers=BLOCKS, num_attention_heads=8, num_key_value_heads=4
         )
         words += [f"strategy={strategy}", "train.steps=40", "checkpoint.every=9", "run.name=run"]
+        words += ["data.streaming=true"] * (fault == "reference")  # which has a pass in every step
         words += ["--config", str(tiny.config_file(Path(folder)))]
         command = [str(mpi_and_blas.mpirun_path())]
         for rank in range(ranks):
-            limit = ["-c", FULL_DISK, str(1024 * kilobytes)] if rank == unlucky else [str(tiny.ROOT / "train.py")]
-            command += [":"] * (rank > 0) + ["-n", "1", sys.executable, *limit, *map(str, words)]
-        done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=FULL_DISK_SECONDS)
-        errors = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "stopped: "))]
-        assert done.returncode == 0 or errors, done.stderr
-        return f"{strategy}, {kilobytes} kB on rank {unlucky}: status {done.returncode} {errors[:1]}"
+            code = FULL_DISK if fault == "full disk" else BROKEN.replace("PLACE", (FAULTS | IN_STAGES)[fault])
+            broken = ["-c", code, str(limit)] if rank == unlucky else [str(tiny.ROOT / "train.py")]
+            command += [":"] * (rank > 0) + ["-n", "1", sys.executable, *broken, *map(str, words)]
+        done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=FAILED_SECONDS)
+        errors = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "stopped: ", "ValueError"))]
+        assert fault == "full disk" or done.returncode, "a rank was gone, and the run ended well"
+        assert done.returncode == 0 or errors or fault == "killed", done.stderr
+        return f"{strategy}, {fault} ({limit}) on rank {unlucky}: status {done.returncode} {errors[:1]}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -92,11 +92,14 @@ def changed_run(run: Path) -> Path:
 
     A run that is equal but for rounding ends no farther away than it does. It trains in this process, on one rank.
     """
+    return _train_changed(run.parent, run / "config.yaml", [])
+
+
+def _train_changed(folder: Path, file: Path | None, words: Sequence[str]) -> Path:
     import train as script
 
-    folder = run.parent / ".changed"  # with a reference of its own
-    settings = config.load(run / "config.yaml", [f"run.dir={folder}", "data.valid=null", "evaluate.samples=0"])
-    load = models.load
+    changes = [f"run.dir={folder / '.changed'}", "data.valid=null", "evaluate.samples=0"]  # with a reference of its own
+    settings, load = config.load(file, [*words, *changes]), models.load
 
     def load_changed(*arguments: Any, **options: Any) -> nn.Module:
         model = load(*arguments, **options)
@@ -106,20 +109,47 @@ def changed_run(run: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "load", load_changed)
         script.train(settings, World(), resume=False, dry_run=False)
-    return folder / run.name
+    return Path(settings.run.dir) / str(settings.run.name)
 
 
-def assert_equal_runs(run: Path, others: Sequence[Path], figures: Sequence[str]) -> None:
+class Alone(NamedTuple):
+    """A run of one rank, and the same run from weights that are changed as rounding may change them."""
+
+    run: Path
+    changed: Path
+
+    @property
+    def limit(self) -> float:
+        """The relative difference of a parameter that a run may have which is equal but for rounding."""
+        return tiny.difference(self.run, self.changed)
+
+
+def trained_alone(world: World, words: Sequence[str], name: str = "alone") -> Alone:
+    """What ranks together are compared with. One rank trains each of the two, at the same time; the others wait."""
+    import train as script
+
+    words = [*words, f"run.name={name}"]
+    settings = config.load(None, words)
+    folder = Path(settings.run.dir)
+    if world.rank == 0:
+        script.train(settings, World(), resume=False, dry_run=False)
+    if world.rank == world.size - 1:
+        _train_changed(folder, None, words)
+    world.gather_text("trained alone")
+    return Alone(folder / name, folder / ".changed" / name)
+
+
+def assert_equal_runs(run: Path | Alone, others: Sequence[Path], figures: Sequence[str]) -> None:
     """Asserts that runs end with the weights of this one, and have its figures at every step, but for rounding."""
-    moved = changed_run(run)
+    alone = run if isinstance(run, Alone) else Alone(run, changed_run(run))
     for other in others:
-        assert tiny.difference(run, other) <= tiny.difference(run, moved), other
+        assert tiny.difference(alone.run, other) <= alone.limit, other
         for key in figures:
-            largest = max(abs(record[key]) for record in tiny.steps_of(run))
-            limit = tiny.figure_difference(run, moved, key) + roundoff(tiny.LLAMA["vocab_size"]) * largest
-            assert tiny.figure_difference(run, other, key) <= limit, (other, key)
+            largest = max(abs(record[key]) for record in tiny.steps_of(alone.run))
+            limit = tiny.figure_difference(*alone, key) + roundoff(tiny.LLAMA["vocab_size"]) * largest
+            assert tiny.figure_difference(alone.run, other, key) <= limit, (other, key)
 
 
 def limit_of(run: Path) -> float:
     """The relative difference of a parameter (tests.tiny.difference) that a run may have which is equal but for rounding."""
-    return tiny.difference(run, changed_run(run))
+    return Alone(run, changed_run(run)).limit

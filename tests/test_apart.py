@@ -44,7 +44,7 @@ def shares(world: World) -> str:  # noqa: F811
     return SHARES.get(world.size, f"plan.shares={[8 - world.size + 1] + [1] * (world.size - 1)}")
 
 
-@pytest.mark.parametrize("method", ["full", "dora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("dora", marks=pytest.mark.mpi(min_size=2, max_size=2))])
 def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, shares: str, method: str) -> None:  # noqa: F811
     """With plain SGD the weighted mean of one step each is the step of the weighted gradient."""
     words = [*settings(world, folder), f"model.method={method}", "train.optimizer=sgd", "train.max_grad_norm=null"]
@@ -52,8 +52,8 @@ def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, s
     together = train(world, folder, words, "together")
     apart = train(world, folder, [*words, "strategy=independent", "independent.pairs_per_round=1"], "apart")
     world.gather_text("finished")
-    alone = train(World(), folder, [word for word in words if word != shares], f"alone{world.rank}")
-    assert difference(together, apart) <= rounding.limit_of(alone)
+    alone = rounding.trained_alone(world, [word for word in words if word != shares])
+    assert difference(together, apart) <= alone.limit
     assert rows_of_epochs(apart) == rows_of_epochs(together)
     for record in merges_of(apart):
         assert sum(record["pairs"]) in (8, 5)
@@ -138,6 +138,7 @@ def test_ranks_leave_a_round_with_the_same_weights(
     world.gather_text("checked")
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
     world: World,  # noqa: F811
     folder: Path,  # noqa: F811
@@ -250,7 +251,7 @@ def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: st
 
 
 def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:  # noqa: F811
-    words = [*settings(world, folder), "train.steps=10", shares]
+    words = [*settings(world, folder), "train.steps=6", shares]
     sent = {}
     for compression in ("none", "bf16", "int8", "topk"):
         run = train(world, folder, [*words, f"sync.compression={compression}"], compression)

@@ -220,3 +220,13 @@ def test_a_checkpoint_is_found_by_name_or_number(folder: Path) -> None:
 def test_patience_needs_something_to_wait_for(words: list[str], tmp_path: Path) -> None:
     told = tiny.train(tmp_path, [*tiny.settings(tmp_path), *WORDS, "train.patience=1", *words], check=False)
     assert told.returncode == 2 and "train.patience" in told.stderr and len(told.stderr.splitlines()) == 1
+
+
+def test_without_evaluations_on_the_way_a_run_that_goes_on_holds_its_last_weights(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.learning_rate=0.3", "train.schedule=constant", "train.steps=2"]
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    run = tmp_path / "runs" / "run"
+    tiny.train(tmp_path, ["--resume", str(run), "train.steps=12"])
+    assert losses(run)[2] < losses(run)[12], "the loss has to rise"
+    assert summary(run)["checkpoint"] == {"which": "last", "step": 12, "held_out_loss": losses(run)[12]}
+    assert same(run, find(run, "last"))

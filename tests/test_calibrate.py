@@ -262,20 +262,20 @@ def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.Capt
         str(tmp_path / "c"),
         *tiny.settings(tmp_path),
     ]
-    words += ["--quick", "--seconds", "0.3", "--rounds", "0", "--largest", "4"]
-    assert calibrate.main(words) == 0
+    words += ["--seconds", "0.1", "--rounds", "0", "--largest", "2"]
+    assert calibrate.main([*words, "--quick"]) == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     stored = read_calibration(Path(result["file"]))
     (curve,) = stored.curves
-    assert [point.batch_size for point in curve.points] == [1, 2, 4] and not result["lost"]
-    assert curve.points[0].peak_memory_bytes < curve.points[2].peak_memory_bytes < curve.memory_limit_bytes
+    assert [point.batch_size for point in curve.points] == [1, 2] and not result["lost"]
+    assert curve.points[0].peak_memory_bytes < curve.points[1].peak_memory_bytes < curve.memory_limit_bytes
     assert curve.step_overhead_seconds >= 0 and curve.gradient_bytes and curve.quick
     assert stored.gflops > 0 and stored.memory_bytes_per_second > 0
     assert curve.reference_pairs_per_second > 0 and curve.generation_tokens_per_second > 0
 
     hardware = HardwareCalibrator(words[1], words[2:]).calibrate()  # finds all of it fresh
     assert hardware["measured"] == 0 or sound_curve(curve)[1], "only what cannot be is measured again"
-    assert hardware["optimal_batch_size"] in (1, 2, 4)
+    assert hardware["optimal_batch_size"] in (1, 2)
     assert hardware["gflops"] == stored.gflops and hardware["device"] in ("cpu", "metal", "cuda")
     assert hardware["device_name"] == machine.identify("x").device_name
     with pytest.raises(UserError, match="nowhere"):

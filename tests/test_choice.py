@@ -205,8 +205,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     assert [plan["strategy"] for plan in plans] == ["synchronous", "sharded"]
     assert [sum(part["kv_heads"] for part in plan["parts"]) for plan in plans] == [0, 4]
     assert json.loads((run / "summary.json").read_text())["strategy"] == "sharded"
-    alone = train(World(), folder, words, f"alone{world.rank}")
-    assert tiny.difference(whole, run) <= rounding.limit_of(alone)
+    assert tiny.difference(whole, run) <= rounding.trained_alone(world, words).limit
     again = command._read_config(argparse.Namespace(run=str(run), reference=None, data=None, overrides=[]))
     assert again.strategy == "sharded", "to be evaluated in parts as well"
     world.gather_text("checked")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,23 @@ def test_entry_points_can_be_read_by_an_old_python() -> None:
             ast.parse((ROOT / words[0]).read_text(), feature_version=(3, 9))
     for name in ("__init__", "environment"):
         ast.parse((ROOT / f"lib/{name}.py").read_text(), feature_version=(3, 8))
+
+
+def test_an_editable_installation_finds_the_packages(tmp_path: Path) -> None:
+    """`pip install -e .` asks setuptools so; a folder beside lib (runs, benchmarks) must not come along, nor stop it."""
+    for name in ("pyproject.toml", "LICENSE", "README.md", "train.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "lib", tmp_path / "lib", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("runs", "benchmarks", "configs", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "some.py").touch()
+    asks = "import os; from setuptools import build_meta; os.mkdir('out'); print(build_meta.build_wheel('out'))"
+    done = subprocess.run([sys.executable, "-c", asks], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next((tmp_path / "out").glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+        (metadata,) = (wheel.read(name).decode() for name in names if name.endswith("METADATA"))
+    packages = {name.partition("/")[0] for name in names if ".dist-info" not in name}
+    assert packages == {"lib", "train.py"} and "lib/config/schema.py" in names
+    for extra in ("cpu", "cuda", "metal", "serve", "dashboard", "dev"):
+        assert f"Provides-Extra: {extra}" in metadata

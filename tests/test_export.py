@@ -19,7 +19,7 @@ from lib.export import base_copy, command, fused, fused_weights, mlx_adapter, ml
 from lib.export.form import ExportOptions
 from lib.export.model_files import shards_of
 from lib.export.trained_run import TrainedRun, open_run
-from lib.model import adapters, peft_files
+from lib.model import adapters, peft_experts, peft_files
 from lib.model import load as models
 from lib.model.adapter_files import trainable, write_arrays
 from lib.model.checkpoint_names import expert_pattern, stacked_name
@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama, patterns": ("llama", {}, PATTERNS),
     "llama, 4-bit dora": ("llama-biased", {"bits": 4}, DORA),
     "qwen2, tied dora": ("qwen2-tied", {}, DORA),
+    "qwen3, tied embeddings": ("qwen3-tied", {}, {"model.adapt_embeddings": "true"}),
     "gemma3, 4-bit": ("gemma3_text", {"bits": 4}, {}),
     "qwen3_moe": ("qwen3_moe", {}, {}),
     "mixtral, as converted": (
@@ -80,6 +81,11 @@ def by_pefts_formula(run: TrainedRun, adapter: Path, folder: Path) -> Path:
     arrays = {
         name: np.array(array) for file in base.glob("*.safetensors") for name, array in mx.load(str(file)).items()
     }
+    stored_config = json.loads((base / "config.json").read_text())
+    if "lm_head.weight" not in arrays:  # tied, and with an adapter for each use
+        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+        stored_config["tie_word_embeddings"] = False
+    base_arrays = dict(arrays)
     theirs = {name: np.array(array) for name, array in mx.load(str(adapter / "adapter_model.safetensors")).items()}
     seen = set()
     for name in theirs:
@@ -96,7 +102,7 @@ def by_pefts_formula(run: TrainedRun, adapter: Path, folder: Path) -> Path:
                 ]
                 assert len(a) == values[0]
                 change = values[1] / values[0] * (b @ a)
-                weight = arrays[f"{module}.weight"] + (change.T if turn else change)
+                weight = base_arrays[f"{module}.weight"] + (change.T if turn else change)
                 if config["use_dora"]:
                     magnitude = theirs[f"base_model.model.{module}.lora_magnitude_vector"]
                     weight = magnitude[:, None] * weight / np.linalg.norm(weight, axis=1, keepdims=True)
@@ -106,7 +112,7 @@ def by_pefts_formula(run: TrainedRun, adapter: Path, folder: Path) -> Path:
     assert {module for module in seen if any(module == end or module.endswith(f".{end}") for end in ends)} == seen
     merged = folder / "merged"
     merged.mkdir()
-    shutil.copy(base / "config.json", merged)
+    (merged / "config.json").write_text(json.dumps(stored_config))
     stored = {name: mx.array(array) for name, array in arrays.items()}
     described = {name: (array.shape, array.dtype) for name, array in stored.items()}
     write_arrays(merged / "model.safetensors", described, stored.items())
@@ -132,7 +138,7 @@ def test_every_form_has_the_runs_log_probabilities(name: str, tmp_path: Path) ->
     assert proof.largest_difference(found, proof.model_logps(run.model(), run.rows)) <= proof.LIMIT
 
 
-@pytest.mark.parametrize("name", ["llama, patterns", "qwen3_moe", "qwen2, tied dora"])
+@pytest.mark.parametrize("name", ["llama, patterns", "qwen3_moe", "qwen2, tied dora", "qwen3, tied embeddings"])
 def test_what_we_write_for_peft_comes_in_again_with_the_same_bytes(name: str, tmp_path: Path) -> None:
     run = opened(tmp_path, name)
     folder = written(peft_adapter, run)
@@ -160,6 +166,27 @@ def test_a_types_rounding_is_known_and_nothing_more_is_allowed(run: TrainedRun) 
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
     with pytest.raises(Stopped, match="first at row 0"):
         proof.prove(fused, run, folder, options)
+
+
+def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(tmp_path: Path) -> None:
+    """mlx-lm#1172: a fused gpt-oss that silently is its base: MXFP4's steps are wider than what was trained."""
+    keys = "[self_attn.q_proj,mlp.experts.up_proj,mlp.experts.down_proj]"
+    base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
+    folder = exported.run_of(tmp_path / "run", base, **{"model.keys": keys, "model.scale": 0.05})
+    run = open_run(folder, "final", [], 6, lambda text: None)
+    with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
+        proof.prove(fused, run, written(fused, run), PLAIN)
+    plain = ExportOptions(dequantize=True, type="f32")
+    assert proof.prove(fused, run, written(fused, run, plain), plain).difference <= proof.LIMIT
+    with pytest.raises(UserError, match="how PEFT names the experts of this family is not known"):
+        written(peft_adapter, run)
+
+
+def test_other_code_for_the_base_is_allowed_for_but_never_hides_an_adapter() -> None:
+    assert proof.allowed_for("peft", base_difference=1e-6, trained_difference=1.0) == proof.LIMIT
+    assert proof.allowed_for("peft", base_difference=3e-3, trained_difference=1.0) == 4 * 3e-3
+    with pytest.raises(Stopped, match="too little to be told by that"):
+        proof.allowed_for("peft", base_difference=3e-3, trained_difference=0.04)
 
 
 def test_a_fused_model_has_its_bases_names_and_types(tmp_path: Path) -> None:
@@ -270,6 +297,39 @@ def test_a_torn_or_unknown_file_of_peft_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:40])
     with pytest.raises(UserError, match="cannot be read"):
         peft_files.read(tmp_path / "adapter", "model.adapter")
+
+
+def test_experts_that_peft_adapted_as_two_parameters() -> None:
+    """A [E r, in] and B [out, r E] of a parameter of all experts, whichever of the two is the inner one."""
+    draw = np.random.RandomState(0)
+    experts, inner, width = 3, 4, 6
+    ranks = {"gate_up_proj": 2, "down_proj": 1}
+    shapes = {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
+    layers = {
+        name: {
+            "lora_a": mx.array(draw.standard_normal((experts * ranks[name], shape[1]))),
+            "lora_b": mx.array(draw.standard_normal((shape[0], ranks[name] * experts))),
+        }
+        for name, shape in shapes.items()
+    }
+    for order in (("gate_up_proj", "down_proj"), ("down_proj", "gate_up_proj")):
+        named = dict(zip(("x.mlp.experts.base_layer", "x.mlp.experts"), (layers[name] for name in order), strict=True))
+        arrays, parameters = peft_experts.unfused(named, lambda name: ranks[name.rpartition(".")[2]], "here")
+        assert parameters["x.mlp.switch_mlp.up_proj"] == "x.mlp.experts.gate_up_proj"
+
+        def change(name: str, arrays: dict[str, mx.array] = arrays) -> np.ndarray:
+            return np.array(arrays[f"x.mlp.switch_mlp.{name}.lora_b"] @ arrays[f"x.mlp.switch_mlp.{name}.lora_a"])
+
+        ours = {
+            "gate_up_proj": np.concatenate([change("gate_proj"), change("up_proj")], axis=1),
+            "down_proj": change("down_proj"),
+        }
+        for name, rank in ranks.items():
+            a = np.array(layers[name]["lora_a"]).reshape(experts, rank, -1)
+            b = np.array(layers[name]["lora_b"]).reshape(-1, rank, experts)
+            np.testing.assert_allclose(ours[name], np.einsum("ore,eri->eoi", b, a), atol=1e-5)  # as peft has it
+    with pytest.raises(UserError, match="both or neither fit"):
+        peft_experts.unfused({"x.mlp.experts": layers["down_proj"]}, lambda name: 1, "here")
 
 
 # ---- The command

@@ -90,3 +90,21 @@ def test_trainings_of_the_help_run_as_printed(
             timeout=100,
         )
         assert done.returncode == 0 and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr
+
+
+def test_mlxs_own_launcher_finds_the_program(tmp_path: Path) -> None:
+    """It starts what stands in the PATH, where `make setup` has a link; and says 0, whatever becomes of the ranks."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert "ln -sf ../../train.py $(BIN)/train.py" in makefile
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    scripts = mpi_and_blas.mpirun_path().parent
+    path = f"{tmp_path}:{scripts}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(scripts / "mlx.launch"), "-n", "2", "train.py", "plan.shares=[24,8]", "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "24 + 8 = 32 rows" in done.stdout and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr

@@ -218,6 +218,17 @@ def test_two_ranks_answer_as_one(model: nn.Module, tmp_path: Path) -> None:
     world.gather_text("checked")
 
 
+def test_chats_are_rendered_as_in_training_and_refusals_are_reported(adapter: HarnessModel, tmp_path: Path) -> None:
+    asked, half = {"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "1+"}
+    assert adapter.apply_chat_template([asked]) == "<|user|>Add 1 and 2.<|end|><|assistant|>"
+    assert adapter.apply_chat_template([asked, half], add_generation_prompt=False).endswith("<|assistant|>1+")
+    (tmp_path / "own.jinja").write_text("{{ raise_exception('one turn only') }}")
+    own = SETTINGS.data.model_copy(update={"chat_template": str(tmp_path / "own.jinja")})
+    adapter.settings = SETTINGS.model_copy(update={"data": own})
+    with pytest.raises(UserError, match="--chat: the chat template refuses a task's conversation: one turn only"):
+        adapter.apply_chat_template([asked])
+
+
 # ---- The command
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from lib.model import load as load_module
 from lib.model import pipeline_stage, token_stream
 from lib.system import mpi_and_blas
 from lib.system.out_of_memory import Limit
+from lib.telemetry.run_records import read_records
 from lib.training import pipelined_step
 from lib.training.step import MicroBatch, make_step
 from tests import rounding, tiny
@@ -42,7 +44,7 @@ mpi = pytest.mark.mpi(min_size=2)
 two = pytest.mark.mpi(min_size=2, max_size=2)
 
 BLOCKS = 5
-CUTS = {2: [(4, 1), (2, 3)], 3: [(1, 3, 1), (2, 1, 2)]}
+CUTS = {2: [(4, 1), (2, 3)], 3: [(1, 3, 1), (2, 1, 2)], 4: [(1, 2, 1, 1), (2, 1, 1, 1)]}
 LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
 SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": []}
@@ -198,7 +200,7 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
 @pytest.mark.parametrize(
     "words",
     [
-        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.steps=20"),
+        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.steps=10"),
         ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "train.optimizer=muon"),
         ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
         ("model.method=lora", "train.loss=ipo", "train.compile=true", "model.dropout=0.1"),
@@ -210,21 +212,27 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
             "train.use_weighting=true",
             "model.rank_pattern={up_proj: 3}",
         ),
-        ("train.neftune_noise_alpha=5", "train.loraplus_lr_ratio=8", "model.blocks=[1]", "train.loss=sigmoid_norm"),
+        (
+            "train.neftune_noise_alpha=5",
+            "train.loraplus_lr_ratio=8",
+            "train.reference_sync_steps=2",
+            "train.loss=sigmoid_norm",
+        ),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
 def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, words: tuple[str, ...]) -> None:
     common = [*words_of(world, folder), "train.steps=5", *words, "train.max_grad_norm=0.05", "strategy=pipelined"]
-    common += ["plan.micro_batch_sizes=[3]"]
-    alone = train(World(), folder, common, f"alone{world.rank}")
-    run = train(world, folder, [*common, "evaluate.every=4", f"plan.shares={list(CUTS[world.size][0])}"], "stages")
+    common += ["plan.micro_batch_sizes=[3]", "checkpoint.final=last"]
+    alone = rounding.trained_alone(world, common)
+    cut = ["evaluate.every=4", "checkpoint.final=last", f"plan.shares={list(CUTS[world.size][0])}"]
+    run = train(world, folder, [*common, *cut], "stages")
     world.gather_text("finished")
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     for key in ("tokens", "rows"):
-        assert [record[key] for record in steps_of(alone)] == [record[key] for record in steps_of(run)], key
+        assert [record[key] for record in steps_of(alone.run)] == [record[key] for record in steps_of(run)], key
     assert steps_of(run, world.rank)[-1]["rows"] == steps_of(run)[-1]["rows"]
-    before, after = (json.loads((either / "summary.json").read_text()) for either in (alone, run))
+    before, after = (json.loads((either / "summary.json").read_text()) for either in (alone.run, run))
     assert after["strategy"] == "pipelined" and after["world_size"] == world.size
     assert after["pairs"] == before["pairs"] and after["loss"] == pytest.approx(before["loss"], rel=1e-4)
     world.gather_text("checked")
@@ -241,22 +249,58 @@ def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> No
         train(World(), folder, [*common, first, "train.steps=6"], "moving", resume=True)
     world.gather_text("moved")
     run = train(world, folder, [*common, "train.steps=8", "plan.micro_batch_sizes=[3]"], "moving", resume=True)
-    straight = train(World(), folder, [*common, "train.steps=8"], f"straight{world.rank}")
-    world.gather_text("finished")
-    assert difference(straight, run) <= rounding.limit_of(straight)
-    assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight)]
+    straight = rounding.trained_alone(world, [*common, "train.steps=8"], "straight")
+    assert difference(straight.run, run) <= straight.limit
+    assert [r["rows"] for r in steps_of(run)] == [r["rows"] for r in steps_of(straight.run)]
     world.gather_text("checked")
 
 
 @two
 def test_a_run_moves_between_strategies(world: World, folder: Path) -> None:
     common = [*words_of(world, folder), "train.schedule=constant", "checkpoint.every=1", "data.valid=null"]
-    common += ["plan.micro_batch_sizes=[3]"]
-    train(world, folder, [*common, "strategy=sharded", "train.steps=2"], "moving")
-    run = train(world, folder, [*common, "strategy=pipelined", "train.steps=4"], "moving", resume=True)
-    straight = train(World(), folder, [*common, "train.steps=4"], f"straight{world.rank}")
+    ways = ("sharded", "pipelined", "synchronous", "pipelined", "sharded")
+    for steps, strategy in enumerate(ways, 1):
+        sizes = [3] * (2 if strategy == "synchronous" else 1)
+        words = [f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}", f"train.steps={steps}"]
+        run = train(world, folder, [*common, *words], "moving", resume=steps > 1)
+    words = [f"train.steps={len(ways)}", "plan.micro_batch_sizes=[3]"]
+    straight = rounding.trained_alone(world, [*common, *words], "straight")
+    assert difference(straight.run, run) <= straight.limit
+    world.gather_text("checked")
+
+
+@two
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.method=lora", "model.dropout=0.1", "data.streaming=true"),
+        ("model.method=full", "train.learning_rate=1e-4", "train.reference_sync_steps=3"),
+    ],
+    ids=["streamed, dropout", "full, a reference that follows"],
+)
+def test_blocks_move_away_from_a_rank_that_slows(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Nobody is needed for it, nothing that is learnt changes, and a run that is resumed keeps the cut."""
+    common = [*words_of(world, folder, tie_word_embeddings=True), *words, "checkpoint.every=100", "data.valid=null"]
+    common += ["plan.replan_seconds=0", "plan.replan_steps=2", "plan.micro_batch_sizes=[3]", "strategy=pipelined"]
+    common += ["train.schedule=constant"]
+    straight = train(World(), folder, [*common, "train.steps=20"], f"straight{world.rank}")
+    backward = pipelined_step._Passes.backward
+
+    def slowly(passes: pipelined_step._Passes, i: int) -> None:
+        time.sleep((0.04 if world.rank == 1 else 0.004) * (passes.stage.last - passes.stage.first))
+        backward(passes, i)
+
+    monkeypatch.setattr(pipelined_step._Passes, "backward", slowly)
+    train(world, folder, [*common, "train.steps=8"], "moving")
+    run = train(world, folder, [*common, "train.steps=20"], "moving", resume=True)
     world.gather_text("finished")
-    assert difference(straight, run) <= rounding.limit_of(straight)
+    moves = [record for record in read_records(run / "logs/rank-000.jsonl") if record["kind"] == "plan"]
+    assert moves[0]["blocks_before"] == [3, 2] and moves[0]["blocks"] == [4, 1] and moves[0]["predicted_gain"] > 0.2
+    assert moves[0]["step"] < 8 and len(moves) == 1, "once, and the resumed run began with it"
+    assert json.loads((run / "plan.json").read_text())["blocks"] == [4, 1]
+    rounding.assert_equal_runs(straight, [run], ["loss", "grad_norm"])
     world.gather_text("checked")
 
 
@@ -269,7 +313,8 @@ def test_answers_metrics_and_another_reference_in_stages(
     words += [f"run.dir={folder / 'runs'}", f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
     if world.rank == 0:
         rows = Path("configs/quickstart/valid.jsonl").read_text().splitlines()
-        (folder / "few.jsonl").write_text("\n".join(rows[:20]) + "\n")
+        few = [{**row, "answer": row["chosen"].strip()} for row in map(json.loads, rows[:20])]
+        tiny.write_jsonl(folder / "few.jsonl", few)
     world.gather_text("written")
 
     def run(world: World, *more: str) -> Path:
@@ -277,7 +322,9 @@ def test_answers_metrics_and_another_reference_in_stages(
         script.train(settings, world, resume=False, dry_run=False)
         return Path(settings.run.dir) / str(settings.run.name)
 
-    alone = run(World(), f"run.name=alone{world.rank}")
+    alone = folder / "runs/alone"
+    if world.rank == 0:
+        run(World(), "run.name=alone")
     stages = run(world, "run.name=stages", "strategy=pipelined")
     world.gather_text("finished")
     summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, stages)]
@@ -297,7 +344,31 @@ def test_answers_metrics_and_another_reference_in_stages(
         mine, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(alone))
         logits = [m(mx.array([[7, 8, 9, 10]])) for m in (model, mine)]
         assert mx.allclose(*logits, rtol=1e-4, atol=1e-5)
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"loss": "sigmoid"})})
+    for kind in ("rewards", "greedy", "samples", "pairs"):
+        assert_scored_as_on_one_rank(world, folder, settings, stages, kind)
     world.gather_text("checked")
+
+
+def assert_scored_as_on_one_rank(world: World, folder: Path, settings: schema.Config, run: Path, kind: str) -> None:
+    """A file that stages went through, against the same of one rank. Both go on with what is finished."""
+    lines = []
+    for name, ranks in (("stages", world), (f"alone{world.rank}", World())):
+        out = folder / f"{kind}-{name}.jsonl"
+        score, pairs = (None, str(out)) if kind == "pairs" else (kind, None)
+        options = argparse.Namespace(run=str(run), score=score, out=score and str(out), make_pairs=pairs, data=None)
+        own = settings.model_copy(update={"strategy": "pipelined" if name == "stages" else "synchronous"})
+        command.in_bulk(own, options, ranks)
+        world.gather_text("written")
+        lines.append([json.loads(line) for line in out.read_text().splitlines()])
+    stages, alone = lines
+    assert len(stages) == len(alone) and (kind == "pairs" or len(alone) == 20)
+    if kind != "rewards":
+        assert stages == alone
+        return
+    for mine, theirs in zip(stages, alone, strict=True):
+        assert mine.keys() == theirs.keys() and "reward_chosen" in mine
+        assert list(mine.values()) == pytest.approx(list(theirs.values()), rel=1e-4, abs=1e-4)
 
 
 @mpi
@@ -309,7 +380,7 @@ def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> No
         model_folder(path, **sizes, **heads)
         save_model(path, load_module.load(schema.ModelSettings(path=str(path), random_init=True), 0))
     world.gather_text("written")
-    blocks = {2: (9, 3), 3: (2, 7, 3)}[world.size]
+    blocks = {2: (9, 3), 3: (2, 7, 3), 4: (3, 5, 2, 2)}[world.size]
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()

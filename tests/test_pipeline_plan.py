@@ -22,7 +22,7 @@ from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes
 from lib.plan.memory_trace import Training
 from lib.plan.pipeline_costs import ASSUMED_LINK, block_weights
 from lib.plan.pipeline_cuts import Cut, CutCosts, Keeps, best_cut, cut_at, most_blocks
-from lib.plan.pipeline_replan import moved_cut
+from lib.plan.pipeline_replan import moved_cut, moved_plan
 from lib.plan.pipeline_schedule import Hop, bound_seconds, depths, operations, step_seconds
 from lib.plan.plan_warnings import advised
 from lib.plan.run_facts import RankHost, RunFacts
@@ -394,13 +394,23 @@ def test_blocks_move_when_a_host_slows_for_good() -> None:
     moved = moved_cut(plan, [slow] * 4, settings, 100)
     assert moved is not None and moved.blocks == planned([128, 128], [1e4, 0.5e4], *words).blocks
     assert moved.step_seconds < 0.8 * moved.step_seconds_now
-    assert f"plan.shares=[{moved.blocks[0]}, {moved.blocks[1]}]" in moved.reason(plan)
+    assert f"blocks {list(moved.blocks)} would take" in moved.reason(plan)
+    assert moved_cut(plan, [slow] * 4, settings, 100, move_seconds=1e6) is None, "moving takes longer than it saves"
     assert moved_cut(plan, [as_planned] * 4, settings, 100) is None
     assert moved_cut(plan, [slow, slow, as_planned, slow], settings, 100) is None, "not for good"
     assert moved_cut(plan, [slow] * 3, settings, 100) is None, "too few steps"
     assert moved_cut(plan, [slow] * 4, settings, 0) is None, "nothing is left to save"
     assert moved_cut(plan, [[as_planned[0], 1.04 * as_planned[1]]] * 4, settings, 100) is None, "below the threshold"
-    assert moved_cut(plan, [slow] * 4, settings.model_copy(update={"replan": False}), 100) is None
+    other = moved_plan(plan, moved, 7)
+    assert other.blocks == moved.blocks and other.moved_at == 7 and other.to_dict()["blocks"] == moved.blocks
+    assert other.predicted_step_seconds == moved.step_seconds, "measured, not as planned"
+    assert [stage.first_block for stage in other.stages] == [0, moved.blocks[0]]
+    assert (
+        moved_cut(
+            other, [[s * n / o for s, n, o in zip(slow, other.blocks, plan.blocks, strict=True)]] * 4, settings, 100
+        )
+        is None
+    ), "and it stays"
     tight = planned([14, 128], [1e4, 1e4], *words)
     slower = [seconds * (1 + rank) for rank, seconds in enumerate(as_planned)]
     less_room = moved_cut(tight, [slower] * 4, settings, 100)

@@ -574,7 +574,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
         world.gather_text("trained")
         return folder / "runs" / name
 
-    alone, run = train(f"alone{world.rank}", sync.World()), train("planned-again")
+    alone, run = rounding.trained_alone(world, words), train("planned-again")
     plans = [record for record in read_records(run / "logs" / "rank-001.jsonl") if record["kind"] == "plan"]
     assert [record["shares_before"] for record in plans] == [make_plan(configured(8), ["h"] * world.size).shares]
     first, shares = plans[0]["first_step"], plans[0]["shares"]
@@ -583,7 +583,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
         if (record["step"] % 3) != 0:  # every third batch is the epoch's ragged end
             assert record["pairs"] == (plans[0]["shares_before"] if record["step"] < first else shares)[0]
     assert all(rows == list(range(21)) for rows in list(tiny.rows_of_epochs(run).values())[:5])
-    assert tiny.difference(alone, run) <= rounding.limit_of(alone)
+    assert tiny.difference(alone.run, run) <= alone.limit
     before = {name: array.tobytes() for name, array in tiny.weights(run).items()}
     for step in (first - 1, plans[0]["step"]):  # the change is near, or has only just been decided
         world.gather_text("before the checkpoints after a step are taken away")

@@ -439,9 +439,8 @@ def test_streamed_ranks_end_with_one_ranks_weights_and_move_to_other_worlds(worl
         train(World(), "together", "train.steps=7", resume=True)
     world.gather_text("moved")
     run = train(world, "together", "train.steps=14", f"plan.shares={shares[::-1]}", resume=True)
-    alone = train(World(), f"alone{world.rank}", "train.steps=14")
-    world.gather_text("finished")
-    assert difference(alone, run) <= rounding.limit_of(alone)
+    alone = rounding.trained_alone(world, [*words, "train.steps=14"])
+    assert difference(alone.run, run) <= alone.limit
     epochs = rows_of_epochs(run)
     assert epochs[0] == epochs[1] == list(range(45)), "an example was lost or repeated"
     world.gather_text("checked")

@@ -15,12 +15,15 @@ from mlx_lm.utils import load_adapters, load_model
 from lib.config import load, schema
 from lib.config.schema import TrainSettings
 from lib.data.collate import Batch, collate
+from lib.data.dataset import load_dataset
+from lib.data.tokenizer import vocabulary
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
-from lib.training import neftune, optimizers
+from lib.training import neftune, optimizers, reference_model
 from lib.training.step import make_optimizer
 from tests import rounding, tiny
 from tests.test_step import build, examples, means_of, reference_logps, results_of, step_gradients
@@ -60,6 +63,7 @@ LAYERS = [
     (["model.blocks=[0, 2-3]"], {}),
     (["model.adapt_embeddings=true", "model.rank_pattern={embed_tokens: 3}"], {}),
     (["model.adapt_embeddings=true", "model.blocks=[1]"], {"tie_word_embeddings": True}),
+    (["model.adapt_embeddings=true", "model.alpha=4", "model.rank_pattern={lm_head: 2}"], {"quantised": True}),
     (["model.method=dora", "model.alpha=6", "model.rank_pattern={q_proj: 2}"], {}),
 ]
 
@@ -274,21 +278,85 @@ def test_small_arrays_keep_32_bits_and_large_ones_follow_adamw() -> None:
     assert 0 < far.item() < 0.05
 
 
+# ---- A reference that follows
+
+
+@pytest.mark.parametrize(("method", "alpha"), [("lora", 1.0), ("full", 0.6)])
+def test_the_reference_is_what_the_paper_makes_of_the_policies_before(
+    tmp_path: Path, method: str, alpha: float
+) -> None:
+    """Every step's loss is that of its own policy and its own reference, which are made here from the checkpoints."""
+    words = [
+        *tiny.settings(tmp_path),
+        f"model.method={method}",
+        "train.schedule=constant",
+        "train.global_batch_size=21",
+    ]
+    words += ["train.learning_rate=1e-2", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=9"]
+    words += ["train.reference_sync_steps=2", f"train.reference_mixup_alpha={alpha}"]
+    tiny.train(tmp_path, [*words, "run.name=run"])
+    run, settings = tmp_path / "runs/run", load.load(None, words)
+    data = load_dataset(settings.data.train, settings.data, "preference", None, **vocabulary(settings.model))
+    model = models.load(settings.model, settings.train.seed)
+    adapters.make_trainable(model, settings.model, settings.train.seed)
+
+    def arrays(step: int, file: str = "adapters") -> dict[str, mx.array]:
+        return dict(mx.load(str(run / f"checkpoints/step-{step:08d}/{file}.safetensors")))
+
+    def logps(weights: dict[str, mx.array]) -> np.ndarray:
+        model.update(tree_unflatten(list(weights.items())))
+        return reference_model.dataset_logps(model, data, World(), [1], settings).astype(np.float64)
+
+    start = adapter_files.trainable(model)
+    policy = reference = start
+    for step, record in enumerate(tiny.steps_of(run), 1):
+        now = logps(policy)
+        ratios = now - logps(reference)
+        loss = np.log1p(np.exp(-settings.train.beta * (ratios[:, 0] - ratios[:, 1]))).mean()
+        assert record["loss"] == pytest.approx(loss, abs=rounding.roundoff(48) * np.abs(now).max()), step
+        policy = arrays(step)
+        if step % 2 == 0:
+            reference = {name: alpha * policy[name] + (1 - alpha) * array for name, array in reference.items()}
+        stored = arrays(step, "reference")
+        limits = {name: rounding.roundoff(4) * mx.abs(array).max() for name, array in reference.items()}
+        assert all(mx.abs(stored[name] - array).max() <= limits[name] for name, array in reference.items()), step
+    assert step == 5 and any(not mx.array_equal(reference[name], array) for name, array in start.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["strategy=independent"], "not for strategy=independent"),
+        (["model.reference=other"], "model.reference=other is another model"),
+        (["train.reference_mixup_alpha=0.5"], "take 1, or model.method=full"),
+        (["train.loss=[orpo,sft]"], r"the loss orpo \+ sft has none"),
+        (["train.loss=sft"], "the loss sft has none"),
+    ],
+    ids=lambda case: case[0] if isinstance(case, list) else "",
+)
+def test_a_reference_that_cannot_follow_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load.load(None, ["model.path=-", "data.train=-", "train.reference_sync_steps=2", *words])
+
+
 # ---- Whole runs
 
 RUNS = [
     ["train.loss=[sigmoid,bco_pair,sft]", "train.loss_weights=[0.8,0.2,1]", "train.use_weighting=true"],
     ["model.alpha=4", "model.use_rslora=true", "model.rank_pattern={q_proj: 3}", "model.adapt_embeddings=true"],
-    ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5", "model.dropout=0.1"],
+    ["train.reference_sync_steps=2", "train.loss=kto"],
+    ["train.reference_sync_steps=2", "model.method=full", "train.loss=sppo"],
+    ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5", "train.compile=true"],
 ]
 
 
-@pytest.mark.parametrize("words", RUNS, ids=lambda words: words[0])
+@pytest.mark.parametrize("words", RUNS, ids=lambda words: " ".join(words[:2]))
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizers, "LEAST_QUANTISED", 1)
     words = [*tiny.settings(tmp_path), *words, "train.schedule=constant", "checkpoint.every=3"]
+    words.append("checkpoint.final=last")
     tiny.train(tmp_path, [*words, "run.name=whole", "train.steps=7"])
     tiny.train(tmp_path, [*words, "run.name=halves", "train.steps=3"])
     tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/halves"), "train.steps=7"])
@@ -296,3 +364,11 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(
     assert tiny.difference(whole, halves) == 0.0 and tiny.figure_difference(whole, halves, "loss") == 0.0
     configured = json.loads((whole / "checkpoints/step-00000007/adapter_config.json").read_text())
     assert configured.get("padded", False) is False
+
+
+def test_a_compiled_run_ends_with_the_weights_of_a_plain_one(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "train.steps=5", "train.neftune_noise_alpha=5", "train.use_weighting=true"]
+    words += ["train.loraplus_lr_ratio=4", "train.reference_sync_steps=2", "model.adapt_embeddings=true"]
+    for compiled in ("false", "true"):
+        tiny.train(tmp_path, [*words, f"run.name={compiled}", f"train.compile={compiled}"])
+    rounding.assert_equal_runs(tmp_path / "runs/false", [tmp_path / "runs/true"], ["loss", "grad_norm"])

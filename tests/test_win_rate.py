@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,7 +136,7 @@ def server(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[tupl
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             bodies.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
             status, said = answer(body)
-            text = json.dumps({"choices": [{"message": {"content": said}}]} if status == 200 else said).encode()
+            text = json.dumps({"choices": [{"message": {"content": said}}]} if isinstance(said, str) else said).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
@@ -186,9 +187,14 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_reported(m
     with server(lambda body: next(answers)) as (address, bodies):
         assert compared(address, ("a", "b")) == [[0.0, 1.0]] and len(bodies) == 3
     with server(lambda body: (401, "wrong key")) as (address, bodies):
-        with pytest.raises(UserError, match=r"status 401: '\"wrong key\"' \(tried 1 times\)"):
+        with pytest.raises(UserError, match=r"status 401: .*wrong key.* \(tried 1 times\)"):
             compared(address, ("a", "b"))
         assert len(bodies) == 1
+    with (
+        server(lambda body: (200, {"choices": []})) as (address, _),
+        pytest.raises(UserError, match=r"no chat completion, but '{.choices.: \[\]}'"),
+    ):
+        compared(address, ("a", "b"))
     with pytest.raises(UserError, match=r"tried 4 times"):
         compared(address, ("a", "b"))  # nobody listens there any more
 
@@ -299,12 +305,16 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
     )
     out = tmp_path / "out.jsonl"
     command = words(folder, out, str(folder / "model"), "evaluate.judge=frail_judge:judge")
+    assert evaluate.main([*command[:-1], "evaluate.judge=frail_judge:absent"]) == 2
+    assert not list(tmp_path.glob("out.jsonl*")), "a judge that is not there is reported before anything is answered"
+    assert evaluate.main([*command[:-1], f"evaluate.judge={sys.executable} -c 1"]) == 2
+    assert "wrote 0 lines for" in capsys.readouterr().err
+    monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # another judge needs no new answers
     assert evaluate.main(command) == 2
     assert "RuntimeError: no more money" in capsys.readouterr().err
     import frail_judge
 
     before = list(frail_judge.asked)
-    monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # all answers are there
     assert evaluate.main(command) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     differ = sum(line["answer"] != line["against"] for line in lines_of(out))
@@ -321,6 +331,10 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
         (["--limit", "3"], "are for --tasks NAMES"),
         (["--checkpoint", "best"], "has no held-out loss"),
         (["--against", "no/such/model"], "no/such/model"),
+        (
+            ["--data", str(ROOT / "configs/quickstart/train.jsonl")],
+            "train.jsonl:1: no 'answer' to check completions by",
+        ),
     ],
 )
 def test_wrong_words_are_one_line(

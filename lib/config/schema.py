@@ -10,15 +10,12 @@ import datetime
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lib.config.evaluate_settings import EvaluateSettings
 from lib.config.section import Gigabytes, Natural, NonNegative, Positive, PositiveFloat, Seconds, Section, Size
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
-
-# One, or the first and the last of several.
-Blocks = Annotated[int, Field(ge=0, le=9999)] | Annotated[str, Field(pattern=r"^\d{1,4}-\d{1,4}$")]
 
 
 class RunSettings(Section):
@@ -67,7 +64,7 @@ class ModelSettings(Section):
     """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
     adapt_embeddings: bool = False
     """Give the embedding and the head adapters as well; of tied ones, one for both. For method=lora."""
-    blocks: Positive | tuple[Blocks, ...] | None = None
+    blocks: Positive | tuple[int | str, ...] | None = None
     """Train only the last n blocks, or those of a list that counts from 0, e.g. [0-3, 28-31]; by default all."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights; by default as stored. What is trained is float32 in any case: adapters, or with method=full
@@ -86,6 +83,17 @@ class ModelSettings(Section):
     """Revision of a hub model."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model or tokenizer."""
+
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _numbers_and_ranges(cls, value: Any) -> Any:
+        if not isinstance(value, str | list | tuple):
+            return value
+        parts = (value,) if isinstance(value, str) else tuple(value)
+        for part in parts:
+            if not re.fullmatch(r"\d{1,4}(-\d{1,4})?", str(part)):
+                raise ValueError(f"{part!r} is neither a block's number, from 0 on, nor a range like 4-7")
+        return parts
 
     def __hash__(self) -> int:  # which mappings have none of
         return hash(self.model_dump_json())
@@ -280,7 +288,7 @@ class CheckpointSettings(Section):
     """The newest checkpoints that are kept; the best one is kept as well."""
     final: Literal["best", "last"] = "best"
     """What the run's folder holds at the end: the weights of the evaluation with the lowest held-out loss, or the last
-    ones. Without held-out data, and of ranks that are never merged, the last."""
+    ones. Without held-out data or evaluate.every, and of ranks that are never merged, the last."""
 
 
 class MetalSettings(Section):
@@ -364,6 +372,8 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
+        if self.train.reference_sync_steps is not None:
+            self._reference_can_move()
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
@@ -403,6 +413,24 @@ class Config(Section):
             )
         if self.strategy == "pipelined" and self.sync.compression == "topk":
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
+
+    def _reference_can_move(self) -> None:
+        if self.model.reference != "initial":
+            raise ValueError(
+                "train.reference_sync_steps moves the reference along with the policy, "
+                f"but model.reference={self.model.reference} is another model; leave one of them out"
+            )
+        if self.strategy == "independent":
+            raise ValueError(
+                "train.reference_sync_steps is not for strategy=independent: each rank would follow itself; "
+                "take synchronous"
+            )
+        alpha = self.train.reference_mixup_alpha
+        if self.model.method != "full" and alpha is not None and alpha < 1:
+            raise ValueError(
+                f"train.reference_mixup_alpha={alpha:g} mixes weights, and a mean of adapters' factors is no mean of "
+                "their products; take 1, or model.method=full"
+            )
 
     def _sharding_is_possible(self) -> None:
         if self.train.optimizer in ("adafactor", "muon", "adamw_8bit"):

@@ -24,6 +24,7 @@ PreferenceLoss = Literal[
     "cpo",
 ]
 UnpairedLoss = Literal["kto", "bco"]
+REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
 LossTerm = Literal[PreferenceLoss, "sft"]  # of a sum of losses
 Loss = Literal["sft", PreferenceLoss, UnpairedLoss] | tuple[LossTerm, ...]
 
@@ -38,6 +39,12 @@ class TrainSettings(Section):
     """Weights of a sum of losses, e.g. [0.8, 0.2, 1.0]; by default 1 each."""
     use_weighting: bool = False
     """Weight each pair by how likely the policy itself is to write it (WPO); held-out losses are not weighted."""
+    reference_sync_steps: Positive | None = None
+    """TR-DPO: every so many steps the reference follows the policy; by default it never moves. Held-out figures stay
+    relative to the reference as training starts."""
+    reference_mixup_alpha: Annotated[float, Field(gt=0, le=1)] | None = None
+    """How far it goes: alpha times the policy plus (1 - alpha) times itself. By default 0.6 with model.method=full; of
+    adapters, whose mean is none of the weights, all the way: 1."""
     beta: PositiveFloat = 0.1
     """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
     desirable_weight: PositiveFloat = 1.0
@@ -141,6 +148,12 @@ class TrainSettings(Section):
             )
         if self.use_weighting and self.record_kind != "preference":
             raise ValueError(f"train.use_weighting is for losses of pairs, not {self.loss_name}; leave it out")
+        if self.reference_mixup_alpha is not None and self.reference_sync_steps is None:
+            raise ValueError("train.reference_mixup_alpha needs train.reference_sync_steps, e.g. 512")
+        if self.reference_sync_steps is not None and not set(terms) - REFERENCE_FREE_LOSSES - {"sft"}:
+            raise ValueError(
+                f"train.reference_sync_steps moves the reference, and the loss {self.loss_name} has none; leave it out"
+            )
         if self.record_kind != "unpaired" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
             raise ValueError(
                 "train.desirable_weight and train.undesirable_weight are for the losses kto and bco, "

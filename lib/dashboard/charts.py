@@ -231,8 +231,9 @@ def describe(event: Record) -> str:
         where = f" on {', '.join(hosts)}" if hosts else ""
         return f"started{where}" if resumed is None else f"started again after step {resumed}{where}"
     if kind == "plan":
-        shares = " + ".join(map(str, event.get("shares") or []))
-        return f"{at}from step {event.get('first_step')} on shares {shares}: {event.get('reason')}"
+        what, parts = ("blocks", event.get("blocks")) if event.get("blocks") else ("shares", event.get("shares"))
+        divided = " + ".join(map(str, parts or []))
+        return f"{at}from step {event.get('first_step')} on {what} {divided}: {event.get('reason')}"
     if kind == "merge":
         pairs = " + ".join(map(str, event.get("pairs") or []))
         error = f", error {merge_error:.1e}" if (merge_error := event.get("error")) is not None else ""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from lib.distributed.collectives import Collectives
-from lib.distributed.world import World, neighbour_pairs
+from lib.distributed.world import World, host_names, neighbour_pairs
 from lib.system import device_clock
 
 
@@ -36,11 +36,13 @@ class Links:
     Args:
         under_way: most arrays on their way to one rank; a rank that is ahead waits until the first of them is there.
             In a step no fewer than the first rank has micro-batches in flight, or ranks would wait for each other.
+        hosts: of every rank, to name who is waited for.
     """
 
     ranks: Collectives
     under_way: int = 2
-    waited_seconds: float = 0.0  # in all, for what was not there yet
+    hosts: Sequence[str] = ()
+    waited_seconds: float = 0.0  # in all, for others to send or to receive
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
 
@@ -52,7 +54,7 @@ class Links:
         """Begins to send an evaluated array, and goes on."""
         sent = self.sent.setdefault(rank, deque())
         while len(sent) >= self.under_way:
-            self._wait(sent.popleft(), what)
+            self._wait(sent.popleft(), f"{what}, which {self._name(rank)} does not take")
         sent.append(self.ranks.send(array, rank, self._stream("to", rank)))
         mx.async_eval(sent[-1])
 
@@ -65,17 +67,15 @@ class Links:
         for array in arrays:  # evaluated together they would be received in any order
             mx.async_eval(array)
 
-    def wait(self, *arrays: mx.array, what: str) -> None:
-        """Returns when what is expected can be computed with. `what` names the wait if it never ends."""
-        began = time.perf_counter()
+    def wait(self, *arrays: mx.array, rank: int, what: str) -> None:
+        """Returns when what is expected of a rank can be computed with. `what` names the wait if it never ends."""
         for array in arrays:
-            self._wait(array, what)
-        self.waited_seconds += time.perf_counter() - began
+            self._wait(array, f"{what} from {self._name(rank)}")
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array:
         """What a rank sends."""
         array = self.expect(shape, dtype, rank)
-        self.wait(array, what=what)
+        self.wait(array, rank=rank, what=what)
         return array
 
     def exchange(self, array: mx.array, rank: int, what: str) -> mx.array:
@@ -89,17 +89,22 @@ class Links:
 
     def finish(self, what: str) -> None:
         """Waits until everything that this rank sent has arrived."""
-        for sent in self.sent.values():
+        for rank, sent in self.sent.items():
             while sent:
-                self._wait(sent.popleft(), what)
+                self._wait(sent.popleft(), f"{what}: {self._name(rank)} does not take what it was sent")
 
-    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
-        """Around micro-batches that pass through: where the host never waits for a message by itself."""
+    def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around computations that may wait for messages, where the host does not wait for those by itself."""
         return contextlib.nullcontext()
 
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
+
     def _wait(self, array: mx.array, what: str) -> None:
+        began = time.perf_counter()
         with self.ranks.deadline(what):
             mx.eval(array)
+        self.waited_seconds += time.perf_counter() - began
 
     def _stream(self, way: str, rank: int) -> mx.ThreadLocalStream:
         place = ("both", rank) if self.ranks.backend == "jaccl" else (way, rank)
@@ -145,7 +150,7 @@ class PairLinks(Links):
             if known is not None:
                 self._pass(known[1])
 
-    def wait(self, *arrays: mx.array, what: str) -> None:
+    def wait(self, *arrays: mx.array, rank: int, what: str) -> None:
         self.begin(*arrays)
 
     def finish(self, what: str) -> None:
@@ -154,8 +159,8 @@ class PairLinks(Links):
         self.waited_seconds += sum(after.item() - before.item() for before, after in self.times) / 1e9
         self.times.clear()
 
-    def deadline(self, what: str, passes: int) -> contextlib.AbstractContextManager[None]:
-        return self.ranks.deadline(what, passes)
+    def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.deadline(what)
 
     def _pass(self, gathered: mx.array) -> None:
         before = device_clock.now()
@@ -165,4 +170,9 @@ class PairLinks(Links):
 
 def links_of(world: World) -> Links:
     """Links between the ranks of a world, as its backend has them. All ranks call it."""
-    return PairLinks(world, pairs=neighbour_pairs(world)) if world.backend == "nccl" else Links(world)
+    hosts = host_names(world)
+    return (
+        PairLinks(world, hosts=hosts, pairs=neighbour_pairs(world))
+        if world.backend == "nccl"
+        else Links(world, hosts=hosts)
+    )

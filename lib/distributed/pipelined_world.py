@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -147,5 +148,8 @@ class InStages(Lockstep):
         Raises:
             OutOfMemory: one gave up instead.
         """
-        if self.ranks.all_sum(mx.array(0.0), what).item():
+        began = time.perf_counter()
+        gave_up = self.ranks.all_sum(mx.array(0.0), what).item()
+        self.ranks.links.waited_seconds += time.perf_counter() - began
+        if gave_up:
             raise OutOfMemory("another rank's", (0,))

@@ -7,6 +7,7 @@ that one rank's output is that of many; what is drawn follows from train.seed an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -32,6 +33,7 @@ from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
+from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.choose_judge import judge_of
@@ -44,6 +46,8 @@ from lib.system import metal, out_of_memory
 from lib.training import losses, reference_model
 from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
+
+Failure = dict[str, object]  # the line of a row that is unusable
 
 KINDS = ("logps", "rewards", "greedy", "samples")
 
@@ -77,9 +81,7 @@ def pull(
     server = dispatcher = None
     with world.agreeing(f"opening {out}"):
         if world.rank == 0:
-            if out.exists():
-                raise UserError(f"{out} is there already; remove it, or give another name")
-            dispatcher = Dispatcher(Journal(out.with_name(f"{out.name}.partial"), key, chunks))
+            dispatcher = Dispatcher(opened_journal(out, key, chunks))
             server = Server(dispatcher, everywhere=True) if world.size > 1 else None
     before = 0 if dispatcher is None else int(dispatcher.journal.done.sum())
     if before:
@@ -105,11 +107,21 @@ def pull(
         server.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
     scored = total - min(before * size, total)
-    figures = FileFigures(
+    return FileFigures(
         rows=total, scored=scored, seconds=seconds, rows_per_second=scored / seconds, chunks_by_rank=by_rank
     )
-    say.line(f"{out}: {total:,} rows in {seconds:.1f} s ({figures['rows_per_second']:.1f} rows/s)")
-    return figures
+
+
+def opened_journal(out: Path, key: str, chunks: int) -> Journal:
+    """What is finished of an output so far.
+
+    Raises:
+        UserError: the output is there, or the journal is of another model, data or settings.
+        OSError: it cannot be written.
+    """
+    if out.exists():
+        raise UserError(f"{out} is there already; remove it, or give another name")
+    return Journal(out.with_name(f"{out.name}.partial"), key, chunks)
 
 
 def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:
@@ -126,6 +138,11 @@ def digest_of(records: Records) -> str:
     return key_of(*((index.digest, len(index.entries)) for index in records.indices))
 
 
+def agreeing(world: World, what: str) -> contextlib.AbstractContextManager[None]:
+    """Where ranks go on together afterwards, an error of one is all ranks'."""
+    return world.agreeing(what) if world.size > 1 else contextlib.nullcontext()
+
+
 # ---- Log-probabilities and rewards
 
 
@@ -135,6 +152,7 @@ class Scorer:
     Args:
         reference: a model; or the policy's trained parameters as they were before training; None for log-probabilities
             alone.
+        world: of the ranks that hold parts of the models; else of this rank alone.
     """
 
     def __init__(
@@ -160,6 +178,21 @@ class Scorer:
         Raises:
             UserError: a row is unusable.
         """
+        return self.of_chunks([rows])[0]
+
+    def of_chunks(self, chunks: Sequence[range]) -> list[Lines]:
+        """The same for some chunks, each of which is scored by itself."""
+        with agreeing(self.world, "reading rows"):
+            read = [self._read(rows) for rows in chunks]
+        examples = [own for own, _ in read]
+        policy, reference = self._logps_of(self.model, examples), self._reference_logps_of(examples)
+        return [
+            self._lines(rows, *of_chunk, policy[i], None if reference is None else reference[i])
+            for i, (rows, of_chunk) in enumerate(zip(chunks, read, strict=True))
+        ]
+
+    def _read(self, rows: range) -> tuple[list[Example], dict[int, Failure]]:
+        """The usable rows, and what is wrong with the others."""
         settings = self.settings
         read = (
             (self.records.location(row), parse(self.records, row, settings.data, settings.record_kind)) for row in rows
@@ -173,8 +206,18 @@ class Scorer:
                 failures[row] = {"row": row, "line": self.records.line(row), "error": f"{place}: {result}"}
             else:
                 raise UserError(f"{place}: {result}; data.skip_invalid=true goes on and names it in the output")
-        values = self._values(examples) if examples else {}
-        scored = {
+        return examples, failures
+
+    def _lines(
+        self,
+        rows: range,
+        examples: list[Example],
+        failures: Mapping[int, Failure],
+        policy: np.ndarray,
+        reference: np.ndarray | None,
+    ) -> Lines:
+        values = self._values(examples, policy, reference) if examples else {}
+        scored: dict[int, Mapping[str, Any]] = {
             e.row: {
                 "row": e.row,
                 "line": self.records.line(e.row),
@@ -183,18 +226,18 @@ class Scorer:
             }
             for i, e in enumerate(examples)
         }
-        return [json.dumps((scored | failures)[row]) for row in rows]
+        return [json.dumps(({**scored, **failures})[row]) for row in rows]
 
-    def _values(self, examples: list[Example]) -> dict[str, np.ndarray]:
+    def _values(
+        self, examples: list[Example], policy: np.ndarray, reference: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
         settings = self.settings
-        policy = self._logps(self.model, examples)
         tokens = np.array([[*map(len, e.scored_indices)] for e in examples])
         names = ("chosen", "rejected") if policy.shape[1] == 2 else ("completion",)
         values = {f"policy_{name}_logp": policy[:, k] for k, name in enumerate(names)}
         values |= {f"{name}_tokens": tokens[:, k] for k, name in enumerate(names)}
-        if self.reference is None or settings.record_kind == "sft":
+        if reference is None:
             return values
-        reference = self._reference_logps(examples)
         if settings.record_kind == "unpaired":  # no loss: it compares a row with all others
             rewards = settings.train.beta * (policy[:, 0] - reference[:, 0])
             return values | {"reference_completion_logp": reference[:, 0], "reward": rewards}
@@ -213,30 +256,44 @@ class Scorer:
             "loss": np.array(per_pair),
         }
 
-    def _reference_logps(self, examples: list[Example]) -> np.ndarray:
+    def _reference_logps_of(self, chunks: Sequence[list[Example]]) -> list[np.ndarray] | None:
+        if self.reference is None or self.settings.record_kind == "sft":
+            return None
         if isinstance(self.reference, nn.Module):
-            return self._logps(self.reference, examples)
-        now, start = adapter_files.trainable(self.model), self.reference or {}
+            return self._logps_of(self.reference, chunks)
+        now, start = adapter_files.trainable(self.model), self.reference
         self.model.update(tree_unflatten(list(start.items())))
-        logps = self._logps(self.model, examples)
+        logps = self._logps_of(self.model, chunks)
         self.model.update(tree_unflatten(list(now.items())))
         return logps
 
+    def _logps_of(self, model: nn.Module, chunks: Sequence[list[Example]]) -> list[np.ndarray]:
+        """float32 [n, K] for each chunk, in nats, the same on every rank."""
+        own = [self._logps(model, examples) for examples in chunks]
+        flat = np.concatenate([np.zeros(1, np.float32), *(logps.reshape(-1) for logps in own)])
+        summed = np.array(self.world.workers.all_sum(mx.array(flat), "log-probabilities of some rows"))
+        ends = np.cumsum([1, *(logps.size for logps in own)])
+        return [part.reshape(logps.shape) for part, logps in zip(np.split(summed, ends)[1:-1], own, strict=True)]
+
     def _logps(self, model: nn.Module, examples: list[Example]) -> np.ndarray:
-        """float32 [n, K], in nats."""
+        """float32 [n, K], in nats, as far as this rank knows them."""
+        if not examples:
+            return np.zeros((0, 1), np.float32)
         lengths = np.array([len(e.prompt_ids) + max(map(len, e.completions)) for e in examples])
         logps = np.zeros((len(examples), len(examples[0].completions)), np.float32)
         tokens = float(lengths.mean()) * logps.shape[1]
-        pace = metal.pace(self.settings, model, tokens, metal.FORWARD, World())
+        pace = metal.pace(self.settings, model, tokens, metal.FORWARD, self.world)
+        can_halve = not isinstance(self.world.workers, Lockstep)
 
         def of(indices: Sequence[int]) -> np.ndarray:
             batch = collate([examples[i] for i in indices], self.multiple, self.shares_prompts)
-            return np.array(completion_logps(model, arrays_of(batch.inputs)))
+            with self.world.workers.together("log-probabilities of a batch"):
+                return np.array(completion_logps(model, arrays_of(batch.inputs)))
 
         mx.eval(model.state)
         most = pace.most_rows(self.settings.evaluate.batch_size)
         for part in micro_batches(np.argsort(lengths, kind="stable"), most):
-            logps[part] = np.concatenate([own for _, own in out_of_memory.in_pieces(part.tolist(), of)])
+            logps[part] = np.concatenate([own for _, own in out_of_memory.in_pieces(part.tolist(), of, can_halve)])
         return logps
 
 
@@ -249,10 +306,23 @@ def prompt_of(record: Mapping[str, Any], data: DataSettings) -> Any:
 
 
 class CompletionWriter:
-    """Completions of records' prompts: the greedy one, or so many drawn ones."""
+    """Completions of records' prompts: the greedy one, or so many drawn ones.
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, records: Records, settings: Config, draws: int | None):
+    Args:
+        world: of the ranks that hold parts of the model; else of this rank alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        records: Records,
+        settings: Config,
+        draws: int | None,
+        world: World | None = None,
+    ):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
+        self.world = world or World()
         self.encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
         self.encoder.stop_generation()
         self.model.eval()
@@ -265,20 +335,28 @@ class CompletionWriter:
             for row, texts in written
         ]
 
+    def of_chunks(self, chunks: Sequence[range]) -> list[Lines]:
+        """The same for some chunks, one after the other."""
+        return list(map(self, chunks))
+
     def completions(self, rows: range) -> list[list[str]]:
         """Some completions of each row's prompt."""
         settings = self.settings
-        prompts = [ids for ids in map(self._prompt_ids, rows) for _ in range(self.draws or 1)]
+        with agreeing(self.world, "reading rows"):
+            prompts = [ids for ids in map(self._prompt_ids, rows) for _ in range(self.draws or 1)]
         seed = np.random.SeedSequence([settings.train.seed, rows.start]).generate_state(1)
         mx.random.seed(int(seed[0]))
-        response = batch_generate(
-            self.model,
-            self.tokenizer,
-            prompts,
-            max_tokens=settings.evaluate.max_tokens,
-            return_token_ids=True,
-            sampler=None if self.draws is None else make_sampler(temp=settings.evaluate.temperature),
-        )
+        draw = make_sampler(temp=0.0 if self.draws is None else settings.evaluate.temperature)
+        workers = self.world.workers
+        with workers.together("answers", passes=len(prompts)):
+            response = batch_generate(
+                self.model,
+                self.tokenizer,
+                prompts,
+                max_tokens=settings.evaluate.max_tokens,
+                return_token_ids=True,
+                sampler=lambda logps: workers.decide(draw(logps)),
+            )
         ends = self.tokenizer.eos_token_ids
         ids = [list(itertools.takewhile(lambda token: token not in ends, made)) for made in response.token_ids or []]
         texts = [self.tokenizer.decode(made) for made in ids]
@@ -306,8 +384,16 @@ class PairMaker:
         Raises:
             UserError: a record without an answer, where there is no judge; or what the judge did wrong.
         """
-        records = self.writer.records
         drawn = [list(dict.fromkeys(texts)) for texts in self.writer.completions(rows)]
+        with agreeing(self.writer.world, "judging"):
+            return self._pairs(rows, drawn) if self.writer.world.rank == 0 else []
+
+    def of_chunks(self, chunks: Sequence[range]) -> list[Lines]:
+        """The same for some chunks, one after the other."""
+        return list(map(self, chunks))
+
+    def _pairs(self, rows: range, drawn: Sequence[list[str]]) -> Lines:
+        records = self.writer.records
         kept = [records[row] for row in rows]
         scores = self.judge(
             [

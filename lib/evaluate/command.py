@@ -32,12 +32,11 @@ from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
 from lib.data.mismatched import with_mismatched
 from lib.distributed import sharded_model
-from lib.distributed.pipelined_world import pipelined
-from lib.distributed.sharded_world import sharded
-from lib.distributed.world import World, host_names, start
+from lib.distributed.world import World, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, harness_tasks, win_rate
 from lib.evaluate.answers import exact_match, greedy
+from lib.evaluate.divided_inference import DividedModel, divides, in_step, parts_of_model
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, policy_logps, write_per_pair
 from lib.evaluate.whole_model import WholeModel
 from lib.model import (
@@ -45,8 +44,6 @@ from lib.model import (
     adapters,
 )
 from lib.model import load as load_module
-from lib.model.partition import Division
-from lib.plan.first_plan import sharded_plan, stage_blocks
 from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
 from lib.training.find_checkpoint import find
@@ -94,14 +91,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     wants_reference = settings.train.loss != "sft" and (
         options.per_pair is not None or losses.needs_reference(settings.train.loss)
     )
-    division: Division | tuple[int, ...] | None = None
-    if settings.strategy == "sharded" and world.size > 1:
-        division = sharded_plan(settings, world, host_names(world)).division
-        assert division is not None
-        world = sharded(world, division)
-    elif settings.strategy == "pipelined" and world.size > 1:
-        division = stage_blocks(settings, world, host_names(world))
-        world = pipelined(world, division)
+    parts, world = parts_of_model(settings, world)
     shares = [1] * world.workers.size
     reference = None
     if wants_reference:
@@ -110,13 +100,13 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
             reference = dataset_logps(reference_model, dataset, world, shares, settings, progress)
         del reference_model  # two models need not lie in memory at once
     with world.agreeing("loading the model"):
-        model = load_module.load(settings.model, settings.train.seed, lazy=division is not None)
+        model = load_module.load(settings.model, settings.train.seed, lazy=parts is not None)
         if options.run is not None:
             adapters.make_trainable(model, settings.model, settings.train.seed)
             adapter_files.load_trained(model, Path(options.run), "--run")
         elif settings.model.adapter is not None:
             adapters.make_trainable(model, settings.model, settings.train.seed)
-    world = sharded_model.divided(model, division, world, settings.metal.wired)
+    world = sharded_model.divided(model, parts, world, settings.metal.wired)
     policy = policy_logps(model, dataset, settings, world, shares)
     values = metrics_of(dataset, policy, reference, settings)
     if questions:
@@ -138,9 +128,8 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     """--score and --make-pairs: a line for every row of a file, by all ranks."""
     say = RunConsole(world)
     kind, out = options.score or "pairs", Path(options.out or options.make_pairs)
-    writes = kind in ("greedy", "samples", "pairs")
-    with world.agreeing("reading the data and the model"):
-        _need_whole_models(settings, world, "--score" if options.score else "--make-pairs")
+    writes, run = kind in ("greedy", "samples", "pairs"), None if options.run is None else Path(options.run)
+    with world.agreeing("reading the data"):
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
@@ -150,35 +139,50 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
         records = batch_inference.open_rows(
             str(source), settings.data, "prompt" if writes else settings.record_kind, say
         )
-        model = load_module.load(settings.model, settings.train.seed)
-        sharded_model.divided(model, None, world, settings.metal.wired)
-        reference: Any = {} if kind == "rewards" else None
-        if options.run is not None or settings.model.adapter is not None:
-            adapters.make_trainable(model, settings.model, settings.train.seed)
-            reference = adapter_files.trainable(model) if kind == "rewards" else None
-        if options.run is not None:
-            adapter_files.load_trained(model, Path(options.run), "--run")
-        parts = [
-            load_module.fingerprint(settings.model, settings.train.seed),
-            adapter_files.digest(adapter_files.trainable(model)),
-        ]
-        if kind == "rewards" and settings.model.reference != "initial":
-            reference = load_module.load_reference(settings.model, settings.train.seed)
-            parts.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
-        model.eval()
-    key = batch_inference.key_of(kind, *parts, batch_inference.digest_of(records), load.learning_digest(settings))
+    load_model = DividedModel.load if divides(settings, world) else _load_whole
+    asked = load_model(settings, run, kind == "rewards", world)
+    key = batch_inference.key_of(
+        kind, *asked.digests, batch_inference.digest_of(records), load.learning_digest(settings)
+    )
     world.require_equal("model, data or settings", key)
-    do: Callable[[range], list[str]]
+    do: batch_inference.CompletionWriter | batch_inference.PairMaker | batch_inference.Scorer
     if writes:
         assert tokenizer is not None
         draws = None if kind == "greedy" else settings.evaluate.completions
-        do = batch_inference.CompletionWriter(model, tokenizer, records, settings, draws)
+        do = batch_inference.CompletionWriter(asked.model, tokenizer, records, settings, draws, asked.world)
         do = batch_inference.PairMaker(do) if kind == "pairs" else do
     else:
-        do = batch_inference.Scorer(model, reference, records, settings, tokenizer, world.alone())
-    figures = batch_inference.pull(kind, key, records, out, settings, world, do)
+        do = batch_inference.Scorer(asked.model, asked.reference, records, settings, tokenizer, asked.world)
+    if divides(settings, world):
+        figures = in_step(kind, key, len(records), out, settings, asked.world, do.of_chunks)
+    else:
+        figures = batch_inference.pull(kind, key, records, out, settings, world, do)
     if figures is not None:
+        speed = f"{figures['rows_per_second']:.1f} rows/s"
+        say.line(f"{out}: {figures['rows']:,} rows in {figures['seconds']:.1f} s ({speed})")
         say.record(dict(figures))
+
+
+def _load_whole(settings: Config, run: Path | None, with_reference: bool, world: World) -> DividedModel:
+    """As DividedModel.load, where every rank has the whole model."""
+    with world.agreeing("loading the model"):
+        model = load_module.load(settings.model, settings.train.seed)
+        sharded_model.divided(model, None, world, settings.metal.wired)
+        reference: Any = {} if with_reference else None
+        if run is not None or settings.model.adapter is not None:
+            adapters.make_trainable(model, settings.model, settings.train.seed)
+            reference = adapter_files.trainable(model) if with_reference else None
+        if run is not None:
+            adapter_files.load_trained(model, run, "--run")
+        digests = [
+            load_module.fingerprint(settings.model, settings.train.seed),
+            adapter_files.digest(adapter_files.trainable(model)),
+        ]
+        if with_reference and settings.model.reference != "initial":
+            reference = load_module.load_reference(settings.model, settings.train.seed)
+            digests.append(load_module.reference_fingerprint(settings.model, settings.train.seed))
+        model.eval()
+    return DividedModel(model, reference, world.alone(), tuple(digests))
 
 
 def against(settings: Config, options: argparse.Namespace, world: World) -> None:
@@ -209,7 +213,7 @@ def on_tasks(settings: Config, options: argparse.Namespace, world: World) -> Non
 
 
 def _need_whole_models(settings: Config, world: World, option: str) -> None:
-    if settings.strategy in ("sharded", "pipelined") and world.size > 1:
+    if divides(settings, world):
         raise UserError(f"{option}: every rank has the whole model; leave strategy={settings.strategy} out")
 
 

@@ -128,18 +128,23 @@ class HarnessModel:
     # ---- Chats
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, as training rendered it (data.chat_template)."""
+        """A conversation as text, as training rendered it (data.chat_template).
+
+        Raises:
+            UserError: the template refuses it.
+        """
         own = template_of(self.settings.data)
-        return str(
-            self.inner.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **({} if own is None else {"chat_template": own}),
-                **self.template.arguments_without_answer,
-            )
-        )
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+            **({} if own is None else {"chat_template": own}),
+            **self.template.arguments_without_answer,
+        }
+        try:
+            return str(self.inner.apply_chat_template(chat_history, **options))
+        except Exception as error:  # whatever the template's author chose
+            raise UserError(f"--chat: the chat template refuses a task's conversation: {error}") from error
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The template's text, which the harness keeps with its results."""

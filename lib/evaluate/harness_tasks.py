@@ -62,7 +62,10 @@ def evaluate_tasks(subject: WholeModel, tasks: Tasks, out: Path, world: World) -
         model, digest = subject.load(world), subject.digest()
         if tasks.chat:
             end = tokenizer_module.vocabulary(settings.model)["eos_token_id"]
-            Encoder(tokenizer, settings.data, end).stop_generation()
+            encoder = Encoder(tokenizer, settings.data, end)
+            if not encoder.template.is_used:
+                raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
+            encoder.stop_generation()
     world.require_equal("model or settings", digest)
     worker = HarnessWorker(model, tokenizer, settings, world, kept, digest)
     if world.rank:

@@ -91,7 +91,7 @@ class ModelJudge:
             try:
                 response = client.post(f"{self.url}/chat/completions", json=body)
                 if response.status_code == 200:
-                    return _content(response)
+                    return self._content(response)
                 why, may_pass = (
                     f"status {response.status_code}: {response.text[:200]!r}",
                     response.status_code in PASSING,
@@ -103,13 +103,12 @@ class ModelJudge:
             time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("the loop ends by itself")
 
-
-def _content(response: httpx2.Response) -> str:
-    """The text of a chat completion; empty where it is none."""
-    try:
-        return str(response.json()["choices"][0]["message"]["content"] or "")
-    except (ValueError, KeyError, IndexError, TypeError):
-        return response.text
+    def _content(self, response: httpx2.Response) -> str:
+        """The text of a chat completion."""
+        try:
+            return str(response.json()["choices"][0]["message"]["content"] or "")
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise UserError(f"{self.name}: no chat completion, but {response.text[:200]!r}") from None
 
 
 def text_of(prompt: Any) -> str:

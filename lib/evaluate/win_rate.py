@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from lib.evaluate.work_queue import Lines
 from lib.training.progress_display import RunConsole
 
 Verdict = Literal["win", "loss", "tie", "unclear"]
+KEPT = re.compile(r"\.(answers|against|verdicts)-[0-9a-f]{16}(\.partial)?")  # behind the output's name
 Z95 = 1.959963984540054  # the normal distribution has 95 % within so many standard deviations
 
 
@@ -81,6 +83,8 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
             if out.exists():
                 raise UserError(f"{out} is there already; remove it, or give another name")
             judge = judge_of(settings)
+            if not judge.looks_at_order:  # no answer to check by? said now, and not after the answers
+                judge([_question(records, 0, settings, ("", ""))])
     answers = [_answers(each, name, records, out, world) for name, each in (("answers", first), ("against", second))]
     if judge is None:
         return None
@@ -92,21 +96,28 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
     def verdicts(rows: range) -> Lines:
         return [json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings)]
 
-    batch_inference.pull("verdicts", key, records, out, settings, world.alone(), verdicts)
-    for path in answers:
-        path.unlink()
+    unfinished = _kept(out, "verdicts", key)
+    if not unfinished.exists():
+        batch_inference.pull("verdicts", key, records, unfinished, settings, world.alone(), verdicts)
+    unfinished.replace(out)
+    for path in out.parent.iterdir():
+        if KEPT.fullmatch(path.name.removeprefix(out.name)):
+            path.unlink()
     return summarise([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], judge)
 
 
 def _answers(model: WholeModel, name: str, records: Records, out: Path, world: World) -> Path:
     """Writes a model's answers to a file beside `out`, on rank 0's disk, unless they are there already."""
+    # A change of the judge changes no answer.
+    evaluation = model.settings.evaluate.model_copy(update={"judge": None, "judge_model": None, "judge_prompt": None})
+    model = replace(model, settings=model.settings.model_copy(update={"evaluate": evaluation}))
     with world.agreeing("reading the model"):
         tokenizer = tokenizer_module.load_tokenizer_of(model.settings.model)
         if tokenizer is None:
             raise UserError(f"{model.name} has no tokenizer, which writing answers needs")
         key = batch_inference.key_of("greedy", model.digest(), batch_inference.digest_of(records))
     world.require_equal("model, data or settings", key)
-    path = out.with_name(f"{out.name}.{name}-{key[:16]}")
+    path = _kept(out, name, key)
     if not json.loads(world.broadcast_text(json.dumps(path.exists()))):
         with world.agreeing("loading the model"):
             loaded = model.load(world)
@@ -115,19 +126,16 @@ def _answers(model: WholeModel, name: str, records: Records, out: Path, world: W
     return path
 
 
+def _kept(out: Path, name: str, key: str) -> Path:
+    """Where a part of the work lies until all is done: another judge, or another model, has another place."""
+    return out.with_name(f"{out.name}.{name}-{key[:16]}")
+
+
 def _compared(
     judge: Judge, records: Records, rows: range, texts: Sequence[Sequence[str]], settings: Config
 ) -> list[Comparison]:
     """Some prompts with both answers and a verdict."""
-    questions = [
-        Question(
-            records.location(row),
-            batch_inference.prompt_of(records[row], settings.data),
-            (texts[0][row], texts[1][row]),
-            records[row],
-        )
-        for row in rows
-    ]
+    questions = [_question(records, row, settings, (texts[0][row], texts[1][row])) for row in rows]
     # Of two equal answers none is better: no model is asked.
     asked = [q for q in questions if not judge.looks_at_order or q.completions[0] != q.completions[1]]
     scores = dict(zip([q.place for q in asked], judge(asked), strict=True))
@@ -148,6 +156,11 @@ def _compared(
         )
         for row, q in zip(rows, questions, strict=True)
     ]
+
+
+def _question(records: Records, row: int, settings: Config, completions: tuple[str, str]) -> Question:
+    record = records[row]
+    return Question(records.location(row), batch_inference.prompt_of(record, settings.data), completions, record)
 
 
 def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> Verdict:
@@ -211,7 +224,6 @@ def show(say: RunConsole, first: str, second: str, result: WinRate) -> None:
     parts += [f"{result['unclear']:,} without a verdict"] if result["unclear"] else []
     parts += [f"{result['order_decided']:,} decided by the order"] if result["order_decided"] else []
     say.line(f"{first} against {second}, {result['prompts']:,} prompts", "bold")
-    say.line(
-        f"win rate {result['win_rate']:.1%} (95 %: {low:.1%} to {high:.1%}): {', '.join(parts)}".replace("%", " %")
-    )
+    rate, low_text, high_text = (f"{100 * value:.1f} %" for value in (result["win_rate"], low, high))
+    say.line(f"win rate {rate} (95 %: {low_text} to {high_text}): {', '.join(parts)}")
     say.record({"run": first, "against": second, **result})

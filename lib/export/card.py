@@ -38,16 +38,18 @@ def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
 
     library, relation, use = USES[to]
     settings = run.settings
+    losses = settings.train.loss
+    names = [losses] if isinstance(losses, str) else list(losses)
     base, is_on_hub = _base(settings.model.path)
     data = ModelCardData(
         base_model=base if is_on_hub else None,  # the hub refuses a path
         library_name=library,
         pipeline_tag="text-generation",
-        tags=["tandem", settings.train.loss, settings.model.method],
+        tags=["tandem", *names, settings.model.method],
     )
     if is_on_hub:
         data["base_model_relation"] = relation
-    loss = "SFT" if settings.train.loss == "sft" else f"{settings.train.loss} loss, beta {settings.train.beta}"
+    loss = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {settings.train.beta}"
     lines = [
         f"---\n{data.to_yaml()}\n---\n\n# {run.folder.resolve().name}\n",
         f"{base}, trained by Tandem ({settings.model.method}, {loss}); {run.checkpoint}.\n",

@@ -27,13 +27,15 @@ from pathlib import Path
 from types import ModuleType
 
 from lib.config import command_line
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.export import card, fused, gguf_model, mlx_adapter, ollama, peft_adapter, proof, push
 from lib.export.form import ExportOptions, Form, WeightType
 from lib.export.push_checks import files_to_send
 from lib.export.trained_run import TrainedRun, open_run
-from lib.system import command_errors, files, terminal
+from lib.system import command_errors, files
 from lib.system.model_folder import ADAPTER_WEIGHTS
+from lib.training.progress_display import RunConsole
 
 FORMS: dict[str, ModuleType] = {
     "mlx": mlx_adapter,
@@ -49,7 +51,7 @@ FACTS = "tandem_export.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 the export is not the run's model."""
     options = _parse(arguments)
-    say = terminal.Voice()
+    say = RunConsole(World())
     target = Path(options.run) if _is_export(Path(options.run)) else _export(options, say)
     if options.push is not None and options.dry_run:
         for line in push.describe(files_to_send(target)):
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _export(options: argparse.Namespace, say: terminal.Voice) -> Path:
+def _export(options: argparse.Namespace, say: RunConsole) -> Path:
     """Writes the export and returns its folder; one that was written before, to be pushed, stays."""
     form = typing.cast(Form, FORMS[options.to])
     wanted = ExportOptions(type=options.type, dequantize=options.dequantize, peft_python=options.peft_python)
@@ -78,8 +80,10 @@ def _export(options: argparse.Namespace, say: terminal.Voice) -> Path:
     if run.settings.model.attention_window is not None:
         say.labelled("warning", "model.attention_window is no part of an export: its reader attends to all tokens")
     with _whole_or_absent(target) as folder:
-        form.write(run, folder, wanted)
-        proven = proof.prove(form, run, folder, wanted) if options.prove else None
+        with say.doing("writing"):
+            form.write(run, folder, wanted)
+        with say.doing(f"reading it back, by {form.READER}"):
+            proven = proof.prove(form, run, folder, wanted) if options.prove else None
         card.write(run, folder, options.to, None if proven is None else str(proven))
         facts["proof"] = None if proven is None else dataclasses.asdict(proven)
         (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")

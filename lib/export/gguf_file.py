@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from lib.errors import UserError
 from lib.export import gguf_families
 from lib.export.form import WeightType
 from lib.export.gguf_families import Family
-from lib.export.gguf_tokenizer import TokenizerFacts, write_tokenizer
+from lib.export.gguf_tokenizer import TokenizerFacts, name_with, write_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -51,13 +51,13 @@ def write_gguf(
     type: WeightType,
     name: str,
 ) -> None:
-    """Writes a model as one GGUF file; one tensor at a time is in memory.
+    """Writes a model as one GGUF file, and takes the weights out of it: one at a time is in memory.
 
     Args:
-        model: plain float32 weights: adapters fused, nothing quantised.
+        model: plain float32 weights, not evaluated yet: adapters fused, nothing quantised. It is empty afterwards.
         config: config.json of the base model.
         tokenizer: None for a model without one: the file then takes token ids alone.
-        name: for people; llama.cpp looks for "phi-3" in it, of which it knows what its tokenizer strips.
+        name: for people.
 
     Raises:
         UserError: GGUF has no such family.
@@ -65,17 +65,15 @@ def write_gguf(
     """
     from gguf import GGUFWriter, LlamaFileType
 
-    family = gguf_families.family_of(model, name)
-    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    family, args = gguf_families.family_of(model, name), gguf_families.text_model(model).args
     tensors = plan_tensors(model, family, type)
     writer = GGUFWriter(path, _architecture_name(family))
     try:
-        strips_right = tokenizer is not None and tokenizer.strips_right
-        writer.add_name(f"Phi-3 {name}" if strips_right and "phi-3" not in name.lower() else name)
+        writer.add_name(name if tokenizer is None else name_with(tokenizer, name))
         gguf_families.write_parameters(writer, model, family, config)
         writer.add_file_type(LlamaFileType["ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"])
         writer.add_quantization_version(2)  # of the layout of quantised blocks: GGML_QNT_VERSION
-        write_tokenizer(writer, tokenizer, gguf_families.text_model(model).args.vocab_size)
+        write_tokenizer(writer, tokenizer, args.vocab_size)
         for tensor in tensors:
             writer.add_tensor_info(
                 tensor.name, tensor.shape, np.dtype(np.float32), _bytes_of(tensor), raw_dtype=tensor.type
@@ -83,8 +81,10 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for values in _values(tensors, parameters, family, gguf_families.text_model(model).args):
-            writer.write_tensor_data(values)
+        parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+        model.clear()
+        for tensor in tensors:
+            writer.write_tensor_data(_values(tensor, parameters, family, args))
     finally:
         writer.close()
 
@@ -185,20 +185,16 @@ def _stored_type(name: str, shape: tuple[int, ...], type: WeightType) -> GGMLQua
     return GGMLQuantizationType[type.upper()]
 
 
-def _values(
-    tensors: list[Stored], parameters: Mapping[str, mx.array], family: Family, args: Any
-) -> Iterator[np.ndarray]:
-    """The stored bytes of every tensor, one after another."""
+def _values(tensor: Stored, parameters: dict[str, mx.array], family: Family, args: Any) -> np.ndarray:
+    """A tensor's stored values; its parameter is taken away."""
     from gguf.quants import quantize
 
-    for tensor in tensors:
-        if tensor.values is not None:
-            values = tensor.values
-        else:
-            assert tensor.source is not None
-            values = np.array(parameters[tensor.source].astype(mx.float32))
-            values = gguf_families.laid_out(tensor.source, values, family, args).reshape(tensor.shape)
-        yield quantize(np.ascontiguousarray(values), tensor.type)
+    values = tensor.values
+    if values is None:
+        assert tensor.source is not None
+        values = np.array(parameters.pop(tensor.source).astype(mx.float32))
+        values = gguf_families.laid_out(tensor.source, values, family, args).reshape(tensor.shape)
+    return quantize(np.ascontiguousarray(values), tensor.type)
 
 
 def _bytes_of(tensor: Stored) -> int:

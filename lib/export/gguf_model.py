@@ -13,14 +13,14 @@ from lib.data.chat_template import ChatTemplate
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import Stopped, UserError
 from lib.export import gguf_families, gguf_reader
-from lib.export.form import ExportOptions, Logps, WeightType
+from lib.export.form import ExportOptions, Reading, WeightType
 from lib.export.fused_weights import fused_model
 from lib.export.gguf_file import FILE, plan_tensors, rounded_model, write_gguf
 from lib.export.gguf_read_tokens import GgufTokens
 from lib.export.gguf_tokenizer import TokenizerFacts, facts_of
 from lib.export.trained_run import TrainedRun
 
-READER = "gguf's reader, by a forward pass in numpy,"
+READER = "gguf's reader with a forward pass in numpy"
 TYPES: dict[mx.Dtype, WeightType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 
 
@@ -49,7 +49,7 @@ def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module:
     return rounded_model(fused_model(run), weight_type(run, options), run.settings.model.path)
 
 
-def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
+def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
     """By numpy. The file's tokenizer has to give the ids that the model's own gives, on the same rows.
 
     Raises:
@@ -58,7 +58,7 @@ def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
     tokenizer = load_tokenizer_of(run.settings.model)
     if tokenizer is not None:
         _same_tokens(run, tokenizer, GgufTokens(gguf_reader.GgufModel(folder / FILE)))
-    return gguf_reader.logps(folder / FILE, run.rows)
+    return Reading(gguf_reader.logps(folder / FILE, run.rows))
 
 
 def weight_type(run: TrainedRun, options: ExportOptions) -> WeightType:

@@ -127,6 +127,11 @@ def write_tokenizer(writer: GGUFWriter, facts: TokenizerFacts | None, vocab_size
         writer.add_chat_template(facts.chat_template)
 
 
+def name_with(facts: TokenizerFacts, name: str) -> str:
+    """A model's name in its file; "phi-3" in it tells llama.cpp that special tokens swallow the space behind them."""
+    return f"Phi-3 {name}" if facts.strips_right and "phi-3" not in name.lower() else name
+
+
 def _tokens(
     vocabulary: dict[str, int], added: dict[int, dict[str, Any]], model: dict[str, Any]
 ) -> tuple[list[str], list[int]]:

@@ -12,7 +12,7 @@ from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.export import gguf_model
 from lib.export.chat_shape import NoShapeError, Render, keeps_white_space, shape_of
-from lib.export.form import ExportOptions, Logps
+from lib.export.form import ExportOptions, Reading
 from lib.export.gguf_file import FILE
 from lib.export.trained_run import TrainedRun
 
@@ -36,7 +36,7 @@ def stored_model(run: TrainedRun, options: ExportOptions) -> nn.Module:
     return gguf_model.stored_model(run, options)
 
 
-def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Logps:
+def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
     return gguf_model.read_logps(run, folder, options)
 
 

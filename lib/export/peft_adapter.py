@@ -22,14 +22,15 @@ from lib.export.form import ExportOptions, Reading
 from lib.export.fused_weights import QUANTISED, AdaptedLayer, adapted_layers
 from lib.export.mlx_adapter import require_stored_base
 from lib.export.trained_run import TrainedRun
-from lib.model.adapter_files import trainable, write_arrays
+from lib.model.adapter_files import described, trainable, write_arrays
 from lib.model.checkpoint_names import expert_pattern
-from lib.model.peft_files import peft_arrays
+from lib.model.peft_files import HEAD, peft_arrays
 from lib.system import os_commands
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 READER = "peft"
 SCRIPT = Path(__file__).with_name("peft_reader.py")
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 IMPORT_SECONDS = 300.0  # torch, on a busy disk
 READ_SECONDS = 3600.0
 
@@ -56,13 +57,11 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     """Writes the adapter as `PeftModel.save_pretrained` does."""
     model = run.model()
     layers = list(adapted_layers(model))
-    embeddings = frozenset(
-        layer.name for layer in layers if isinstance(layer.base, nn.Embedding | nn.QuantizedEmbedding)
-    )
-    arrays = dict(sorted(peft_arrays(trainable(model), embeddings).items()))
-    described = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-    write_arrays(folder / PEFT_WEIGHTS, described, arrays.items(), kind="pt")
-    config = peft_config(run, layers, linear_layers(run.base_model()))
+    embeddings = frozenset(layer.name for layer in layers if isinstance(layer.base, EMBEDDINGS))
+    is_tied = bool(embeddings) and HEAD not in dict(model.named_modules())
+    arrays = dict(sorted(peft_arrays(trainable(model), embeddings, is_tied).items()))
+    write_arrays(folder / PEFT_WEIGHTS, described(arrays), arrays.items(), kind="pt")
+    config = peft_config(run, layers, linear_layers(run.base_model()), is_tied)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -94,12 +93,20 @@ def read_logps(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading
 # ---- adapter_config.json: pure
 
 
-def peft_config(run: TrainedRun, layers: Sequence[AdaptedLayer], others: Iterable[str]) -> dict[str, Any]:
-    """What `LoraConfig` reads. others: all layers that peft could adapt, by our names.
+def peft_config(
+    run: TrainedRun, layers: Sequence[AdaptedLayer], others: Iterable[str], is_tied: bool
+) -> dict[str, Any]:
+    """What `LoraConfig` reads.
 
     Scales are alpha / r of every layer; those that differ from most are in rank_pattern and alpha_pattern.
+
+    Args:
+        others: all layers that peft could adapt, by our names.
+        is_tied: whether the embedding's adapter is also one of the head.
     """
     named = {name: layer for layer in layers for name in _peft_layers(layer)}
+    if is_tied:
+        named[HEAD] = next(layer for layer in layers if isinstance(layer.base, EMBEDDINGS))
     ranks = {name: layer.rank for name, layer in named.items()}
     alphas = {name: _whole(layer.rank * layer.module.scale) for name, layer in named.items()}
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))

@@ -55,7 +55,7 @@ class Proof:
         rounding = f"rounding of the weights moved them by {self.rounding_difference:.1e}, "
         base = f"the base model itself is {self.base_difference:.1e} apart, since mlx-lm computes it otherwise, "
         return (
-            f"{line}; {rounding if self.rounding_difference else ''}{base if self.limit > LIMIT else ''}"
+            f"{line}; {rounding if self.rounding_difference else ''}{base if self.base_difference > LIMIT else ''}"
             f"training moved them by {self.trained_difference:.1e}"
         )
 
@@ -68,20 +68,21 @@ def prove(form: Form, run: TrainedRun, folder: Path, options: ExportOptions) -> 
     adapter beside the base, before they are rounded. Models are in memory one after another.
 
     Raises:
-        Stopped: it is another model, beyond what rounding explains.
+        Stopped: it is another model, beyond what rounding explains, or rounding leaves nothing of what was trained.
     """
     trained = model_logps(run.model(), run.rows)
+    base = model_logps(run.base_model(), run.rows)
+    trained_difference = largest_difference(trained, base)
     stored, stored_model = trained, form.stored_model(run, options)
     if stored_model is not None:
         merged = model_logps(fused_model(run), run.rows)
         _agree(run, "the merged weights", merged, trained)
         stored = model_logps(stored_model, run.rows)
         del stored_model
+        _require_kept(run, stored, trained, base)
     found = form.read_logps(run, folder, options)
-    base = model_logps(run.base_model(), run.rows)
-    trained_difference = largest_difference(trained, base)
     base_difference = largest_difference(found.base, base) if found.base is not None else 0.0
-    limit = _agree(run, form.READER, found.logps, stored, _allowed_for(form, base_difference, trained_difference))
+    limit = _agree(run, form.READER, found.logps, stored, allowed_for(form.READER, base_difference, trained_difference))
     return Proof(
         reader=form.READER,
         rows=len(run.rows),
@@ -95,7 +96,21 @@ def prove(form: Form, run: TrainedRun, folder: Path, options: ExportOptions) -> 
     )
 
 
-def _allowed_for(form: Form, base_difference: float, trained_difference: float) -> float:
+def _require_kept(run: TrainedRun, stored: Logps, trained: Logps, base: Logps) -> None:
+    """Raises Stopped where rounding loses what was trained: it moves more than training did, or back to the base.
+
+    Four bits hold no change that is small beside their steps (mlx-lm#1172: a fused gpt-oss that is its base).
+    """
+    rounding, training = largest_difference(stored, trained), largest_difference(trained, base)
+    if rounding > max(LIMIT, min(training, largest_difference(stored, base))):
+        raise Stopped(
+            f"{run.folder} ({run.checkpoint}): rounding the weights moves log-probabilities by {rounding:.1e}, "
+            f"training moved them by {training:.1e}, so what was learned would be lost; take --dequantize or a --type "
+            "with more bits. Nothing was written"
+        )
+
+
+def allowed_for(reader: str, base_difference: float, trained_difference: float) -> float:
     """What an implementation of the base model that is not mlx-lm's may change: as much as in the base by itself.
 
     The reader's Gemma, say, has the tanh form of GELU where mlx-lm has the exact one. Four times that for the trained
@@ -108,7 +123,7 @@ def _allowed_for(form: Form, base_difference: float, trained_difference: float) 
         return LIMIT
     if 4 * base_difference > trained_difference / 4:
         raise Stopped(
-            f"{form.READER} computes the base model itself otherwise than mlx-lm: log-probabilities are "
+            f"{reader} computes the base model itself otherwise than mlx-lm: log-probabilities are "
             f"{base_difference:.1e} nats apart, and training moved them by {trained_difference:.1e}, too little to be "
             "told by that; --no-proof writes without a proof"
         )
@@ -169,7 +184,8 @@ def _moved_by_rounding(run: TrainedRun) -> float:
     signs are random, by about sqrt(n) u (Higham, Accuracy and Stability of Numerical Algorithms, sections 3.1 and 2.8).
     So every weight is changed by as much, at random; the limit is four times the largest movement of a token.
     """
-    trained, model = model_logps(run.model(), run.rows), fused_model(run)
+    model = fused_model(run)
+    unchanged = model_logps(model, run.rows)
     weights = dict(tree_flatten(model.parameters()))
     longest = max(max(array.shape, default=1) for array in weights.values())
     keys = mx.random.split(mx.random.key(0), len(weights))
@@ -178,4 +194,4 @@ def _moved_by_rounding(run: TrainedRun) -> float:
         for (name, array), key in zip(weights.items(), keys, strict=True)
     }
     model.update(tree_unflatten(list(changed.items())))
-    return 4 * largest_difference(model_logps(model, run.rows), trained)
+    return 4 * largest_difference(model_logps(model, run.rows), unchanged)

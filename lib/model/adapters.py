@@ -86,11 +86,8 @@ def chosen_layers(model: nn.Module, settings: schema.ModelSettings) -> list[str]
     for index in trained_blocks(settings, len(model.layers)):
         block = model.layers[index]
         for name, module in block.named_modules():
-            if (
-                name in settings.keys
-                if settings.keys is not None
-                else hasattr(module, "to_lora") or isinstance(module, ADAPTABLE)
-            ):
+            is_adaptable = hasattr(module, "to_lora") or isinstance(module, ADAPTABLE)
+            if (settings.keys is None and is_adaptable) or name in (settings.keys or ()):
                 chosen.append(f"{names[id(block)]}.{name}")
     chosen += [name for name in modules if name in (settings.keys or ()) and name not in chosen]  # a full name
     if settings.adapt_embeddings:
@@ -98,7 +95,8 @@ def chosen_layers(model: nn.Module, settings: schema.ModelSettings) -> list[str]
     for setting, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
         for pattern in patterns:
             if not any(matches(pattern, layer) for layer in chosen):
-                raise UserError(f"model.{setting}: {pattern!r} ends the name of no adapted layer, e.g. {chosen[:1]}")
+                example = f"; one is {chosen[0]}" if chosen else ""
+                raise UserError(f"model.{setting}: {pattern!r} ends the name of no adapted layer{example}")
     return chosen
 
 

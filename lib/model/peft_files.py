@@ -17,11 +17,13 @@ from typing import Any
 import mlx.core as mx
 
 from lib.errors import UserError
+from lib.model import peft_experts
 from lib.model.adapter_layers import AdapterLayer, first_match
 from lib.model.checkpoint_names import expert_pattern, stacked_name
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 PREFIX = "base_model.model."
+HEAD = "lm_head"
 # PEFT's name of an array, and ours. Embeddings are looked up in A^T, so ours have the same form as linear layers.
 PARTS = {
     "lora_A.weight": "lora_a",
@@ -70,8 +72,18 @@ def is_peft(folder: Path) -> bool:
     return (folder / PEFT_WEIGHTS).is_file()
 
 
-def peft_arrays(arrays: Mapping[str, mx.array], embeddings: frozenset[str] = frozenset()) -> dict[str, mx.array]:
-    """Our arrays by PEFT's names. embeddings: the names of layers that are looked up."""
+def peft_arrays(
+    arrays: Mapping[str, mx.array], embeddings: frozenset[str] = frozenset(), is_tied: bool = False
+) -> dict[str, mx.array]:
+    """Our arrays by PEFT's names.
+
+    Args:
+        embeddings: the names of layers that are looked up.
+        is_tied: whether these are also the head: PEFT has an adapter for each use, and mlx-lm one for both.
+
+    Raises:
+        UserError: stacked experts whose names in a checkpoint are not known.
+    """
     theirs: dict[str, mx.array] = {}
     for name, array in arrays.items():
         layer, _, part = name.rpartition(".")
@@ -80,12 +92,17 @@ def peft_arrays(arrays: Mapping[str, mx.array], embeddings: frozenset[str] = fro
             suffix = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}[part]
             for expert in range(len(array)):
                 theirs[f"{PREFIX}{pattern.format(expert)}.{suffix}"] = array[expert]
+        elif array.ndim == 3:
+            raise UserError(f"{layer}: how PEFT names the experts of this family is not known; take --to fused")
         elif part == "m":
             theirs[f"{PREFIX}{layer}.lora_magnitude_vector"] = array
         else:
             letter = {"lora_a": "A", "lora_b": "B"}[part]
             suffix = f"lora_embedding_{letter}" if layer in embeddings else f"lora_{letter}.weight"
             theirs[f"{PREFIX}{layer}.{suffix}"] = array.T
+            if is_tied and layer in embeddings:  # the head multiplies by the transposed embedding
+                turned = {"lora_a": "lora_B", "lora_b": "lora_A"}[part]
+                theirs[f"{PREFIX}{HEAD}.{turned}.weight"] = array
     return theirs
 
 
@@ -128,9 +145,19 @@ def read(folder: Path, where: str) -> PeftAdapter:
     for key, plain in PLAIN.items():
         if key in config and config[key] not in plain:
             raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
-    arrays = our_arrays(stored, where)
+    fused = {name: array for name, array in stored.items() if peft_experts.is_fused(_layer_and_part(name, where)[0])}
+    arrays = our_arrays({name: array for name, array in stored.items() if name not in fused}, where)
+    experts: dict[str, peft_experts.Factors] = defaultdict(dict)
+    for name, array in fused.items():
+        layer, part = _layer_and_part(name, where)
+        experts[layer][part] = array
+    own, parameters = peft_experts.unfused(experts, lambda name: int(_rank(config, name)), where)
+    arrays |= own
     names = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
-    return PeftAdapter(config, arrays, {name: _layer(name, arrays, config, where) for name in names})
+    layers = {
+        name: _layer(parameters.get(name, _peft_name(name)), arrays[f"{name}.lora_a"], config, where) for name in names
+    }
+    return PeftAdapter(config, arrays, layers)
 
 
 def _layer_and_part(name: str, where: str) -> tuple[str, str]:
@@ -142,13 +169,20 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
     raise UserError(f"{where}: {name} is no part of a low-rank layer; save the adapter without modules_to_save")
 
 
-def _layer(layer: str, arrays: Mapping[str, mx.array], config: Mapping[str, Any], where: str) -> AdapterLayer:
-    """By the patterns that it matches its rank, and alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+def _peft_name(layer: str) -> str:
+    """What PEFT calls a layer; of stacked experts the first one."""
     pattern = expert_pattern(layer)
-    theirs = layer if pattern is None else pattern.format(0)
-    rank = first_match(config.get("rank_pattern") or {}, theirs, config.get("r", 8))
+    return layer if pattern is None else pattern.format(0)
+
+
+def _rank(config: Mapping[str, Any], theirs: str) -> int:
+    return first_match(config.get("rank_pattern") or {}, theirs, config.get("r", 8))
+
+
+def _layer(theirs: str, lora_a: mx.array, config: Mapping[str, Any], where: str) -> AdapterLayer:
+    """By the patterns that its name matches: its rank, and alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+    rank = _rank(config, theirs)
     alpha = first_match(config.get("alpha_pattern") or {}, theirs, config.get("lora_alpha", 8))
-    stored = arrays[f"{layer}.lora_a"].shape[1]
-    if stored != rank:
-        raise UserError(f"{where}: {layer} has rank {stored}, but {ADAPTER_CONFIG} says {rank}")
+    if lora_a.shape[1] != rank:
+        raise UserError(f"{where}: {theirs} has rank {lora_a.shape[1]}, but {ADAPTER_CONFIG} says {rank}")
     return AdapterLayer(rank, float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)))

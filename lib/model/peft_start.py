@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
@@ -14,7 +17,7 @@ from lib.config import schema
 from lib.errors import UserError
 from lib.model import peft_files
 from lib.model.adapter_files import adapter_layers_of, described, fitted, trainable
-from lib.model.adapter_layers import AdapterLayer
+from lib.model.adapter_layers import AdapterLayer, first_match
 
 SAME_SCALE = 1e-6  # relatively: what one types of a square root
 
@@ -26,6 +29,8 @@ def load(model: nn.Module, folder: Path, settings: schema.ModelSettings) -> None
         UserError: it cannot be read, or wants other settings, which are named as one would type them.
     """
     adapter = peft_files.read(folder, "model.adapter")
+    if peft_files.HEAD in adapter.layers and peft_files.HEAD not in dict(model.named_modules()):
+        adapter = _with_tied_head(adapter, folder)
     shapes = described(trainable(model))
     layers = adapter_layers_of(settings, shapes)
     words = []
@@ -39,6 +44,28 @@ def load(model: nn.Module, folder: Path, settings: schema.ModelSettings) -> None
         raise UserError(f"model.adapter {folder} was made with other settings; add {' '.join(words)}")
     arrays = fitted(shapes, adapter.arrays, f"model.adapter {folder}")
     model.update(tree_unflatten(list(arrays.items())))
+
+
+def _with_tied_head(adapter: peft_files.PeftAdapter, folder: Path) -> peft_files.PeftAdapter:
+    """The adapter of a model whose head is its embedding: one for both.
+
+    Raises:
+        UserError: PEFT trained two.
+    """
+    head = peft_files.HEAD
+    embedding = next((name for name in adapter.layers if name.endswith("embed_tokens")), None)
+    arrays, layers = dict(adapter.arrays), dict(adapter.layers)
+    own = {part: arrays.pop(f"{head}.{part}", None) for part in ("lora_a", "lora_b", "m")}
+    of_head = layers.pop(head)
+    is_one = embedding is not None and own["m"] is None and layers[embedding] == of_head
+    for part, other in (("lora_a", "lora_b"), ("lora_b", "lora_a")):
+        is_one = is_one and mx.array_equal(own[part], arrays[f"{embedding}.{other}"].T).item()
+    if not is_one:
+        raise UserError(
+            f"model.adapter {folder}: the model's head is its embedding, which has one adapter here for both uses; "
+            "train with ensure_weight_tying=True, or without lm_head"
+        )
+    return peft_files.PeftAdapter(adapter.config, arrays, layers)
 
 
 def _method(adapter: peft_files.PeftAdapter) -> str:
@@ -77,9 +104,28 @@ def _words_for_scales(adapter: peft_files.PeftAdapter, settings: schema.ModelSet
         return [f"model.rank={rank}", f"model.scale={scale}"]
     words = [f"model.rank={rank}", f"model.alpha={alpha}"]
     words += ["model.use_rslora=true"] if config.get("use_rslora") else []
-    for pattern in ("rank_pattern", "alpha_pattern"):
-        words += [f"'model.{pattern}={json.dumps(config[pattern])}'"] if config.get(pattern) else []
+    alphas = {name: _alpha(layer, config) for name, layer in adapter.layers.items()}
+    ranks = {name: layer.rank for name, layer in adapter.layers.items()}
+    for setting, values, most in (("rank_pattern", ranks, rank), ("alpha_pattern", alphas, alpha)):
+        if pattern := _pattern(values, most, config.get(setting) or {}):
+            words.append(f"'model.{setting}={json.dumps(pattern)}'")
     return words
+
+
+def _alpha(layer: AdapterLayer, config: Mapping[str, Any]) -> float:
+    return layer.scale * (math.sqrt(layer.rank) if config.get("use_rslora") else layer.rank)
+
+
+def _pattern(values: Mapping[str, float], most: float, theirs: Mapping[str, float]) -> Mapping[str, float]:
+    """The pattern that gives layers these values: PEFT's, else (its names of experts are not ours) one of our names."""
+    if all(math.isclose(first_match(theirs, name, most), value) for name, value in values.items()):
+        return theirs
+    ends: dict[str, set[float]] = {}
+    for name, value in values.items():
+        ends.setdefault(name.rpartition(".")[2], set()).add(value)
+    if all(len(own) == 1 for own in ends.values()):
+        return {end: own.pop() for end, own in ends.items() if own != {most}}
+    return {re.escape(name): value for name, value in values.items() if value != most}
 
 
 def _list(names: Iterable[object]) -> str:

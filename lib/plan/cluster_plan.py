@@ -13,6 +13,7 @@ from lib.config.schema import Config
 from lib.model.adapter_layers import trained_part
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.calibration import BatchCurve, CurveKey
+from lib.plan.pipeline_costs import PipelineCosts
 from lib.plan.pipeline_cuts import CutCosts
 
 SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
@@ -144,7 +145,9 @@ class ClusterPlan:
     merges: int | None = None  # in the whole run, if that stays so
     merging: str = ""  # how often ranks merge, and why so often
     synchronous_instead: str = ""  # what strategy=synchronous would give and cost
-    cut_costs: CutCosts | None = field(default=None, repr=False)  # what a pipeline's cut rests on
+    pipeline_costs: PipelineCosts | None = field(default=None, repr=False)  # what a pipeline's cut rests on
+    cut_costs: CutCosts | None = field(default=None, repr=False)  # the same, for its micro-batches
+    moved_at: int | None = None  # the step after which a pipeline's cut was moved
     divided_instead: str = ""  # what the other way to divide the model would give and cost
     key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
 
@@ -238,7 +241,7 @@ class ClusterPlan:
         """For plan.json and the records; of the curves what can be drawn."""
         drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}
         return {
-            **asdict(replace(self, curves=(), key=None, cut_costs=None)),
+            **asdict(replace(self, curves=(), key=None, cut_costs=None, pipeline_costs=None)),
             "key": self.key and self.key.model_dump(mode="json"),
             "curves": [curve and curve.model_dump(mode="json", include=drawn) for curve in self.curves],
             "shares": self.shares,
@@ -254,11 +257,11 @@ def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
     """What training adds to each byte of the weights. Full training keeps four float32 numbers for each trained weight.
 
     They are the gradient's sum, Adam's two moments, and the new value that an update makes before the old one is freed;
-    of a moment of 8 bits about a quarter.
+    of a moment of 8 bits about a quarter. A reference that moves is one more.
     """
     if config.model.method != "full":
         return 0.0
-    numbers = 2.5 if config.train.optimizer == "adamw_8bit" else 4
+    numbers = (2.5 if config.train.optimizer == "adamw_8bit" else 4) + (config.train.reference_sync_steps is not None)
     return 4 * numbers / shape.weight_bytes * trained_part(config.model, shape.blocks)
 
 

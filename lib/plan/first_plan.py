@@ -16,7 +16,6 @@ from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapter_layers
 from lib.model.partition import FAMILIES, apportion, model_shape_of
 from lib.model.token_stream import length_multiple
 from lib.plan import calibration, memory_ceilings
@@ -24,7 +23,7 @@ from lib.plan.calibration import HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.divide_work import plan_sharded
 from lib.plan.memory import MemoryModel, Rows
-from lib.plan.memory_trace import MOMENTS, Training
+from lib.plan.memory_trace import Training
 from lib.plan.plan_warnings import advised
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
@@ -68,9 +67,16 @@ def _first_plan(
     typical: Rows | None,
 ) -> ClusterPlan:
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
-        sizes = config.plan.micro_batch_sizes
-        alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}  # one rank holds all
+        sizes, shares, ignored = config.plan.micro_batch_sizes, config.plan.shares, ""
+        if shares is not None and len(shares) > 1:
+            ignored = f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"
+            if resumed is None:
+                raise UserError(f"{ignored}; leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})")
+        alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}
         config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
+        plan = _first_plan(config, world, hosts, lengths, rows, resumed, typical) if ignored else None
+        if plan is not None:
+            return replace(plan, warnings=(f"{ignored}: it does without", *plan.warnings))
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = model_folder.resolve(config.model.path, config.model.revision)
@@ -106,6 +112,7 @@ def _first_plan(
             own = calibration.own_calibration(memory.folder, hosts, world.rank)
     own = memory_ceilings.bounded(own, key, limit.size_bytes if limit.is_configured else None)
     warnings = world.gather_text(warning, "what ended for want of memory")
+    left, moved_at = _left_blocks(config, world, hosts, resumed)
     ranks = _gather_hosts(world, hosts, own, limit)
     with world.agreeing("planning"):
         versions, published = hardware.versions(), list(calibration.read_published().values())
@@ -123,10 +130,28 @@ def _first_plan(
             block_shape=block_shape,
             memory_model=_memory_model(config, agreed["rows"]),
             typical_rows=Rows(**agreed["typical"]) if agreed["typical"] else None,
+            left_blocks=left,
+            moved_at=moved_at,
         )
         plan = plan_run(config, ranks, facts)
         plan = replace(plan, key=key, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings))
         return memory_ceilings.applied(plan, calibrations, config.model.may_turn_on_checkpointing)
+
+
+def _left_blocks(
+    config: Config, world: World, hosts: Sequence[str], resumed: Path | None
+) -> tuple[tuple[int, ...], int | None]:
+    """Each rank's blocks in the run that goes on, and after which step its cut was moved; nothing, if it never was."""
+    if resumed is None or config.strategy != "pipelined" or config.plan.shares is not None:
+        return (), None
+    left: tuple[list[int], int | None] = [], None
+    if world.rank == 0:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            plan = json.loads((resumed / "plan.json").read_text())
+            if plan["moved_at"] is not None and [rank["host"] for rank in plan["ranks"]] == list(hosts):
+                left = [int(count) for count in plan["blocks"]], int(plan["moved_at"])
+    blocks, moved_at = json.loads(world.broadcast_text(json.dumps(left)))
+    return tuple(blocks), moved_at
 
 
 def _gather_hosts(
@@ -165,19 +190,9 @@ def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | 
         shape = model_shape_of(stored, model_dtype(config), to_divide=False)
     except (UserError, ValueError, TypeError):
         return None
-    settings = config.model
     return MemoryModel(
         shape,
-        Training(
-            method=settings.method,
-            rank=adapter_layers.most_rank(settings),
-            blocks=None if settings.blocks is None else adapter_layers.depth(settings, shape.blocks),
-            adapts_embeddings=settings.adapt_embeddings,
-            checkpointing=bool(settings.gradient_checkpointing),
-            window=settings.attention_window,
-            moments=MOMENTS.get(config.train.optimizer, 2),
-            shared_prompts=config.data.shared_prompts and stored.get("model_type") in FAMILIES,
-        ),
+        Training.of(config, shape.blocks, config.data.shared_prompts and stored.get("model_type") in FAMILIES),
         Rows(**rows),
     )
 

@@ -21,7 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lib.config.schema import Config
 from lib.data.batch_shapes import BatchShape
+from lib.model import adapter_layers
 from lib.model.partition import ModelShape
 from lib.plan.memory_tape import Array, Tape
 from lib.system.hardware import Device
@@ -46,6 +48,21 @@ class Training:
     window: int | None = None  # of attention
     moments: float = 2  # as MOMENTS has them
     shared_prompts: bool = True
+
+    @classmethod
+    def of(cls, config: Config, block_count: int, shared_prompts: bool) -> Training:
+        """Of a run's settings. block_count: of the whole model."""
+        model, train = config.model, config.train
+        return cls(
+            method=model.method,
+            rank=adapter_layers.most_rank(model),
+            blocks=None if model.blocks is None else adapter_layers.depth(model, block_count),
+            adapts_embeddings=model.adapt_embeddings,
+            checkpointing=bool(model.gradient_checkpointing),
+            window=model.attention_window,
+            moments=MOMENTS.get(train.optimizer, 2) + (train.reference_sync_steps is not None),
+            shared_prompts=shared_prompts,
+        )
 
 
 @dataclass(frozen=True)

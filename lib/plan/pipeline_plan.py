@@ -32,11 +32,15 @@ def plan_pipelined(config: Config, cluster: Cluster) -> ClusterPlan:
         UserError: settings that do not fit the world or the model, or too little memory for any cut.
     """
     costs = pipeline_costs(config, cluster)
-    blocks = _configured_blocks(config, costs)
+    blocks, reason, moved_at = _configured_blocks(config, costs), "blocks as plan.shares has them", None
+    if blocks is None and (blocks := _blocks_as_left(config, costs)) is not None:
+        moved_at = cluster.run.moved_at
+        reason = f"blocks as they were moved after step {moved_at}"
     size, more_in_flight, cut = _choose(config, costs, blocks)
     at = costs.at(size, config.train.global_batch_size, more_in_flight)
     stages = _stages(costs, at, cut, size, config.train.global_batch_size)
-    reason = "blocks as plan.shares has them" if blocks else f"blocks for the shortest step, {SPEEDS[costs.speed]}"
+    if blocks is None:
+        reason = f"blocks for the shortest step, {SPEEDS[costs.speed]}"
     batch, hosts = config.train.global_batch_size, cluster.names
     plan = ClusterPlan(
         strategy="pipelined",
@@ -47,9 +51,20 @@ def plan_pipelined(config: Config, cluster: Cluster) -> ClusterPlan:
         warnings=tuple(_warnings(config, costs, stages)),
         curves=(None,) * len(hosts),
         stages=stages,
+        pipeline_costs=costs,
         cut_costs=at,
+        moved_at=moved_at,
     )
     return replace(plan, predictions=(_prediction(costs, plan, cut),))
+
+
+def with_cut(plan: ClusterPlan, blocks: Sequence[int], at: CutCosts) -> ClusterPlan:
+    """The plan of a pipeline with other blocks for each rank, at what blocks were seen to cost."""
+    assert plan.pipeline_costs is not None
+    costs, cut, size = plan.pipeline_costs, cut_at(at, blocks), max(plan.ranks[0].micro_batch_sizes)
+    stages = _stages(costs, at, cut, size, plan.global_batch_size, is_measured=True)
+    plan = replace(plan, stages=stages, warnings=(), divided_instead="")
+    return replace(plan, predictions=(_prediction(costs, plan, cut, is_measured=True),))
 
 
 def pipeline_costs(config: Config, cluster: Cluster) -> PipelineCosts:
@@ -121,6 +136,14 @@ def _configured_blocks(config: Config, costs: PipelineCosts) -> tuple[int, ...] 
             "strategy=pipelined assigns; make them equal"
         )
     return shares
+
+
+def _blocks_as_left(config: Config, costs: PipelineCosts) -> tuple[int, ...] | None:
+    """Those of a run that goes on, if its cut had moved and still fits the hosts' memory."""
+    blocks = costs.run.left_blocks
+    if len(blocks) != len(costs.hosts) or sum(blocks) != costs.shape.blocks or not all(blocks):
+        return None
+    return blocks if _choose(config, costs, blocks)[2].fits else None
 
 
 # ---- Micro-batches, and the cut for them
@@ -207,8 +230,10 @@ def _needed_bytes(costs: PipelineCosts, at: CutCosts, rank: int, first: int, blo
 # ---- What the plan says
 
 
-def _stages(costs: PipelineCosts, at: CutCosts, cut: Cut, size: int, batch_size: int) -> tuple[StagePlan, ...]:
-    stages, known = [], costs.speed != "unknown"
+def _stages(
+    costs: PipelineCosts, at: CutCosts, cut: Cut, size: int, batch_size: int, is_measured: bool = False
+) -> tuple[StagePlan, ...]:
+    stages, known = [], is_measured or costs.speed != "unknown"
     has_activations = costs.run.memory_model is not None and all(host.device for host in costs.hosts)
     sent = at.micro_batches * costs.message_bytes(batch_size / at.micro_batches)  # over one cut, in one direction
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
@@ -238,8 +263,8 @@ def _stages(costs: PipelineCosts, at: CutCosts, cut: Cut, size: int, batch_size:
     return tuple(stages)
 
 
-def _prediction(costs: PipelineCosts, plan: ClusterPlan, cut: Cut) -> Prediction:
-    known = costs.speed != "unknown"
+def _prediction(costs: PipelineCosts, plan: ClusterPlan, cut: Cut, is_measured: bool = False) -> Prediction:
+    known = is_measured or costs.speed != "unknown"
     cuts = " + ".join(map(str, cut.blocks[:SHOWN_ALONE])) + " + ..." * (len(cut.blocks) > SHOWN_ALONE)
     sent = [stage.sent_bytes or 0.0 for stage in plan.stages]
     return Prediction(

@@ -148,6 +148,24 @@ class Schedule:
         self._forget()
         return new
 
+    def move(self, moved: ClusterPlan) -> None:
+        """Takes over another cut of a pipeline; what micro-batches there are stays as it is."""
+        self.plans = [
+            PlannedSteps(
+                first,
+                replace(
+                    plan,
+                    stages=moved.stages,
+                    predictions=moved.predictions,
+                    reason=moved.reason,
+                    warnings=moved.warnings,
+                    divided_instead=moved.divided_instead,
+                    moved_at=moved.moved_at,
+                ),
+            )
+            for first, plan in self.plans
+        ]
+
     def most_at(self, worker: int) -> int | None:
         """The largest micro-batch that memory leaves to a worker, from now on, whatever the plan of a step says."""
         return self.plans[-1].plan.workers[worker].max_micro_batch_size

@@ -37,3 +37,5 @@ class RunFacts:
     block_shape: ModelShape | None = None  # of the model; None: it cannot be cut between its blocks
     memory_model: MemoryModel | None = None  # None: nothing is known of the model's dimensions
     typical_rows: Rows | None = None  # rows of mean sizes; None: all are as long as the key says
+    left_blocks: tuple[int, ...] = ()  # of each rank, where a pipelined run goes on whose cut had moved
+    moved_at: int | None = None  # then, after which step

@@ -24,6 +24,7 @@ class PlanRecord(TypedDict, total=False):
     strategy: str | None
     reason: str | None
     shares: list[int] | None
+    blocks: list[int] | None  # of each rank of a pipeline
     ranks: list[RankRecord] | None
     global_batch_size: PositiveInt | None
     predicted_step_seconds: FiniteFloat | None

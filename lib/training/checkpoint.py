@@ -18,12 +18,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config.load import dump
@@ -36,10 +36,12 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
+from lib.training.finite import are_finite
 from lib.training.objective import Metrics
 from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
+REFERENCE = "reference.safetensors"  # of a reference that follows the policy
 STATE = "state.json"
 MANIFEST = "manifest.json"
 GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
@@ -106,10 +108,7 @@ class Progress:
         return local[rank] if rank < len(local) else self.step
 
     def is_best(self, metrics: Metrics, is_finite: bool = True) -> bool:
-        """Counts an evaluation of this step: whether its held-out loss is the lowest so far, and the one to beat.
-
-        is_finite: whether all weights are; others are never the best.
-        """
+        """Counts an evaluation of this step: whether its loss is the lowest so far, of finite weights, and to beat."""
         loss = metrics.get("loss")
         if loss is None:
             return False
@@ -155,14 +154,17 @@ def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: b
     with world.agreeing(f"opening {folder}"):
         if not keeper:
             return None
-        lock = _claim(folder)
-        if (folder / "config.yaml").exists() and not resume:
-            raise UserError(
-                f"run folder {folder} already holds a run; go on with it by --resume {folder}, or give another run.name"
-            )
-        files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
-        files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
-        return lock
+        with contextlib.ExitStack() as on_failure:
+            lock = on_failure.enter_context(_claim(folder))
+            if (folder / "config.yaml").exists() and not resume:
+                raise UserError(
+                    f"run folder {folder} already holds a run; go on with it by --resume {folder}, "
+                    "or give another run.name"
+                )
+            files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+            files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
+            on_failure.pop_all()
+            return lock
 
 
 def _claim(folder: Path) -> IO[str]:
@@ -171,10 +173,11 @@ def _claim(folder: Path) -> IO[str]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
+        with lock:
+            lock.seek(0)
+            owner = lock.read().strip() or "?"
         raise UserError(
-            f"run folder {folder} is in use by process {lock.read().strip() or '?'}; "
-            "wait for it, or give another run.name"
+            f"run folder {folder} is in use by process {owner}; wait for it, or give another run.name"
         ) from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
@@ -239,6 +242,12 @@ class CheckpointWriter:
             self._thread.join()
 
 
+class MovingReference(Protocol):
+    """What a reference that follows the policy has of its own: the trained arrays, by name."""
+
+    arrays: Arrays
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """What a checkpoint holds of a run.
@@ -252,6 +261,7 @@ class TrainingState:
     optimizer: optim.Optimizer
     plan: Mapping[str, object]
     own: RankArrays | None = None
+    reference: MovingReference | None = None
 
 
 def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWriter, wait: bool) -> None:
@@ -265,18 +275,18 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are untouched. Meanwhile, it is a warning.
     """
-    config, progress, model, optimizer = state.config, state.progress, state.model, state.optimizer
-    with world.gathering(model.trainable_parameters(), optimizer.state) as (weights, moments):
+    config, progress, model = state.config, state.progress, state.model
+    moving = [state.reference.arrays] if state.reference is not None else []
+    trees = [model.trainable_parameters(), state.optimizer.state, *moving]
+    with world.gathering(*trees) as wholes:
         if not writer.keeps_disk:
             return
         final = folder / f"step-{progress.step:08d}"
-        arrays: dict[str, tuple[Described, adapter_files.Arrays]] = {
-            adapter_files.ADAPTER_WEIGHTS: weights,
-            OPTIMIZER: moments,
-        }
+        names = (adapter_files.ADAPTER_WEIGHTS, OPTIMIZER, REFERENCE)
+        arrays: dict[str, tuple[Described, adapter_files.Arrays]] = dict(zip(names, wholes, strict=False))
         texts = {
             adapter_files.ADAPTER_CONFIG: json.dumps(
-                adapter_files.adapter_config(config.model, weights[0], len(model.layers)), indent=2
+                adapter_files.adapter_config(config.model, wholes[0][0], len(model.layers)), indent=2
             )
             + "\n",
             "plan.json": json.dumps(state.plan, indent=2) + "\n",
@@ -293,14 +303,6 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
             heartbeat.tell(checkpoint=step)
 
         (writer.write if wait else writer.write_beside)(progress.steps_of(world.rank), final, work)
-
-
-def are_finite(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
-    """Whether no rank has an infinite number, or none at all, in its trained weights or its optimizer's state."""
-    held = [*adapter_files.trainable(model).values(), *(array for _, array in tree_flatten(optimizer.state))]
-    checks = [mx.isfinite(array).all() for array in held if mx.issubdtype(array.dtype, mx.floating)]
-    mx.eval(checks)
-    return not any(world.gather_text("" if all(check.item() for check in checks) else "not finite", "finite weights"))
 
 
 def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
@@ -463,13 +465,20 @@ def inside_a_round(path: Path) -> bool:
         return True
 
 
-def share(world: World, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Gives every rank rank 0's trained weights and optimizer state, of what is replicated, where any bit differs."""
+def share(world: World, model: nn.Module, optimizer: optim.Optimizer, reference: MovingReference | None = None) -> None:
+    """Gives every rank rank 0's trained weights, optimizer state and moving reference, of what is replicated.
+
+    Nothing travels where no bit differs.
+    """
     if world.size == 1:
         return
-    held = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
-    if len(set(world.gather_text(adapter_files.digest(world.replicated(held)), "every rank's weights"))) == 1:
+    held = [{**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}]
+    held += [reference.arrays] if reference is not None else []
+    digests = " ".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
+    if len(set(world.gather_text(digests, "every rank's weights"))) == 1:
         return
+    if reference is not None:
+        reference.arrays = dict(tree_flatten(world.align(tree_unflatten(list(reference.arrays.items())))))
     model.update(world.align(model.trainable_parameters()))
     optimizer.state = world.align(optimizer.state)
 

@@ -23,6 +23,7 @@ from lib.system import files, metal
 from lib.training import checkpoint, report, summary
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
+from lib.training.moved_blocks import CutWatch, move_blocks
 from lib.training.objective import Metrics
 from lib.training.resume import restore_weights
 from lib.training.step import MicroBatch, StepResult, is_compiled
@@ -136,7 +137,7 @@ class TrainingLoop:
         if why := self.early_end():
             run.say.line(f"training ends after step {run.progress.step} of {run.steps}: {why}")
         self.final_step = run.progress.step
-        if run.config.checkpoint.final == "best":
+        if run.config.checkpoint.final == "best" and run.config.evaluate.every is not None:
             self._take_best()
 
     def early_end(self) -> str | None:
@@ -165,11 +166,13 @@ class TrainingLoop:
 
     def _train_synchronously(self, show: Show) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
-        every = run.config.evaluate.every
+        every, cut_watch = run.config.evaluate.every, CutWatch(run)
         with contextlib.closing(prefetch(self.batches.upcoming(run), PREFETCHED)) as upcoming:
             for batch in upcoming:
                 step = batch.step
                 result = self.learner.learn(step, step - 1, batch.epoch, batch.rows, batch.micro_batches)
+                if run.reference is not None:
+                    run.reference.follow(step)
                 show(step, result)
                 progress.count(step, batch.position, batch.pairs, result)
                 new_plan = schedule.observe(step, batch.costs, result.compute_seconds)
@@ -178,9 +181,13 @@ class TrainingLoop:
                 is_last = step == run.steps
                 checkpoint_due = self.run.writer.is_due(result.elapsed_seconds) or step % self.checkpoint_every == 0
                 evaluation_due = is_last or bool(every and step % every == 0)
-                self._evaluate_and_save(evaluation_due, is_last or checkpoint_due)
+                moved = None if is_last else cut_watch.observe(step, result.compute_seconds[0])
+                is_saved = self._evaluate_and_save(evaluation_due, is_last or checkpoint_due or moved is not None)
                 if run.is_over:
                     break
+                if moved is not None and is_saved:
+                    self.learner = move_blocks(run, self.learner, moved)
+                    cut_watch.moved()
 
     def _train_independently(self, local_sgd: LocalSGD, show: Show) -> None:
         run, progress = self.run, self.run.progress
@@ -205,8 +212,8 @@ class TrainingLoop:
             if run.is_over:
                 break
 
-    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> None:
-        """Held-out metrics, and a checkpoint where one is due or the model is the best so far."""
+    def _evaluate_and_save(self, evaluation_due: bool, checkpoint_due: bool) -> bool:
+        """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved."""
         run = self.run
         self.run.writer.record(run.tracker)
         if evaluation_due:
@@ -215,8 +222,7 @@ class TrainingLoop:
             metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
             is_finite = run.is_finite()  # no checkpoint is written of other weights, so they are never the best
             checkpoint_due = run.progress.is_best(metrics, is_finite) or run.is_over or checkpoint_due
-        if checkpoint_due:
-            run.save()
+        return checkpoint_due and run.save()
 
     def finish(self, launched: float) -> summary.RunSummary | None:
         """Saves the result, and closes the log. launched: when the run began, by time.perf_counter().

@@ -16,11 +16,10 @@ from typing import get_args
 
 import mlx.core as mx
 
-from lib.config.train_settings import Loss, PreferenceLoss, UnpairedLoss
+from lib.config.train_settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, UnpairedLoss
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)
-REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
 
 
 def terms_of(loss: Loss) -> tuple[str, ...]:

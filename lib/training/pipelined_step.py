@@ -36,6 +36,7 @@ PASSES = 3  # forward, backward, and forward again where a stage recomputes
 class Message(NamedTuple):
     """An array that another rank sends, and what it comes in."""
 
+    rank: int
     array: mx.array
     parts: list[mx.array]
 
@@ -77,7 +78,9 @@ class PipelinedStep(TrainStep):
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
         """One step, as TrainStep's; the seconds are this rank's own."""
-        self.waited_seconds = 0.0
+        world = self.world
+        assert isinstance(world, InStages)
+        self.waited_seconds = -world.ranks.links.waited_seconds
         result = super().__call__(index, steps, batches, watching)
         compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
         wait = result.wait_seconds + self.waited_seconds
@@ -92,19 +95,21 @@ class PipelinedStep(TrainStep):
         world = self.world
         assert isinstance(world, InStages)
         world.agree_to_go_on(what)
-        links, passes_long = world.ranks.links, PASSES * len(made)
-        links.under_way, waited_before = MOST_PARTS * self.in_flight[0], links.waited_seconds
+        links = world.ranks.links
+        links.under_way = MOST_PARTS * self.in_flight[0]
         passes = _Passes(self, links, made, compared_with)
-        with heartbeat.passing(what, passes_long), links.deadline(what, passes_long):
+        with heartbeat.passing(what, PASSES * len(made)):
             for operation in operations(self.in_flight[self.stage.rank], len(made)):
-                (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
-            mx.eval(passes.gradients, passes.sums)
+                with links.deadline(what):
+                    (passes.forward if operation.is_forward else passes.backward)(operation.micro_batch)
+            with links.deadline(what):
+                mx.eval(passes.gradients, passes.sums)
             links.finish(what)
-        self.waited_seconds = links.waited_seconds - waited_before
         left_out, sent = passes.squares.tolist()
         self.sent_error = math.sqrt(left_out / sent) if sent else None
         self.limit.check(max((len(batch.rows) for batch in counted), default=0))
         world.agree_to_go_on(what)
+        self.waited_seconds += links.waited_seconds
         return passes.gradients, passes.sums
 
 
@@ -270,9 +275,9 @@ class _Passes:
         shape = self.batches[i][0].computed_tokens, self.stage.hidden_size
         if self.compression == "none":
             array = self.links.expect(shape, dtype, rank)
-            return Message(array, [array])
+            return Message(rank, array, [array])
         parts = [self.links.expect(*part, rank) for part in compression.parts_of(math.prod(shape), self.compression)]
-        return Message(compression.decode(parts, self.compression, shape).astype(dtype), parts)
+        return Message(rank, compression.decode(parts, self.compression, shape).astype(dtype), parts)
 
     def _begin_to_receive(self, last: int) -> None:
         """Begins to receive the activations of micro-batches up to this one, as far as there are any."""
@@ -283,7 +288,7 @@ class _Passes:
             self.begun = i + 1
 
     def _awaited(self, message: Message, what: str) -> mx.array:
-        self.links.wait(*message.parts, what=what)
+        self.links.wait(*message.parts, rank=message.rank, what=what)
         return message.array
 
     def _add(self, slopes: dict[str, mx.array]) -> None:

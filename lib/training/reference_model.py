@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from lib.data.dataset import Dataset
 from lib.data.row_order import micro_batches, split
 from lib.data.streaming import StreamedDataset
 from lib.distributed import sharded_model
+from lib.distributed.gradients import Arrays
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -32,6 +34,7 @@ from lib.training import losses
 from lib.training.preload import Inputs
 from lib.training.step import MicroBatch
 
+MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
 
 
@@ -111,9 +114,6 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     return Layout(multiple, bool(share), why_not)
 
 
-AddReference = Callable[[Iterable[MicroBatch]], Iterator[MicroBatch]]
-
-
 class Counting(Protocol):
     """`RunConsole.counting`, for a pass that has to be made."""
 
@@ -125,23 +125,23 @@ class References(NamedTuple):
 
     data: np.ndarray | None  # float32 [n, K], of the training rows; None where the loss has none, or it comes later
     valid: np.ndarray | None  # of the held-out rows
-    add: AddReference  # to each step's own micro-batches
 
 
 def of_run(
     settings: Config, policy: nn.Module, inputs: Inputs, world: World, shares: Sequence[int], counting: Counting
 ) -> References:
-    """The reference of a run's rows, asked once and kept on disk; of streamed rows asked in each step.
+    """The reference of a run's rows, asked once and kept on disk; `asked` is what asks it in each step.
 
     policy: before training, which is the reference where no other is named.
     """
+    moves = settings.train.reference_sync_steps is not None
     data, valid = (
         None
         if dataset is None or isinstance(dataset, StreamedDataset)
         else reference_logps(settings, policy, dataset, world, shares, counting)
-        for dataset in (inputs.data, inputs.valid)
+        for dataset in (None if moves else inputs.data, inputs.valid)
     )
-    return References(data, valid, add_as_needed(settings, policy, world) if inputs.data.is_estimated else iter)
+    return References(data, valid)
 
 
 def reference_logps(
@@ -169,33 +169,66 @@ def reference_logps(
     return logps
 
 
-def add_as_needed(settings: Config, policy: nn.Module, world: World) -> AddReference:
-    """What gives micro-batches their reference, one when it is taken; for data of which a whole pass would be too long.
+@dataclass
+class AskedReference:
+    """Gives micro-batches their reference, one when it is taken: it moves, or a whole pass would be too long.
 
-    policy: before training. Where it is the reference itself, its trained parameters as they are now are kept, and
-    stand in for those of the moment.
+    Args:
+        model: the reference; the policy where that is it, before training.
+        arrays: what the policy trains, as the reference has it; {} where the reference is another model.
+        every: steps after which the reference follows the policy; None for never.
+        alpha: how far it goes then.
     """
-    if not losses.needs_reference(settings.train.loss):
-        return iter
-    named = settings.model.reference != "initial"
+
+    policy: nn.Module
+    model: nn.Module
+    world: World
+    arrays: Arrays
+    every: int | None = None
+    alpha: float = 1.0
+
+    def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch, _ in batches:
+            now = {name: array for name, array in adapter_files.trainable(self.policy).items() if name in self.arrays}
+            self.model.update(tree_unflatten(list(self.arrays.items())))
+            self.model.eval()
+            with self.world.workers.together("reference log-probabilities of a batch"):
+                parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
+                columns = [np.array(completion_logps(self.model, arrays_of(part.inputs))) for part in parts]
+            self.model.update(tree_unflatten(list(now.items())))
+            self.policy.train()
+            yield batch, np.concatenate(columns, axis=1)[: len(batch.rows)]
+
+    def follow(self, step: int) -> None:
+        """Moves the reference after a step, where it is its turn.
+
+        TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656, section 3: every tau steps the reference becomes alpha times
+        the policy plus (1 - alpha) times itself, or the policy (alpha = 1). Adapters take the policy's: a mean of their
+        factors is no mean of the weights.
+        """
+        if self.every is None or step % self.every:
+            return
+        now = adapter_files.trainable(self.policy)
+        if self.alpha < 1:
+            now = {name: self.alpha * array + (1 - self.alpha) * self.arrays[name] for name, array in now.items()}
+        self.arrays = now
+        mx.eval(self.arrays)
+
+
+def asked(settings: Config, policy: nn.Module, data: Dataset | StreamedDataset, world: World) -> AskedReference | None:
+    """The reference that is asked in each step; None where it is known before, or the loss has none.
+
+    policy: before training.
+    """
+    named, train = settings.model.reference != "initial", settings.train
+    if not losses.needs_reference(train.loss) or not (train.reference_sync_steps or data.is_estimated):
+        return None
     reference = sharded_model.load_reference(settings, world) if named else policy
     reference.eval()
     mx.eval(reference.state)
     start = {} if named else adapter_files.trainable(policy)
-
-    def add(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        for batch, _ in batches:
-            now = {name: array for name, array in adapter_files.trainable(policy).items() if name in start}
-            reference.update(tree_unflatten(list(start.items())))
-            reference.eval()
-            with world.workers.together("reference log-probabilities of a batch"):
-                parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
-                columns = [np.array(completion_logps(reference, arrays_of(part.inputs))) for part in parts]
-            reference.update(tree_unflatten(list(now.items())))
-            policy.train()
-            yield batch, np.concatenate(columns, axis=1)[: len(batch.rows)]
-
-    return add
+    alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
+    return AskedReference(policy, reference, world, start, train.reference_sync_steps, alpha)
 
 
 def cache_key(model_fingerprint: str, dataset: Dataset) -> str:

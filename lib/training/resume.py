@@ -21,6 +21,8 @@ from lib.model import adapter_files, adapters
 from lib.telemetry.run_records import first_missed, rewind
 from lib.training.checkpoint import (
     OPTIMIZER,
+    REFERENCE,
+    MovingReference,
     Progress,
     checkpoints_in,
     file_sha256,
@@ -53,6 +55,8 @@ def resume_run(run: TrainingRun) -> None:
     for warning in warnings:
         run.say.warning(warning)
     run.progress = restore_all(path, run.model, run.optimizer, run.progress, run.world)
+    if run.reference is not None and path is not None:
+        restore_reference(path, run.reference, run.world)
     own = load_part(folder, run.progress.step, run.world.rank) if with_parts else {}
     if "weights" in own:
         run.model.update(tree_unflatten(list(own["weights"].items())))
@@ -193,6 +197,23 @@ def restore_weights(path: Path, model: nn.Module, world: World) -> None:
             weights = adapter_files.read_trained(wanted, path, "checkpoint")
     model.update(tree_unflatten(list(world.scattered(weights))))
     mx.eval(model.trainable_parameters())
+
+
+def restore_reference(path: Path, reference: MovingReference, world: World) -> None:
+    """Gives every rank its part of a checkpoint's reference, which rank 0 has on its disk.
+
+    Raises:
+        AgreedError: it does not fit the model.
+    """
+    arrays: Arrays = {}
+    wanted = world.whole(reference.arrays)
+    with world.agreeing("resuming"):
+        if world.rank == 0:
+            arrays = dict(mx.load(str(path / REFERENCE)))
+            if {name: (array.shape, array.dtype) for name, array in arrays.items()} != dict(wanted):
+                raise UserError(f"{path}: {REFERENCE} does not fit the model")
+    reference.arrays = dict(world.scattered(arrays))
+    mx.eval(reference.arrays)
 
 
 def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> None:

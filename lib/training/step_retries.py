@@ -18,7 +18,6 @@ from lib.system import network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import step as train_step
 from lib.training.pipelined_step import pipelined
-from lib.training.reference_model import AddReference
 from lib.training.step import MicroBatch, StepResult
 from lib.training.training_run import TrainingRun
 
@@ -29,7 +28,6 @@ class Learner:
 
     run: TrainingRun
     make: MicroBatches
-    add_reference: AddReference
 
     def __post_init__(self) -> None:
         run = self.run
@@ -96,7 +94,7 @@ class Learner:
             try:
                 return out_of_memory.attempt(
                     lambda fitting=fitting: self.take_step(  # type: ignore[misc]
-                        index, steps, self.add_reference(fitting), self.limit.watching
+                        index, steps, (self.run.asked_reference or iter)(fitting), self.limit.watching
                     )
                 )
             except OutOfMemory as error:

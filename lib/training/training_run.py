@@ -16,11 +16,12 @@ from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.telemetry.run_records import PerformanceTracker
 from lib.telemetry.trackers import Feed
-from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, are_finite, save_all, share
+from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all, share
+from lib.training.finite import are_finite
 from lib.training.local_sgd import LocalSGD
 from lib.training.preload import Inputs
 from lib.training.progress_display import RunConsole
-from lib.training.reference_model import Layout
+from lib.training.reference_model import AskedReference, Layout
 
 PREFETCHED = 2  # batches made ahead of the step
 
@@ -34,6 +35,8 @@ class TrainingRun:
         plan: that the run starts with.
         steps: of the whole run.
         feed: what passes records on to run.sinks.
+        loading_seconds: that the model took to be loaded and divided.
+        asked_reference: gives a step's micro-batches their reference, where it is not known before.
     """
 
     config: Config
@@ -49,6 +52,8 @@ class TrainingRun:
     layout: Layout
     say: RunConsole
     feed: Feed
+    loading_seconds: float = 0.0
+    asked_reference: AskedReference | None = None
 
     def __post_init__(self) -> None:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
@@ -68,6 +73,11 @@ class TrainingRun:
         return self.local_sgd is not None and self.local_sgd.method == "none"
 
     @property
+    def reference(self) -> AskedReference | None:
+        """The reference, where it follows the policy."""
+        return self.asked_reference if self.asked_reference is not None and self.asked_reference.every else None
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left to train: all steps are taken, or the held-out loss falls no more."""
         return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
@@ -76,8 +86,8 @@ class TrainingRun:
         """Whether every rank's weights and optimizer state are finite; all ranks ask together."""
         return are_finite(self.world, self.model, self.optimizer)
 
-    def save(self) -> None:
-        """Writes a checkpoint; where none can be written, says why, and training goes on.
+    def save(self) -> bool:
+        """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.
 
         Raises:
             AgreedError: the last one cannot be written.
@@ -87,9 +97,10 @@ class TrainingRun:
         if self.local_sgd is not None:
             own = self.local_sgd.own_arrays(self.optimizer)
         else:  # replicas on unlike machines drift by roundings, so all take rank 0's weights first
-            share(self.world, self.model, self.optimizer)
+            share(self.world, self.model, self.optimizer, self.reference)
             own = {"feedback": self.feedback} if self.config.sync.compression != "none" else None
         plan = self.schedule.at(progress.step + 1).to_dict()
-        state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own)
+        state = TrainingState(self.config, progress, self.model, self.optimizer, plan, own, self.reference)
         if fault := save_all(self.folder, state, self.world, self.writer, self.tracker, self.is_over):
             self.say.warning(fault, progress.step)
+        return not fault
