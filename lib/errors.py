@@ -5,7 +5,7 @@ from __future__ import annotations
 # What a terminal would obey instead of showing, and what no encoding has: control characters but tab and line feed,
 # marks that turn the direction of writing, halves of surrogate pairs. Each becomes one character: tables stay in line.
 _HIDDEN = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_HIDDEN |= dict.fromkeys((*range(0x80, 0xA0), 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F)), 0xFFFD)
+_HIDDEN |= dict.fromkeys((*range(0x80, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F)), 0xFFFD)
 _HIDDEN |= dict.fromkeys((*range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFFD)
 
 

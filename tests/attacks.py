@@ -19,8 +19,10 @@ from typing import Any
 import mlx.core as mx
 import pyarrow
 import pyarrow.parquet
+import yaml
 
 import train
+from lib.config.help import accepts, settings
 from lib.dashboard import command as dashboard
 from lib.dashboard import run_report
 from lib.errors import shown
@@ -134,20 +136,29 @@ def of_run(program: str, setting: str, value: str, *words: str) -> Attack:
     def attack(folder: Path) -> str | None:
         with _copy_of_run(folder) as run:
             marker = folder / "code-has-run"
-            text = (run / "config.yaml").read_text()
-            lines = text.splitlines()
-            section, _, name = setting.partition(".")
-            start = lines.index(f"{section}:")
-            index = next(i for i in range(start, len(lines)) if lines[i].startswith(f"  {name}:"))
-            while lines[index + 1].startswith("  -"):  # a list that was there
-                del lines[index + 1]
-            lines[index] = f"  {name}: {value.format(marker=marker)}"
-            (run / "config.yaml").write_text("\n".join(lines) + "\n")
+            for place in (run, *(run / "checkpoints").iterdir()):
+                _set(place / "config.yaml", setting, value.format(marker=marker))
+                if (place / MANIFEST).exists():
+                    _agree(place)
             given = [word.format(run=run, d=folder) for word in words]
             fault = refused(program, given, told=f"{setting}=")
             return "its code has run" if marker.exists() else fault
 
     return attack
+
+
+def _set(path: Path, setting: str, value: str) -> None:
+    """Changes a setting of a config.yaml."""
+    stored = yaml.safe_load(path.read_text())
+    section, _, name = setting.partition(".")
+    stored[section][name] = yaml.safe_load(value)
+    path.write_text(yaml.safe_dump(stored))
+
+
+def _agree(checkpoint: Path) -> None:
+    """Makes a manifest right again: it shows damage, and proves no author."""
+    hashes = {file.name: file_sha256(file) for file in checkpoint.iterdir() if file.name != MANIFEST}
+    (checkpoint / MANIFEST).write_text(json.dumps(hashes))
 
 
 def of_state(change: Callable[[dict[str, Any]], Any]) -> Attack:
@@ -157,8 +168,7 @@ def of_state(change: Callable[[dict[str, Any]], Any]) -> Attack:
         with _copy_of_run(folder) as run:
             newest = max((run / "checkpoints").iterdir())
             (newest / STATE).write_text(json.dumps(change(json.loads((newest / STATE).read_text()))))
-            hashes = {file.name: file_sha256(file) for file in newest.iterdir() if file.name != MANIFEST}
-            (newest / MANIFEST).write_text(json.dumps(hashes))
+            _agree(newest)
             status, out, errors = run_of("train.py", ["--resume", str(run), "train.steps=3"])
             if status not in (0, 2) or "Traceback" in errors:
                 return f"status {status}: {errors[-300:]}"
@@ -307,7 +317,7 @@ ATTACKS: dict[str, Attack] = {
     "trust_remote_code, serve": of_run("lib.server", *TRUST, "--run", "{run}"),
     "trust_remote_code, resume": of_run("train.py", *TRUST, "--resume", "{run}"),
     "trust_remote_code, evaluate": of_run("lib.evaluate", *TRUST, "--run", "{run}"),
-    "trust_remote_code, a checkpoint": of_run("lib.evaluate", *TRUST, "--run", "{run}", "--data", "{d}/valid.jsonl"),
+    "trust_remote_code, a checkpoint": of_run("lib.evaluate", *TRUST, "--run", "{run}", "--checkpoint", "last"),
     "trust_remote_code, export": of_run("lib.export", *TRUST, "{run}", "--to", "mlx"),
     "trust_remote_code, against": of_run(
         "lib.evaluate", *TRUST, "--run", "{d}/runs/done", "--against", "{run}", "--out", "{d}/o.jsonl"
@@ -403,4 +413,14 @@ ATTACKS: dict[str, Attack] = {
     "a schedule of text": of_state(lambda state: state | {"schedule": {**state["schedule"], "plans": "x"}}),
     "a summary of text": of_summary({"pairs_per_second": "x", "efficiency": [], "cost": 3, "checkpoint": "y"}),
     "a summary of lists": of_summary({"model": ["x"], "early_end": {"a": 1}, "cost": {"cost": "x"}}),
+}
+ATTACKS |= {
+    f"{setting.key} of 20 digits": of_words(f"{setting.key}={10**20}")
+    for setting in settings()
+    if accepts(setting.annotation, int) and not accepts(setting.annotation, float)
+}
+ATTACKS |= {
+    f"half a surrogate pair as {setting.key}": of_words(f"{setting.key}=a{HALF}")
+    for setting in settings()
+    if accepts(setting.annotation, str)
 }

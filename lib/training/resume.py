@@ -153,11 +153,14 @@ def restore(path: Path, wanted: Described, data_digest: str) -> tuple[Progress, 
             f"{path}: data.train is no longer what this run was trained on; put the file back, "
             f"or start a new run with model.adapter={path}"
         )
+    return progress, adapter_files.read_trained(wanted, path, "checkpoint"), _arrays_of(path, OPTIMIZER)
+
+
+def _arrays_of(path: Path, name: str) -> Arrays:
     try:
-        state = dict(mx.load(str(path / OPTIMIZER)))
+        return dict(mx.load(str(path / name)))
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{path}: {OPTIMIZER} cannot be read: {str(error).splitlines()[0]}") from None
-    return progress, adapter_files.read_trained(wanted, path, "checkpoint"), state
+        raise UserError(f"{path}: {name} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def restore_all(
@@ -209,7 +212,7 @@ def restore_reference(path: Path, reference: MovingReference, world: World) -> N
     wanted = world.whole(reference.arrays)
     with world.agreeing("resuming"):
         if world.rank == 0:
-            arrays = dict(mx.load(str(path / REFERENCE)))
+            arrays = _arrays_of(path, REFERENCE)
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != dict(wanted):
                 raise UserError(f"{path}: {REFERENCE} does not fit the model")
     reference.arrays = dict(world.scattered(arrays))
