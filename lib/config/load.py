@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from lib.config import guarded, hints, read_file
 from lib.config.help import accepts, known_settings, settings, type_parts
+from lib.config.plain_yaml import PlainLoader
 from lib.config.schema import Config, TrainSettings
 from lib.errors import UserError
 
@@ -49,7 +50,6 @@ RESUMABLE: tuple[str, ...] = (
 )
 MOST_FAULTS = 3  # that one line names
 LARGEST_FILE = 2**20  # bytes of a configuration
-DEEPEST = 20  # nested levels
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has it in its name, and no encoding writes it
 Tree = dict[str, Any]  # a section and its settings as YAML has them, not yet checked
 
@@ -165,30 +165,6 @@ def dump(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without what only an attack needs: aliases of lists and mappings, deep nesting, values that are none."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        if is_alias and not isinstance(node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="an alias of a list or a mapping; write it out", problem_mark=mark)
-        return node
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, OverflowError) as error:  # 2026-13-45, !!int x, an integer of 5,000 digits
-            fault = str(error).partition(";")[0]
-            raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark) from None
-
-
 def _require_text(value: Any, key: str, where: str) -> None:
     """Refuses strings that no file name and no tokenizer takes."""
     if isinstance(value, dict):
@@ -206,8 +182,8 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """The file's tree, and for each dotted key its `file:line`."""
     try:
         text = read_file.read_text(path, "config file", LARGEST_FILE)
-        node = yaml.compose(text, Loader=_Loader)
-        tree = yaml.load(text, Loader=_Loader)
+        node = yaml.compose(text, Loader=PlainLoader)
+        tree = yaml.load(text, Loader=PlainLoader)
     except FileNotFoundError:
         raise UserError(
             f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); "
@@ -242,7 +218,7 @@ def _parse_value(key: str, text: str) -> Any:
     """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is."""
     annotation = _annotation(key)
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=PlainLoader)
     except yaml.YAMLError as error:
         if accepts(annotation, str):
             return text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
+from typing import Any
 
 from lib.errors import UserError
 
@@ -39,3 +41,19 @@ def read_text(path: Path, what: str, limit_bytes: int) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{what} {path} is not UTF-8 text") from None
+
+
+def read_object(path: Path, what: str, limit_bytes: int = 2**26) -> dict[str, Any]:
+    """The JSON object of a file that may come from anybody.
+
+    Raises:
+        UserError: as `read_text`, or it is no JSON object.
+        OSError: it cannot be read.
+    """
+    try:
+        stored = json.loads(read_text(path, what, limit_bytes))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{what} {path} is not JSON ({error}); copy it again") from None
+    if not isinstance(stored, dict):
+        raise UserError(f"{what} {path} holds no JSON object; copy it again")
+    return stored

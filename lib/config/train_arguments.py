@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
-from lib.config import command_line, help, load
+from lib.config import command_line, help, load, read_file
 from lib.config.schema import Config
 from lib.errors import UserError
 
@@ -69,6 +68,6 @@ def read_config(options: argparse.Namespace) -> Config:
 def decided(plan: Path) -> str:
     """The strategy of a run's first plan."""
     try:
-        return str(json.loads(plan.read_text())["strategy"])
-    except (OSError, ValueError, KeyError):
+        return str(read_file.read_object(plan, "the run's")["strategy"])
+    except (OSError, UserError, KeyError):
         return "auto"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
+from lib.config import read_file
 from lib.dashboard import charts, pictures
 from lib.dashboard.figures import Figures, batch_curves, figures, held_out_now
 from lib.dashboard.history import RunHistory
@@ -277,11 +278,10 @@ def _start(run: RunHistory) -> Record:
 def _summary(path: Path) -> Summary:
     """summary.json; empty where there is none that can be read."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        stored = read_file.read_object(path, "the run's")
+    except (OSError, UserError):
         return {}
-    kept = {name: value for name, value in stored.items() if _fits(name, value)} if isinstance(stored, dict) else {}
-    return cast(Summary, kept)
+    return cast(Summary, {name: value for name, value in stored.items() if _fits(name, value)})
 
 
 def _fits(name: str, value: object) -> bool:

@@ -18,6 +18,7 @@ from typing import IO, Any, cast
 
 import yaml
 
+from lib.config.plain_yaml import PlainLoader
 from lib.data import record_files
 from lib.data.parquet import read_parquet
 from lib.data.record_formats import JSON, Unusable
@@ -144,7 +145,7 @@ def _configurations(card: str) -> list[dict[str, Any]]:
     """What the front matter of a README.md says of configurations."""
     front = re.match(r"---\r?\n(.*?)\n---", card, re.DOTALL)
     try:
-        known = yaml.safe_load(front[1]) if front else None
+        known = yaml.load(front[1], Loader=PlainLoader) if front else None
     except yaml.YAMLError:
         return []
     entries = known.get("configs") if isinstance(known, dict) else None

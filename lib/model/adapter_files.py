@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config import schema
+from lib.config import read_file, schema
 from lib.errors import UserError
 from lib.model.adapter_layers import AdapterLayer, is_uniform, scale_of
 from lib.system import files
@@ -163,11 +163,15 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
     """
     try:
         loaded = mx.load(str(folder / ADAPTER_WEIGHTS))
-        config = json.loads((folder / ADAPTER_CONFIG).read_text()) if (folder / ADAPTER_CONFIG).exists() else {}
     except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
+    path = folder / ADAPTER_CONFIG
+    config = read_file.read_object(path, where) if path.exists() else {}
     if config.get("padded"):
-        loaded = _unpadded(loaded, config)
+        try:
+            loaded = _unpadded(loaded, config)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{where} {path} does not say how its layers were padded ({error!r})") from None
     return fitted(wanted, loaded, f"{where} {folder}")
 
 
