@@ -101,7 +101,10 @@ def on_link(rate: str, hidden: int, options: argparse.Namespace, steps: int) -> 
             words += [f"run.name=way-{number}", f"plan.micro_batch_sizes=[{size}]"]
             words += [f"plan.shares={json.dumps(shares)}"] if shares else []
             on_ring(
-                hosts, ["train.py"], ["run.dir={disk}/runs", "plan.calibration_dir={disk}/calibration", *words], PORT + 10 * number
+                hosts,
+                ["train.py"],
+                ["run.dir={disk}/runs", "plan.calibration_dir={disk}/calibration", *words],
+                PORT + 10 * number,
             )
             logs = [host.outside / f"runs/way-{number}/logs/rank-{rank:03d}.jsonl" for rank, host in enumerate(hosts)]
             rows.append(

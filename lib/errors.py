@@ -1,10 +1,24 @@
-"""What ends a command: wrong input, or training that cannot go on."""
+"""What ends a command: wrong input, or training that cannot go on; and how text of others is shown in it."""
 
 from __future__ import annotations
+
+# What a terminal would obey instead of showing, and what no encoding has: control characters but tab and line feed,
+# marks that turn the direction of writing, halves of surrogate pairs. Each becomes one character: tables stay in line.
+_HIDDEN = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_HIDDEN |= dict.fromkeys((*range(0x80, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F)), 0xFFFD)
+_HIDDEN |= dict.fromkeys((*range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFFD)
+
+
+def shown(text: str) -> str:
+    """Text that may be somebody else's, of the same length, without what a terminal would obey."""
+    return text if text.isascii() and text.isprintable() else text.translate(_HIDDEN)
 
 
 class UserError(ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(shown(str(message)))
 
 
 class Stopped(RuntimeError):

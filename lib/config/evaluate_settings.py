@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from lib.config.section import Natural, Positive, PositiveFloat, Section
+import re
+
+from pydantic import field_validator
+
+from lib.config.section import Natural, Positive, PositiveFloat, Section, Size
 
 
 class EvaluateSettings(Section):
@@ -10,7 +14,7 @@ class EvaluateSettings(Section):
 
     every: Positive | None = None
     """Steps between evaluations; by default only at the start and the end."""
-    batch_size: Positive = 16
+    batch_size: Size = 16
     """Pairs per forward pass, here and in the reference pass."""
     answers: str | None = None
     """Records with a `prompt` and an `answer`: greedy generations are scored by exact match."""
@@ -37,3 +41,12 @@ class EvaluateSettings(Section):
     judge_prompt: str | None = None
     """File with the instructions for that model, in which {prompt}, {first} and {second} are filled in; it has to
     answer with [[A]], [[B]] or [[C]] (equal)."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"no regular expression: {error}") from None
+        return pattern

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lib.config import hints
+from lib.config import guarded, hints, read_file
 from lib.config.help import accepts, known_settings, settings, type_parts
+from lib.config.plain_yaml import PlainLoader
 from lib.config.schema import Config, TrainSettings
 from lib.errors import UserError
 
@@ -38,6 +40,7 @@ RESUMABLE: tuple[str, ...] = (
     "train.max_traces",
     "train.max_skipped_steps",
     "model.gradient_checkpointing",
+    "model.trust_remote_code",  # the model is the same; who allows its code may change
     "model.shard_vocabulary",
     "data.skip_invalid",  # rows keep their numbers
     "data.cache_dir",
@@ -46,6 +49,8 @@ RESUMABLE: tuple[str, ...] = (
     "run.name",
 )
 MOST_FAULTS = 3  # that one line names
+LARGEST_FILE = 2**20  # bytes of a configuration
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has it in its name, and no encoding writes it
 Tree = dict[str, Any]  # a section and its settings as YAML has them, not yet checked
 
 
@@ -56,6 +61,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
         UserError: the file cannot be read, or a key or value is wrong; names the file and line, or the word.
     """
     tree, origins = (copy.deepcopy(base or {}), {}) if path is None else _read_yaml(Path(path))
+    _require_text(tree, "", str(path))
     sections = {key.partition(".")[0] for key in known_settings() if "." in key}
     tree = {key: {} if value is None and key in sections else value for key, value in tree.items()}  # left empty: null
     chosen_for = _batch_of_learning_rate(tree, overrides) if path is not None else None
@@ -70,6 +76,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
         for parent in parents:
             section = section.setdefault(parent, {})
         section[leaf] = _parse_value(key, text)
+        _require_text(section[leaf], key, word)
         origins[key] = word
     if chosen_for is not None:
         tree["train"]["learning_rate_batch_size"] = chosen_for
@@ -117,6 +124,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
         UserError: an override would change what the run has been learning.
     """
     before, after = load(path), load(path, overrides)
+    guarded.require_own(before, path, overrides, ("model.",))
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
             raise UserError(
@@ -124,6 +132,19 @@ def resume(path: Path, overrides: list[str]) -> Config:
                 "start a new run instead"
             )
     return after
+
+
+def of_run(path: Path, overrides: Sequence[str], uses: Sequence[str]) -> Config:
+    """A run's own config.yaml with what the words overrule.
+
+    Args:
+        uses: beginnings of the guarded settings that the command would act on.
+
+    Raises:
+        UserError: as `load`, and where the folder sets a guarded setting that the words do not.
+    """
+    guarded.require_own(load(path), path, overrides, uses)
+    return load(path, overrides)
 
 
 def learning_digest(config: Config) -> str:
@@ -144,12 +165,25 @@ def dump(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def _require_text(value: Any, key: str, where: str) -> None:
+    """Refuses strings that no file name and no tokenizer takes."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _require_text(name, key, where)
+            _require_text(item, f"{key}.{name}" if key else str(name), where)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _require_text(item, key, where)
+    elif isinstance(value, str) and NO_TEXT.search(value):
+        raise UserError(f"{where}: {key} holds a NUL or half a surrogate pair, which is no text; take it out")
+
+
 def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     """The file's tree, and for each dotted key its `file:line`."""
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = yaml.safe_load(text)
+        text = read_file.read_text(path, "config file", LARGEST_FILE)
+        node = yaml.compose(text, Loader=PlainLoader)
+        tree = yaml.load(text, Loader=PlainLoader)
     except FileNotFoundError:
         raise UserError(
             f"config file {path} does not exist (looked from {Path.cwd()}, which should be the project's folder); "
@@ -159,8 +193,6 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
         raise UserError(f"config file {path} is a folder; name a file in it") from None
     except OSError as error:
         raise UserError(f"config file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"config file {path} is not UTF-8 text; configs/ has examples") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -186,7 +218,7 @@ def _parse_value(key: str, text: str) -> Any:
     """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is."""
     annotation = _annotation(key)
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=PlainLoader)
     except yaml.YAMLError as error:
         if accepts(annotation, str):
             return text

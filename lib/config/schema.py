@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lib.config.evaluate_settings import EvaluateSettings
-from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
+from lib.config.section import Gigabytes, Natural, NonNegative, Positive, PositiveFloat, Seconds, Section, Size
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
 
@@ -46,7 +46,7 @@ class ModelSettings(Section):
     """Train low-rank adapters, weight-decomposed adapters, or every weight."""
     adapter: str | None = None
     """Folder of an adapter to start from: a run, or what mlx-lm or PEFT saved."""
-    rank: Positive = 8
+    rank: Size = 8
     """Rank of the adapters."""
     scale: PositiveFloat = 2.0
     """Factor on the adapter's output (alpha / rank in other trainers)."""
@@ -54,7 +54,7 @@ class ModelSettings(Section):
     """Instead of model.scale: the factor is alpha / rank, of each layer's own rank."""
     use_rslora: bool = False
     """rsLoRA: the factor is model.alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
-    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
+    rank_pattern: dict[str, Size] = Field(default_factory=dict)
     """Ranks of layers whose names end as a regular expression says, e.g. {o_proj: 16, "layers.[0-3].mlp.*": 4}."""
     alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
     """The same of model.alpha."""
@@ -159,9 +159,9 @@ class DataSettings(Section):
     then estimated."""
     cache_dir: str = "runs/.data"
     """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
-    spool_limit_gb: PositiveFloat = 100.0
+    spool_limit_gb: Gigabytes = 100.0
     """Most that is fetched of one remote data set."""
-    max_length: Annotated[int, Field(ge=2)] = 1024
+    max_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
     """Most tokens of prompt and completion together; longer chats lose middle messages, other rows the beginning
     of their prompt."""
     skip_invalid: bool = False
@@ -197,7 +197,7 @@ class DataSettings(Section):
     ignore: tuple[str, ...] = ()
     """Columns, and fields of messages, to leave out on purpose, e.g. [system, label]: one that means something and that
     nothing reads stops the run otherwise."""
-    length_multiple: Positive | None = None
+    length_multiple: Size | None = None
     """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU, where other lengths are slow,
     and 16 on a CPU."""
     shared_prompts: bool = True
@@ -213,9 +213,9 @@ class PlanSettings(Section):
     """Pairs per rank and step, e.g. [6, 2]; they add up to train.global_batch_size. Default: from the calibration, else
     equal. With strategy=sharded: each rank's weight in the division of the model; with pipelined: each rank's blocks,
     which add up to the model's."""
-    micro_batch_sizes: tuple[Positive, ...] | None = None
+    micro_batch_sizes: tuple[Size, ...] | None = None
     """Pairs per forward pass, one number a rank. Default: from the calibration, else at most 8."""
-    memory_limit_gb: PositiveFloat | dict[str, PositiveFloat] | None = None
+    memory_limit_gb: Gigabytes | dict[str, Gigabytes] | None = None
     """What MLX may hold in each rank's process, one number for all or by host, e.g. {m4-max: 96}: a step that takes
     more is taken again in smaller micro-batches. Default: what the machine bears."""
     calibration_dir: str = "calibration"
@@ -248,7 +248,7 @@ class CostSettings(Section):
 class SyncSettings(Section):
     """How ranks talk."""
 
-    timeout_seconds: PositiveFloat = 600.0
+    timeout_seconds: Seconds = 600.0
     """A rank that waits longer than this for the others ends with a message."""
     compression: Literal["none", "bf16", "int8", "topk"] = "none"
     """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent

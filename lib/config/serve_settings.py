@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
+from lib.config.section import Natural, NonNegative, Positive, Seconds, Section
 
 
 class ServeSettings(Section):
@@ -40,20 +40,20 @@ class ServeSettings(Section):
     """Longest prompt, by the model's tokenizer, the few tokens of the chat template left out."""
     max_tokens: Positive = 2048
     """Longest completion, and what a request gets that names no limit."""
-    read_seconds: PositiveFloat = 10.0
+    read_seconds: Seconds = 10.0
     """Longest time that a client may take to send its headers, and again its body."""
-    write_seconds: PositiveFloat = 30.0
+    write_seconds: Seconds = 30.0
     """Longest time that a client may leave the answer unread."""
-    idle_seconds: PositiveFloat = 75.0
+    idle_seconds: Seconds = 75.0
     """Longest time that a connection may stay open between two requests; longer than clients keep theirs, or they may
     send into one that is just being closed."""
-    queue_seconds: PositiveFloat = 60.0
+    queue_seconds: Seconds = 60.0
     """Longest wait for a backend."""
-    stall_seconds: PositiveFloat = 120.0
+    stall_seconds: Seconds = 120.0
     """Longest silence of a backend in the middle of an answer; then it is taken out and looked at."""
-    request_seconds: PositiveFloat = 600.0
+    request_seconds: Seconds = 600.0
     """Longest time that a request may occupy a backend."""
-    start_seconds: PositiveFloat = 600.0
+    start_seconds: Seconds = 600.0
     """Longest time that a backend may take to load the model."""
     drain_seconds: NonNegative = 2.0
     """After SIGTERM: how long new requests are still taken while /readyz already says no. What was taken is always
@@ -67,7 +67,7 @@ class ServeSettings(Section):
     feedback: str | None = None
     """File that gets a line for every completion that a client labels (POST /v1/feedback): what was asked, what was
     answered, true or false, as train.loss=kto takes it. By default there is no such address, and nothing is kept."""
-    feedback_seconds: PositiveFloat = 3600.0
+    feedback_seconds: Seconds = 3600.0
     """How long after its end a completion may be labelled."""
     feedback_bytes: Positive = 64_000_000
     """Most memory for completions that may still be labelled; the oldest go first."""

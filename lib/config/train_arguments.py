@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
-from lib.config import command_line, help, load
+from lib.config import command_line, help, load, read_file
 from lib.config.schema import Config
 from lib.errors import UserError
 
@@ -59,13 +58,16 @@ def read_config(options: argparse.Namespace) -> Config:
         config = load.resume(path, options.overrides)
         if config.strategy == "auto":  # decided once: what a link or a host is like today changes nothing
             config = load.with_strategy(config, decided(path.with_name("plan.json")))
-        run = {"name": Path(options.resume).resolve().name, "dir": str(Path(options.resume).parent)}
+        folder = Path(options.resume)
+        if not folder.name or folder.absolute() != folder.resolve():  # a link: the run is where it leads to
+            folder = folder.resolve()
+        run = {"name": folder.name, "dir": str(folder.parent)}
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
 
 def decided(plan: Path) -> str:
     """The strategy of a run's first plan."""
     try:
-        return str(json.loads(plan.read_text())["strategy"])
-    except (OSError, ValueError, KeyError):
+        return str(read_file.read_object(plan, "the run's")["strategy"])
+    except (OSError, UserError, KeyError):
         return "auto"

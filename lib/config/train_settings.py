@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section
+from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section, Size
 
 PreferenceLoss = Literal[
     "sigmoid",
@@ -69,7 +69,7 @@ class TrainSettings(Section):
     patience: Positive | None = None
     """End the run after so many evaluations in a row without a lower held-out loss; by default it takes all its steps.
     Needs evaluate.every and held-out data."""
-    global_batch_size: Positive = 16
+    global_batch_size: Size = 16
     """Pairs (rows, where records are no pairs) of one optimizer step, over all ranks."""
     learning_rate: PositiveFloat = 5e-5
     """Peak learning rate."""

@@ -59,7 +59,7 @@ def plot_curves(log: Path, picture: Path) -> None:
 def _drawable(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
     """Step and value of the records that have one which an axis can show."""
     values = charts.drawable([charts.metric_of(record, key) for record in records])
-    return [(r["step"] or 0, float(value)) for r, value in zip(records, values, strict=True) if value == value]
+    return [(r.get("step") or 0, float(value)) for r, value in zip(records, values, strict=True) if value == value]
 
 
 def curves_svg(run: RunHistory) -> str:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
+from lib.config import read_file
 from lib.dashboard import charts, pictures
 from lib.dashboard.figures import Figures, batch_curves, figures, held_out_now
 from lib.dashboard.history import RunHistory
-from lib.errors import UserError
+from lib.errors import UserError, shown
+from lib.system import files
 from lib.system.model_folder import ADAPTER_WEIGHTS
 from lib.telemetry.cost import RunCost
 from lib.telemetry.record_types import Record, SettingsRecord
@@ -91,13 +94,13 @@ def write(folder: Path) -> list[Path]:
     now = figures(run, time.time())
     summary = _summary(folder / "summary.json")
     report, curves, log = folder / REPORT, folder / CURVES, folder / "logs" / "rank-000.jsonl"
-    report.write_text(report_html(run, now, summary), encoding="utf-8")
+    files.write_atomically(report, report_html(run, now, summary))
     if log.exists():  # not where the run's other logs were copied alone
         pictures.plot_curves(log, curves)
     written = [report, *([curves] if curves.exists() else [])]
     if (folder / ADAPTER_WEIGHTS).exists():
         card = folder / CARD
-        card.write_text(model_card(run, now, summary), encoding="utf-8")
+        files.write_atomically(card, model_card(run, now, summary))
         written.append(card)
     return written
 
@@ -154,21 +157,26 @@ def model_card(run: RunHistory, now: Figures, summary: Summary) -> str:
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE,
-        name=run.name,
+        name=plain(run.name),
         method={"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(str(model.get("method")), "All weights"),
-        base=base,
-        base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{base}`",
+        base=" ".join(shlex.quote(base).split()),
+        base_shown=f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{plain(base)}`",
         trained=f"preference-trained with the {train.get('loss')} loss (beta {train.get('beta')})"
         if preference
         else "fine-tuned (SFT)",
-        environment=", ".join(f"{name} {value}" for name, value in environment(run).items()),
-        reason=now.reason,
-        hosts=", ".join(dict.fromkeys(rank.host for rank in now.ranks)),
+        environment=plain(", ".join(f"{name} {value}" for name, value in environment(run).items())),
+        reason=plain(now.reason or ""),
+        hosts=plain(", ".join(dict.fromkeys(rank.host for rank in now.ranks))),
         held_out=held_out(run),
-        facts=facts(run, now, summary),
-        samples=["    " + text.replace("\n", "\n    ") for text in samples(run)],
+        facts=[(name, plain(text)) for name, text in facts(run, now, summary)],
+        samples=["\n".join(f"    {shown(line)}" for line in text.splitlines()) for text in samples(run)],
     )
     return str(card)
+
+
+def plain(text: str) -> str:
+    """Text of others as one line of Markdown, without markup of its own."""
+    return re.sub(r"([\\`*<>\[\]|])", r"\\\1", shown(" ".join(text.split())))
 
 
 # ---- What both pages show
@@ -270,10 +278,22 @@ def _start(run: RunHistory) -> Record:
 def _summary(path: Path) -> Summary:
     """summary.json; empty where there is none that can be read."""
     try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError):
+        stored = read_file.read_object(path, "the run's")
+    except (OSError, UserError):
         return {}
-    return cast(Summary, stored) if isinstance(stored, dict) else {}
+    return cast(Summary, {name: value for name, value in stored.items() if _fits(name, value)})
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a figure of summary.json is of its type: anybody may have changed the file."""
+    if name in ("pairs_per_second", "efficiency"):
+        return type(value) in (int, float) or (value is None and name == "efficiency")
+    if name in ("cost", "checkpoint"):
+        wanted: dict[str, tuple[type, ...]] = {"cost": (int, float), "energy_kwh": (int, float)}
+        wanted = wanted if name == "cost" else {"which": (str,), "step": (int,)}
+        fields = value if isinstance(value, dict) else {}
+        return value is None or all(isinstance(fields.get(key), kinds) for key, kinds in wanted.items())
+    return value is None or isinstance(value, str)
 
 
 def _table(head: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:

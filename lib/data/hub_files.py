@@ -18,7 +18,9 @@ from typing import IO, Any, cast
 
 import yaml
 
+from lib.config.plain_yaml import PlainLoader
 from lib.data import record_files
+from lib.data.parquet import read_parquet
 from lib.data.record_formats import JSON, Unusable
 from lib.errors import UserError
 
@@ -143,7 +145,7 @@ def _configurations(card: str) -> list[dict[str, Any]]:
     """What the front matter of a README.md says of configurations."""
     front = re.match(r"---\r?\n(.*?)\n---", card, re.DOTALL)
     try:
-        known = yaml.safe_load(front[1]) if front else None
+        known = yaml.load(front[1], Loader=PlainLoader) if front else None
     except yaml.YAMLError:
         return []
     entries = known.get("configs") if isinstance(known, dict) else None
@@ -244,7 +246,7 @@ class FileStream:
 def _records(path: str, file: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]]:
     """Line and record of a file in any of the forms that are read; a .json file may be one list of records."""
     if path.endswith(".parquet"):
-        yield from record_files.read_parquet(file)
+        yield from read_parquet(file)
         return
     lines = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else io.BufferedReader(cast(io.RawIOBase, file))
     if path.endswith((".json", ".json.gz")):

@@ -47,6 +47,7 @@ def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> li
             if message["role"] in ROLES:
                 message = {"role": ROLES[message["role"]], "content": content}
             check_unicode(content, name)
+            check_unicode(message["role"], f"{name}[{index}].role")
             messages.append(cast(Message, message))
         else:
             messages.append(_message(message, f"{name}[{index}]", ignore))
@@ -74,8 +75,9 @@ def _message(message: JSON, where: str, ignore: Collection[str]) -> Message:
     elif content is not None and not isinstance(content, str):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
     for key, item in fields.items():
-        if isinstance(item, str):
-            check_unicode(item, f"{where}.{key}")
+        check_unicode(key, f"a field of {where}")
+        if isinstance(item, str | list | dict):
+            check_unicode(item if isinstance(item, str) else json.dumps(item, ensure_ascii=False), f"{where}.{key}")
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'])}, not 0 or 1")
     checked = {"role": fields.pop("role"), "content": check_unicode(content or "", where) if content else content}

@@ -313,6 +313,7 @@ def _template_arguments(record: JSON, columns: Columns) -> JSON:
     value = parse_json_text(value, TEMPLATE_ARGUMENTS) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise Unusable(f"column {TEMPLATE_ARGUMENTS!r} is {name_of_type(value)}, not an object")
+    check_unicode(json.dumps(value, ensure_ascii=False, default=str), TEMPLATE_ARGUMENTS)
     return {name: item for name, item in value.items() if item is not None}
 
 

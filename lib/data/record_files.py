@@ -10,27 +10,31 @@ import gzip
 import json
 import shlex
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
+from lib.config import read_file
 from lib.config.schema import DataSettings
 from lib.data.known_formats import columns_read
-from lib.data.record_formats import ANSWER, JSON, TOKEN_COLUMNS, Columns, Unusable, name_of_type
+from lib.data.parquet import read_parquet
+from lib.data.record_formats import ANSWER, JSON, LINE_BYTES, TOKEN_COLUMNS, Columns, Unusable, name_of_type
 from lib.errors import UserError
-
-# A longer line is an error in the file; it is never in memory as a whole.
-LINE_BYTES = 8 * 2**20
 
 
 def require(file: Path) -> None:
     """Raises UserError where there is no such file (with a guess at what was meant), or it is a CSV file."""
-    if not file.exists():
+    try:
+        exists = file.exists()
+    except OSError as error:  # a name of 5,000 letters
+        raise UserError(f"data file {str(file)[:200]}: {error.strerror}") from None
+    if not exists:
         near = difflib.get_close_matches(file.name, _names_beside(file), 1)
         if file.is_symlink():
             raise UserError(f"{file} is a link to {file.readlink()}, which does not exist; link it anew")
         hint = f"; did you mean {file.parent / near[0]}?" if near else f" (looked from {Path.cwd()})"
         raise UserError(f"{file} does not exist{hint}")
+    read_file.require_regular(file, "data file")
     if file.suffix == ".csv":
         code = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]"
         source, target = (shlex.quote(str(name)) for name in (file, file.with_suffix(".jsonl")))
@@ -137,39 +141,3 @@ def parse_json(raw: bytes) -> JSON | Unusable:
         made = ": jq -c '.[]' FILE makes them" if isinstance(record, list) else ""
         return Unusable(f"{name_of_type(record)} instead of a JSON object; every line holds one {{...}}{made}")
     return record
-
-
-def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -> Iterator[tuple[int, JSON | Unusable]]:
-    """Yield (row, record); the columns that are not `known` are named, and not read."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
-    line = 0
-    try:
-        # Not read in advance: a row group may be of any size.
-        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
-            names = table.schema_arrow.names
-            wanted = [name for name in names if known is None or name in known]
-            for batch in table.iter_batches(batch_size=1024, columns=wanted):
-                for row in range(batch.num_rows):
-                    line += 1
-                    try:
-                        values = {name: _without_nulls(batch.column(i)[row].as_py()) for i, name in enumerate(wanted)}
-                    except UnicodeDecodeError as error:
-                        yield line, Unusable(f"not valid UTF-8 at byte {error.start + 1} of a string")
-                    else:
-                        yield line, dict.fromkeys(names) | values
-    except pyarrow.ArrowException as error:
-        yield line + 1, Unusable(f"not a readable parquet file: {str(error).splitlines()[0]}")
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value of parquet without the fields that are null: each object of a column has the fields of all of them.
-
-    Items of lists stay: a list has only what was written.
-    """
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -83,6 +83,8 @@ class Chat:
     label: bool | None = None
 
 
+# A longer record is an error in the file; it is never in memory as a whole.
+LINE_BYTES = 8 * 2**20
 # Column of what a program can check an answer by.
 ANSWER = "answer"
 TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.distributed import heartbeat, ring_start
 from lib.distributed.collectives import Collectives, buckets
-from lib.errors import AgreedError, UserError
+from lib.errors import AgreedError, UserError, shown
 from lib.model.partition import Holders, Part
 from lib.system.mpi_and_blas import Launch
 from lib.system.network import distinct_names, host_name, machine_id
@@ -187,7 +187,7 @@ class World(Collectives):
         except UserError as error:
             mine = str(error)
         except OSError as error:
-            mine = f"{what}: {error.filename or 'a file'}: {error.strerror}; mend that and start again"
+            mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; mend that and start again")
         errors = self.gather_text(mine, f"the outcome of {what}")
         distinct = list(dict.fromkeys(error for error in errors if error))
         if not distinct:

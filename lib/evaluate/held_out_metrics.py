@@ -15,6 +15,7 @@ from lib.config.schema import Config
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.distributed.world import World
+from lib.system import files
 from lib.training import baseline, losses, reference_model
 from lib.training.objective import SUMS, Metrics, means_of, objective
 
@@ -45,11 +46,11 @@ def write_per_pair(path: Path, dataset: Dataset, policy: np.ndarray, reference: 
     per_row, _ = _objective(dataset, policy, reference, settings)
     columns = (_columns_of_pairs if dataset.labels is None else _columns_of_rows)(dataset, policy, reference, settings)
     columns["loss"] = np.array(per_row)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with files.replacing(path) as file:
         for row in range(len(dataset)):
             label = {} if dataset.labels is None else {"label": bool(dataset.labels[row])}
-            file.write(json.dumps(label | {name: float(column[row]) for name, column in columns.items()}) + "\n")
+            values = label | {name: float(column[row]) for name, column in columns.items()}
+            file.write(json.dumps(values).encode() + b"\n")
 
 
 def _columns_of_pairs(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from lib.config import read_file
+from lib.errors import UserError
 from lib.export.trained_run import TrainedRun
 
 CARD = "README.md"
@@ -82,7 +83,7 @@ def _source(source: str) -> str:
 def _figures(folder: Path) -> dict[str, float]:
     """Figures of summary.json; none where the run has not ended."""
     try:
-        stored = json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
+        stored = read_file.read_object(folder / "summary.json", "the run's")
+    except (OSError, UserError):
         return {}
     return {name: stored[name] for name in FIGURES if isinstance(stored.get(name), int | float)}

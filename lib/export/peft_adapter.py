@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from lib.config.plain_yaml import PlainLoader
 from lib.errors import Stopped, UserError
 from lib.export import base_copy
 from lib.export.form import ExportOptions, Reading
@@ -164,7 +165,7 @@ def original_of(run: TrainedRun) -> str:
     if run.is_quantised and card.is_file():
         front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
         try:
-            named = (yaml.safe_load(front[1]) or {}).get("base_model") if front else None
+            named = (yaml.load(front[1], Loader=PlainLoader) or {}).get("base_model") if front else None
         except (yaml.YAMLError, AttributeError):
             named = None
         named = named[0] if isinstance(named, list) and named else named

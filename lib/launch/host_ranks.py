@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import time
 import zlib
@@ -39,6 +41,7 @@ class Ranks:
         self.pids: dict[int, int] = {}  # of every rank of this host, whoever started it
         self.exits: list[tuple[int | None, int]] = []  # statuses of those that have ended
         self.folder = Path(agent_folder())
+        own_folder(Path(address))  # before its name can be read off the other's: mpirun keeps its files there
         self.folder.mkdir(mode=0o700)
         self.server: asyncio.Server | None = None
         self.tasks: set[asyncio.Future[None]] = set()
@@ -228,6 +231,19 @@ class Ranks:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
+
+
+def own_folder(path: Path) -> None:
+    """Makes a folder that nobody else can look into, or finds it so: agents on one machine share it.
+
+    Raises:
+        OSError: it is there, and not this user's alone.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(errno.EPERM, "somebody else made it; start again", str(path))
 
 
 def write_message(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:

@@ -14,9 +14,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config import schema
+from lib.config import read_file, schema
 from lib.errors import UserError
 from lib.model.adapter_layers import AdapterLayer, is_uniform, scale_of
+from lib.system import files
 from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
@@ -62,7 +63,7 @@ def save_trained(
     if "layers" in config:
         shapes, arrays = _padded(shapes, arrays, config)
     write_arrays(folder / ADAPTER_WEIGHTS, shapes, arrays)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    files.write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _padded(
@@ -103,7 +104,7 @@ def _unpadded(arrays: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict
 
 
 def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "mlx") -> None:
-    """A safetensors file, written array by array: the whole is never in memory.
+    """A safetensors file, whole or absent, written array by array: the whole is never in memory.
 
     kind: `mlx`, or `pt` where others expect PyTorch's.
 
@@ -117,7 +118,7 @@ def write_arrays(path: Path, described: Described, arrays: Arrays, kind: str = "
         header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with files.replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, array in arrays:
             file.write((array if isinstance(array, np.ndarray) else raw({name: array})[0][1]).data)
@@ -162,11 +163,15 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
     """
     try:
         loaded = mx.load(str(folder / ADAPTER_WEIGHTS))
-        config = json.loads((folder / ADAPTER_CONFIG).read_text()) if (folder / ADAPTER_CONFIG).exists() else {}
     except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {str(error).splitlines()[0]}") from None
+    path = folder / ADAPTER_CONFIG
+    config = read_file.read_object(path, where) if path.exists() else {}
     if config.get("padded"):
-        loaded = _unpadded(loaded, config)
+        try:
+            loaded = _unpadded(loaded, config)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{where} {path} does not say how its layers were padded ({error!r})") from None
     return fitted(wanted, loaded, f"{where} {folder}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from lib.config import schema
+from lib.config import read_file, schema
 from lib.errors import UserError
 from lib.model import peft_files, peft_start
 from lib.model.adapter_files import adapter_config, adapter_layers_of, described, load_trained, trainable
@@ -136,8 +135,8 @@ def load_adapter(model: nn.Module, settings: schema.ModelSettings) -> None:
         peft_start.load(model, folder, settings)
         return
     try:
-        stored = json.loads((folder / ADAPTER_CONFIG).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        stored = read_file.read_object(folder / ADAPTER_CONFIG, "model.adapter")
+    except (OSError, UserError) as error:
         raise UserError(
             f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); "
             "give a folder that mlx-lm or a run saved"

@@ -6,7 +6,6 @@ Ours are mlx-lm's: y = W x + scale B A x with lora_a = A^T [in, r] and lora_b = 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from lib.config import read_file
 from lib.errors import UserError
 from lib.model import peft_experts
 from lib.model.adapter_layers import AdapterLayer, first_match
@@ -136,7 +136,7 @@ def read(folder: Path, where: str) -> PeftAdapter:
     """
     where = f"{where} {folder}"
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        config = read_file.read_object(folder / ADAPTER_CONFIG, where)
         stored = dict(mx.load(str(folder / PEFT_WEIGHTS)))
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{where}: it cannot be read: {str(error).splitlines()[0]}") from None

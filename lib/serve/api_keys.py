@@ -38,7 +38,7 @@ def read(path: Path) -> Keys:
     """Reads a file of hashed keys.
 
     Raises:
-        UserError: it cannot be read, holds no key, or has a line of another form; a line's content is never shown.
+        UserError: it cannot be read, or has a line of another form; a line's content is never shown.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -57,8 +57,6 @@ def read(path: Path) -> Keys:
         if match["name"] in digests:
             raise UserError(f"{path}:{number}: {match['name']} is there twice; remove one")
         digests[match["name"]] = bytes.fromhex(match["digest"])
-    if not digests:
-        raise UserError(f"serve.keys {path} holds no key; python -m lib.server --make-key NAME --keys {path} adds one")
     return Keys(tuple(digests.items()))
 
 

@@ -6,7 +6,8 @@
     python -m lib.server --run runs/NAME serve.hostfile=hostfile  one backend on each host, over ssh
     python -m lib.server --model PATH                             a model without an adapter
 
-Settings are key=value words, or the `serve` section of the run's config.yaml. The log is one JSON record a
+Settings are key=value words; limits, times and the name may stand in the `serve` section of the run's config.yaml,
+but what opens a door has to be given here (lib/config/guarded.py). The log is one JSON record a
 line, on standard output. SIGTERM finishes requests under way and ends; SIGHUP reads the keys again.
 """
 
@@ -69,6 +70,9 @@ def serve(settings: Config, run: Path | None) -> None:
     options = settings.serve
     _check(settings, run)
     ring = None if options.keys is None else api_keys.read(Path(options.keys))
+    if ring is not None and not ring.digests:
+        adds = f"python -m lib.server --make-key NAME --keys {options.keys}"
+        raise UserError(f"serve.keys {options.keys} holds no key; {adds} adds one")
     listening = bind(options.host, options.port)
     is_public = not ipaddress.ip_address(listening.getsockname()[0]).is_loopback
     if is_public and options.tls_certificate is None and ring is not None:
@@ -247,11 +251,20 @@ def _listener(gateway: Gateway, settings: ServeSettings) -> Listener:
     return Listener(options, gateway, settings, log)
 
 
+def keys_again(path: Path) -> api_keys.Keys:
+    """The keys of the file as it is now; of one that is empty or gone, none: whoever takes the last one out means it.
+
+    Raises:
+        UserError: a line is of another form.
+    """
+    return api_keys.read(path) if path.exists() else api_keys.Keys(())
+
+
 def _read_keys_again(gateway: Gateway, path: Path) -> None:
     try:
-        gateway.keys = api_keys.read(path)
+        gateway.keys = keys_again(path)
         log("keys", count=len(gateway.keys.digests))
-    except UserError as error:  # those that were good stay so
+    except UserError as error:  # a slip of the pen: those that were good stay so
         log("keys", error=str(error))
 
 
@@ -282,7 +295,7 @@ def _read_config(options: argparse.Namespace) -> Config:
     path = Path(options.run) / "config.yaml"
     if not path.is_file():
         raise UserError(f"--run {options.run}: no run there (it has no config.yaml); runs are folders in run.dir")
-    return load.load(path, options.overrides)
+    return load.of_run(path, options.overrides, ("model.", "serve."))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

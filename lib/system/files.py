@@ -6,7 +6,9 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
 def flush(descriptor: int) -> None:
@@ -40,19 +42,30 @@ def flush_path(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | str, durable: bool = True) -> None:
-    """Writes a file so that a reader, or who comes after a crash, finds the old content or the new, never a part.
+    """Writes a file at once, as `replacing` does.
 
-    The folder is made where it is missing. durable: the content is on the disk when this returns.
+    Raises:
+        OSError: the disk is full or cannot be written; the old content is still there.
+    """
+    with replacing(path, durable) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write; when the block ends it takes the place of `path`, and not at all where the block raises.
+
+    So a reader, or who comes after a crash, finds the old content or the new, never a part. The folder is made where it
+    is missing. durable: the content is on the disk then.
 
     Raises:
         OSError: the disk is full or cannot be written; the old content is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         with unfinished.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             if durable:
                 flush(file.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from lib.config import read_file
 from lib.errors import UserError
 
 # The files of an adapter, as mlx-lm names them.
@@ -49,7 +50,7 @@ def resolve(path: str, revision: str | None = None) -> Path:
         )
     try:
         is_whole = isinstance(json.loads((folder / "config.json").read_bytes()), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         is_whole = False
     if not is_whole:
         raise UserError(
@@ -63,7 +64,7 @@ def end_ids(folder: Path) -> set[int]:
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
-            stored = json.loads((folder / name).read_text())
+            stored = read_file.read_object(folder / name, "model.path")
             for part in (stored, stored.get("text_config") or {}):
                 ids = part.get("eos_token_id")
                 found |= {ids} if isinstance(ids, int) else set(ids or ())

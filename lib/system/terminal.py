@@ -18,6 +18,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from lib.errors import shown
+
 GAP = 2  # blanks between columns
 HANG = 2  # further in go the lines that continue one
 NARROW = 24  # columns: in less, nothing is wrapped
@@ -51,7 +53,7 @@ class Voice:
         text = text if isinstance(text, Text) else Text(text, style)
         lead = lead if isinstance(lead, Text) else Text(lead)
         for part in folded(text, lead, self.width):
-            self.console.print(part, soft_wrap=True)
+            self._print(part)
 
     def labelled(self, label: str, text: str) -> None:
         """`warning: ...`"""
@@ -73,7 +75,7 @@ class Voice:
         if title:
             self.line(title, "bold")
         for line in laid_out(columns, [list(row) for row in rows], text_columns, self.width):
-            self.console.print(line, soft_wrap=True)
+            self._print(line)
 
     def command(self, words: Sequence[str], lead: str | Text = "") -> None:
         """A command to be copied: on a terminal broken between words, as a shell takes it."""
@@ -87,12 +89,17 @@ class Voice:
                 lines.append(word)
         for number, text in enumerate(lines):
             before = lead if number == 0 else " " * (lead.cell_len + HANG)
-            self.console.print(Text.assemble(before, text + " \\" * (number < len(lines) - 1)), soft_wrap=True)
+            self._print(Text.assemble(before, text + " \\" * (number < len(lines) - 1)))
 
     def record(self, values: Mapping[str, object]) -> None:
         """A line of JSON for programs; a person at a terminal has read the same before."""
         if not self.is_terminal:
-            self.console.print(Text(json.dumps(values)), soft_wrap=True)
+            self._print(Text(json.dumps(values)))
+
+    def _print(self, line: Text) -> None:
+        """The one door to the terminal: what others wrote (data, answers, names) is shown, and never obeyed."""
+        line.plain = shown(line.plain)
+        self.console.print(line, soft_wrap=True)
 
 
 def error(text: str, label: str = "error") -> None:

@@ -232,14 +232,17 @@ class PerformanceTracker:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The whole records of a log; a last line that a crash cut short is left out."""
-    records = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    """The whole records of a log; a last line that a crash cut short is left out, and what is no record."""
+    return [record for line in path.read_bytes().split(b"\n") if (record := _record_of(line)) is not None]
+
+
+def _record_of(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
+    return cast(Record, record) if is_record and isinstance(record.get("step"), int | None) else None
 
 
 def rewind(path: Path, step: int) -> int:
@@ -250,11 +253,10 @@ def rewind(path: Path, step: int) -> int:
     """
     lines = path.read_bytes().splitlines(keepends=True)
     for keep, line in enumerate(lines):
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+        entry = _record_of(line)
+        if entry is None:
             break
-        if not line.endswith(b"\n") or entry.get("step", 0) > step or entry["kind"] == "end":
+        if not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
             break
     else:
         return 0

@@ -18,12 +18,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, TypedDict
+from typing import IO, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
+from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config.load import dump
 from lib.config.schema import Config
@@ -35,6 +36,7 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
+from lib.training.finite import are_finite
 from lib.training.objective import Metrics
 from lib.training.step import StepResult
 
@@ -105,13 +107,13 @@ class Progress:
         local = self.rounds.get("local_steps", [])
         return local[rank] if rank < len(local) else self.step
 
-    def is_best(self, metrics: Metrics) -> bool:
-        """Counts an evaluation of this step: whether its held-out loss is the lowest so far, and the one to beat."""
+    def is_best(self, metrics: Metrics, is_finite: bool = True) -> bool:
+        """Counts an evaluation of this step: whether its loss is the lowest so far, of finite weights, and to beat."""
         loss = metrics.get("loss")
         if loss is None:
             return False
         self.evaluations_since_best += 1
-        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+        if not is_finite or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
             return False
         self.best_step, self.best_loss, self.best_metrics = self.step, loss, metrics
         self.evaluations_since_best = 0
@@ -347,6 +349,7 @@ def save_all(
 
     A host that is lost takes its disk along, and the others go on from theirs. folder: the run's. All wait for the last
     one, and for one of which ranks have parts of their own. What the log lacks, on a full disk, no checkpoint holds.
+    Weights that are not finite are not saved, so they never push out a checkpoint that one can go on from.
 
     Returns:
         Why there is none now, the same on every rank; earlier ones are untouched, and no run ends for want of one.
@@ -358,6 +361,8 @@ def save_all(
     what = f"the checkpoint of step {step} (earlier ones are whole: --resume {folder})"
     folder, writer.unsaved_seconds = folder / "checkpoints", 0.0
     wait = is_last or own is not None or has_to_wait(world, state.model, state.optimizer)
+    if not are_finite(world, state.model, state.optimizer):
+        return f"training goes on without {what}: the weights or the optimizer's state are not finite"
     try:
         with world.agreeing(what):
             tracker.flush()

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from lib.config.read_file import read_text
 from lib.errors import UserError
 from lib.model import adapter_files
-from lib.training.checkpoint import MANIFEST, OPTIMIZER, STATE, checkpoints_in, file_sha256, step_of
+from lib.training.checkpoint import MANIFEST, OPTIMIZER, STATE, Progress, checkpoints_in, file_sha256, step_of
+
+STATE_BYTES = 2**26
 
 
 def find(run: Path, which: str) -> Path:
@@ -33,7 +40,7 @@ def find(run: Path, which: str) -> Path:
         if which == "last":
             return newest
         # Every better model is saved at once: the newest checkpoint knows the best of all evaluations so far.
-        best_step = json.loads((newest / STATE).read_text()).get("best_step")
+        best_step = read_progress(newest).best_step
         if best_step is None:
             raise UserError(f"--checkpoint best: {run} has no held-out loss; give last, or a step's number ({steps})")
         step = int(best_step)
@@ -44,17 +51,50 @@ def find(run: Path, which: str) -> Path:
     return saved[step]
 
 
+def read_progress(path: Path) -> Progress:
+    """How far a checkpoint is, by its state.json, which anybody may have changed: the manifest proves no author.
+
+    Raises:
+        UserError: a field is missing, unknown or of another type, or a number is negative or not finite.
+    """
+    try:
+        progress = TypeAdapter(Progress).validate_json(read_text(path / STATE, "checkpoint", STATE_BYTES))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise UserError(f"{STATE}: {where + ': ' if where else ''}{fault['msg']}") from None
+    if progress.step != step_of(path):
+        raise UserError(f"{STATE} is of step {progress.step}")
+    counts = asdict(replace(progress, before={}, best_metrics={}, best_loss=None, schedule={}))
+    if not _is_sound(counts):
+        raise UserError(f"{STATE} has a count that is negative or not finite")
+    return progress
+
+
+def _is_sound(value: Any) -> bool:
+    """Whether no number in it is negative or not finite; rewards may be negative."""
+    if isinstance(value, dict):
+        return all(_is_sound(item) for name, item in value.items() if not str(name).startswith("rewards"))
+    if isinstance(value, list | tuple):
+        return all(map(_is_sound, value))
+    return not isinstance(value, int | float) or 0 <= value < 2**63
+
+
 def fault_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, by the hashes in its manifest; None where all are whole."""
+    """What is wrong with a checkpoint's files, by its manifest's hashes and its state; None where all are whole."""
     try:
         hashes = json.loads((path / MANIFEST).read_text())
         for name, expected in hashes.items():
+            if Path(name).name != name or not (path / name).is_file():
+                return f"{name} is no file of it"
             if file_sha256(path / name) != expected:
                 return f"{name} does not match its hash"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return str(error)
-    return (
-        None
-        if {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys()
-        else "files are missing from its manifest"
-    )
+    if not {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys():
+        return "files are missing from its manifest"
+    try:
+        read_progress(path)
+    except (UserError, OSError) as error:
+        return str(error)
+    return None

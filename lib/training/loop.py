@@ -17,8 +17,9 @@ from lib.data.prefetch import prefetch
 from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
+from lib.errors import Stopped, UserError
 from lib.model import adapter_files
-from lib.system import metal
+from lib.system import files, metal
 from lib.training import checkpoint, report, summary
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
@@ -219,7 +220,8 @@ class TrainingLoop:
             self.latest = self.evaluate()
             # Rank 0's: ranks that are never merged have losses of their own.
             metrics: Metrics = json.loads(run.world.broadcast_text(json.dumps(self.latest)))
-            checkpoint_due = run.progress.is_best(metrics) or run.is_over or checkpoint_due
+            is_finite = run.is_finite()  # no checkpoint is written of other weights, so they are never the best
+            checkpoint_due = run.progress.is_best(metrics, is_finite) or run.is_over or checkpoint_due
         return checkpoint_due and run.save()
 
     def finish(self, launched: float) -> summary.RunSummary | None:
@@ -234,15 +236,26 @@ class TrainingLoop:
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})
         each = world.gather_long_text(json.dumps(totals), "every rank's figures")
         result = None
+        if not run.is_finite():
+            raise Stopped(
+                f"the weights after step {run.progress.step} are not finite, and no adapter is made of them (the "
+                f"checkpoints in {run.folder} have finite ones); start a new run with a smaller train.learning_rate"
+            )
         with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
-            if run.is_never_merged:
-                own_folder = checkpoint.own_folder(run.folder, world.rank)
-                adapter_files.save_trained(run.model, config.model, own_folder)
-            if world.rank == 0:
-                adapter_files.save_trained(run.model, config.model, run.folder, *weights)
-                wall_seconds = time.perf_counter() - launched
-                result = summary.summarise(config, run.plan, run.progress, ending, each, wall_seconds)
-                (run.folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+            try:
+                if run.is_never_merged:
+                    own_folder = checkpoint.own_folder(run.folder, world.rank)
+                    adapter_files.save_trained(run.model, config.model, own_folder)
+                if world.rank == 0:
+                    adapter_files.save_trained(run.model, config.model, run.folder, *weights)
+                    wall_seconds = time.perf_counter() - launched
+                    result = summary.summarise(config, run.plan, run.progress, ending, each, wall_seconds)
+                    files.write_atomically(run.folder / "summary.json", json.dumps(result, indent=2) + "\n")
+            except OSError as error:
+                raise UserError(
+                    f"{error.filename or run.folder}: {error.strerror}; the last checkpoint is whole: "
+                    f"mend that, then --resume {run.folder}"
+                ) from None
         self.run.writer.record(tracker)
         tracker.record(
             "end",

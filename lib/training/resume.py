@@ -22,7 +22,6 @@ from lib.telemetry.run_records import first_missed, rewind
 from lib.training.checkpoint import (
     OPTIMIZER,
     REFERENCE,
-    STATE,
     MovingReference,
     Progress,
     checkpoints_in,
@@ -32,7 +31,7 @@ from lib.training.checkpoint import (
     part_of,
     step_of,
 )
-from lib.training.find_checkpoint import fault_of
+from lib.training.find_checkpoint import fault_of, read_progress
 from lib.training.training_run import TrainingRun
 
 
@@ -65,15 +64,26 @@ def resume_run(run: TrainingRun) -> None:
         run.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
     run.feedback = own.get("feedback", {})
     if run.local_sgd is not None:
-        run.local_sgd.resume(run.progress, own)
+        try:
+            run.local_sgd.resume(run.progress, own)
+        except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
+            raise AgreedError(f"{path}: the state of its rounds is not what a run writes: {error!r}") from None
     elif run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
-    if run.progress.schedule and not run.schedule.restore(run.progress.schedule):
+    if run.progress.schedule and not _restores(run):
         run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
     if run.schedule.at(run.progress.step + 1).gradient_checkpointing and not run.plan.gradient_checkpointing:
         adapters.checkpoint_blocks(run.model)
     go_back(run.folder / "logs", run.progress, run.world, run.lock is not None)
     run.say.line(f"resuming {run.folder} after step {run.progress.step} of {run.steps}")
+
+
+def _restores(run: TrainingRun) -> bool:
+    """Whether the plans of the checkpoint are in force again."""
+    try:
+        return run.schedule.restore(run.progress.schedule)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise AgreedError(f"{run.folder}: the plans in its checkpoint are not what a run writes: {error!r}") from None
 
 
 def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
@@ -90,7 +100,7 @@ def choose(folder: Path, world: World) -> tuple[Path | None, bool, list[str]]:
             path = candidates.pop(0)
             fault = fault_of(path)
             if fault is None:
-                parts = json.loads((path / STATE).read_text()).get("parts", [])
+                parts = read_progress(path).parts
                 own_offer = Offer(path=str(path), step=step_of(path), parts=parts, whole=not inside_a_round(path))
             else:
                 warnings.append(f"checkpoint {path} is damaged ({fault}); the one before it is taken")
@@ -137,13 +147,20 @@ def restore(path: Path, wanted: Described, data_digest: str) -> tuple[Progress, 
     Raises:
         UserError: the weights do not fit, or the training data is no longer the same.
     """
-    progress = Progress(**json.loads((path / STATE).read_text()))
+    progress = read_progress(path)
     if progress.data_digest != data_digest:
         raise UserError(
             f"{path}: data.train is no longer what this run was trained on; put the file back, "
             f"or start a new run with model.adapter={path}"
         )
-    return progress, adapter_files.read_trained(wanted, path, "checkpoint"), dict(mx.load(str(path / OPTIMIZER)))
+    return progress, adapter_files.read_trained(wanted, path, "checkpoint"), _arrays_of(path, OPTIMIZER)
+
+
+def _arrays_of(path: Path, name: str) -> Arrays:
+    try:
+        return dict(mx.load(str(path / name)))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{path}: {name} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def restore_all(
@@ -195,7 +212,7 @@ def restore_reference(path: Path, reference: MovingReference, world: World) -> N
     wanted = world.whole(reference.arrays)
     with world.agreeing("resuming"):
         if world.rank == 0:
-            arrays = dict(mx.load(str(path / REFERENCE)))
+            arrays = _arrays_of(path, REFERENCE)
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != dict(wanted):
                 raise UserError(f"{path}: {REFERENCE} does not fit the model")
     reference.arrays = dict(world.scattered(arrays))

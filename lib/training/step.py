@@ -123,16 +123,25 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
     """
     kinds = {name.lower(): kind for name, kind in vars(optim).items() if inspect.isclass(kind)}
     kind: Callable[..., optim.Optimizer] = (kinds | {"adamw_8bit": AdamW8bit})[train.optimizer]
-    known = inspect.signature(kind).parameters
+    known = list(inspect.signature(kind).parameters)
     # MLX leaves Adam's bias correction out unless asked, and Adafactor would overrule the learning rate.
     defaults = {"bias_correction": True, "relative_step": False}
     options: dict[str, object] = {name: value for name, value in defaults.items() if name in known}
     if train.weight_decay:
         options["weight_decay"] = train.weight_decay
     options |= train.optimizer_options
-    unknown = sorted(options.keys() - known.keys())
+    known = [name for name in known if name != "learning_rate"]  # train.learning_rate
+    unknown = sorted(options.keys() - set(known))
     if unknown:
         raise UserError(f"train.optimizer={train.optimizer} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    try:  # some options are looked at in the first update alone
+        trial, weights = kind(learning_rate=train.learning_rate, **options), {"weight": mx.ones((2, 2))}
+        mx.eval(trial.apply_gradients(weights, weights))
+    except (TypeError, ValueError, IndexError, OverflowError, RuntimeError) as error:
+        fault = str(error).partition("\n")[0]
+        raise UserError(
+            f"train.optimizer_options={train.optimizer_options} is not for {train.optimizer}: {fault}"
+        ) from None
     return kind(learning_rate=train.learning_rate, **options)
 
 

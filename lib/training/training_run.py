@@ -17,6 +17,7 @@ from lib.plan.replan import Schedule
 from lib.telemetry.run_records import PerformanceTracker
 from lib.telemetry.trackers import Feed
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all, share
+from lib.training.finite import are_finite
 from lib.training.local_sgd import LocalSGD
 from lib.training.preload import Inputs
 from lib.training.progress_display import RunConsole
@@ -80,6 +81,10 @@ class TrainingRun:
     def is_over(self) -> bool:
         """Whether nothing is left to train: all steps are taken, or the held-out loss falls no more."""
         return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
+
+    def is_finite(self) -> bool:
+        """Whether every rank's weights and optimizer state are finite; all ranks ask together."""
+        return are_finite(self.world, self.model, self.optimizer)
 
     def save(self) -> bool:
         """Writes a checkpoint; where none can be written, says why, and training goes on. Whether there is one now.

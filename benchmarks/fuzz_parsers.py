@@ -1,0 +1,109 @@
+"""Every parser of files and requests against hypothesis: no traceback, and no more memory than its limit.
+
+    python benchmarks/fuzz_parsers.py --seconds 600         ten minutes each (tests/parsers.py has them)
+    python benchmarks/fuzz_parsers.py --quick               six seconds each
+    python benchmarks/fuzz_parsers.py --only parquet YAML
+
+Each parser runs in a process of its own, which may have so many bytes of address space and no more. The last line is one
+JSON object; the exit status is 1 where a parser let an error through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from lib import environment
+
+environment.enter()
+
+EXAMPLES = 200  # between looks at the clock
+MEMORY_BYTES = 6 * 2**30  # of addresses; MLX and pyarrow take a third of it for themselves
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600, help="for each parser (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="6 seconds each")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these parsers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    seconds = 6 if options.quick else options.seconds
+    if options.one:
+        return one(options.one, seconds, options.seed)
+    from tests.parsers import PARSERS
+
+    results = []
+    for name in options.only or PARSERS:
+        command = [sys.executable, __file__, "--one", name, "--seconds", str(seconds), "--seed", str(options.seed)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 300)
+        lines = done.stdout.splitlines()
+        found = json.loads(lines[-1]) if done.returncode == 0 and lines else {"tried": 0, "fell": 1, "memory_bytes": 0}
+        print(
+            f"{name:12} {found['tried']:9,} tried {found['fell']:4} fell {found['memory_bytes'] / 1e6:8.0f} MB at most"
+        )
+        print(done.stderr[-4000:], end="", flush=True)
+        results.append({"parser": name, **found})
+    fell = sum(result["fell"] for result in results)
+    tried = sum(result["tried"] for result in results)
+    print(json.dumps({"tried": tried, "fell": fell, "parsers": results}))
+    return 1 if fell else 0
+
+
+def one(name: str, seconds: float, seed: int) -> int:
+    """Fuzzes one parser; prints what it found as JSON."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as seeded
+    from hypothesis import strategies as st
+
+    from tests.parsers import PARSERS, refuses_or_reads
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    parser, tried, faults = PARSERS[name], 0, dict[str, str]()
+    ends, draw = time.monotonic() + seconds, random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.data())
+        def attack(data: st.DataObject) -> None:
+            nonlocal tried
+            content = data.draw(parser.inputs)
+            if time.monotonic() > ends:
+                return
+            tried += 1
+            try:
+                refuses_or_reads(parser, content, Path(folder) / "one")
+            except Exception as error:
+                frames = [frame for frame in traceback.extract_tb(error.__traceback__) if str(ROOT) in frame.filename]
+                place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}: {str(error)[:200]}"
+                faults.setdefault(place.partition(": ")[0], f"{place}\n    {content[:300]!r}")
+
+        while time.monotonic() < ends:
+            seeded(draw.randrange(2**32))(attack)()
+    for fault in faults.values():
+        print(fault, file=sys.stderr)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(json.dumps({"tried": tried, "fell": len(faults), "memory_bytes": memory}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

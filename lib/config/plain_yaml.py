@@ -1,0 +1,33 @@
+"""YAML of people, as one reads it: files may come from anybody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+DEEPEST = 20  # nested levels
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML without what only an attack needs: aliases of lists and mappings, deep nesting, values that are none."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if is_alias and not isinstance(node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="an alias of a list or a mapping; write it out", problem_mark=mark)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:  # 2026-13-45, !!int x, an integer of 5,000 digits
+            fault = str(error).partition(";")[0]
+            raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark) from None

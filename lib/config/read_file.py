@@ -1,0 +1,59 @@
+"""Files that may come from anybody: regular, of bounded size, UTF-8, or one clear line."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from lib.errors import UserError
+
+
+def require_regular(path: Path, what: str) -> None:
+    """Makes sure that reading a file comes to an end: a pipe waits for a writer, and /dev/zero never ends.
+
+    Raises:
+        UserError: it is a pipe, a device or a socket. One that is absent is for the reader to report.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise UserError(f"{what} {path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; copy it into one")
+
+
+def read_text(path: Path, what: str, limit_bytes: int) -> str:
+    """The UTF-8 text of a file that may come from anybody.
+
+    Raises:
+        UserError: it is no regular file, has more than `limit_bytes`, or is not UTF-8.
+        OSError: it cannot be read.
+    """
+    require_regular(path, what)
+    with path.open("rb") as file:
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise UserError(f"{what} {path} has more than {limit_bytes:,} bytes; is it the file that you mean?")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{what} {path} is not UTF-8 text") from None
+
+
+def read_object(path: Path, what: str, limit_bytes: int = 2**26) -> dict[str, Any]:
+    """The JSON object of a file that may come from anybody.
+
+    Raises:
+        UserError: as `read_text`, or it is no JSON object.
+        OSError: it cannot be read.
+    """
+    try:
+        stored = json.loads(read_text(path, what, limit_bytes))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{what} {path} is not JSON ({error}); copy it again") from None
+    if not isinstance(stored, dict):
+        raise UserError(f"{what} {path} holds no JSON object; copy it again")
+    return stored

@@ -1,0 +1,140 @@
+"""Parquet ➜ records, in memory that does not follow from what the file says of itself.
+
+A page of parquet can say in a few bytes that one text of megabytes stands in a million rows. So texts that a file keeps
+once are kept once here as well, and are counted before they become Python's; row groups that declare much more than
+their bytes can hold are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from lib.data.record_formats import JSON, LINE_BYTES, Unusable
+from lib.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+BATCH_ROWS = 1024
+PLAIN_BYTES = 2**28  # of a column's part of a row group: so much it may always declare
+PLAIN_VALUES = 2**25
+MOST_EXPANSION = 1000  # times its compressed bytes: zstd makes a third of that of text that repeats itself
+
+
+def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -> Iterator[tuple[int, JSON | Unusable]]:
+    """Yield (row, record); the columns that are not `known` are named, and not read."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
+    line, unpacked = 0, 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names, metadata = table.schema_arrow.names, table.metadata
+        wanted = [name for name in names if known is None or name in known]
+        if (why := _expansion(metadata, wanted)) is not None:
+            yield 1, Unusable(why)
+            return
+        packed = sum(column.total_compressed_size for _, column in _columns(metadata, wanted))
+        # Not read in advance: a row group may be of any size.
+        options = {"read_dictionary": _kept_once(metadata, wanted), "pre_buffer": False, "buffer_size": 2**20}
+        with pyarrow.parquet.ParquetFile(file, **options) as table:
+            for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
+                unpacked += sum(map(_bytes, batch.columns))
+                if unpacked > max(PLAIN_BYTES, MOST_EXPANSION * packed):
+                    why = f"{unpacked:,} bytes up to row {line + batch.num_rows:,} come of {packed:,} in the file"
+                    yield line + 1, Unusable(f"{why}: no data does")
+                    return
+                for values in _rows(batch, wanted):
+                    line += 1
+                    yield line, values if isinstance(values, Unusable) else dict.fromkeys(names) | values
+    except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk, not of the file's content
+            raise
+        yield line + 1, Unusable(f"not a readable parquet file: {(str(error).splitlines() or ['damaged'])[0]}")
+
+
+def _expansion(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) -> str | None:
+    """Why a file would take more memory than one may expect of its size; None where it would not."""
+    for group, column in _columns(metadata, wanted):
+        packed = max(column.total_compressed_size, 1)
+        what = f"{column.path_in_schema!r} of row group {group}"
+        if column.total_uncompressed_size > max(PLAIN_BYTES, MOST_EXPANSION * packed):
+            return f"{what} declares {column.total_uncompressed_size:,} bytes in {packed:,}: no data does"
+        if column.num_values > max(PLAIN_VALUES, MOST_EXPANSION * packed):
+            return f"{what} declares {column.num_values:,} values in {packed:,} bytes: no data does"
+    return None
+
+
+def _kept_once(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) -> list[str]:
+    """The columns of texts that the file keeps in dictionaries."""
+    return sorted(
+        {
+            column.path_in_schema
+            for _, column in _columns(metadata, wanted)
+            if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in name for name in column.encodings)
+        }
+    )
+
+
+def _columns(
+    metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]
+) -> Iterator[tuple[int, pyarrow.parquet.ColumnChunkMetaData]]:
+    for group in range(metadata.num_row_groups):
+        for index in range(metadata.num_columns):
+            column = metadata.row_group(group).column(index)
+            if column.path_in_schema.partition(".")[0] in wanted or column.path_in_schema in wanted:
+                yield group, column
+
+
+def _rows(batch: pyarrow.RecordBatch, names: list[str]) -> Iterator[JSON | Unusable]:
+    """The rows of a batch; of one that is too long the reason. Few become Python's at once, where they are long."""
+    size = sum(_bytes(column) for column in batch.columns)
+    if size > LINE_BYTES and batch.num_rows > 1:
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half), names)
+        yield from _rows(batch.slice(half), names)
+        return
+    if size > LINE_BYTES:
+        yield Unusable(f"a row of {size:,} bytes, more than {LINE_BYTES:,}")
+        return
+    for row in range(batch.num_rows):
+        try:
+            yield {name: _without_nulls(batch.column(i)[row].as_py()) for i, name in enumerate(names)}
+        except UnicodeDecodeError as error:
+            yield Unusable(f"not valid UTF-8 at byte {error.start + 1} of a string")
+        except (ValueError, OverflowError, ArithmeticError) as error:  # a date of the year 200,000
+            yield Unusable(f"a value that Python has no type for: {error}")
+
+
+def _bytes(array: pyarrow.Array) -> int:
+    """What an array's values take where each is written out."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    kind = array.type
+    if pyarrow.types.is_dictionary(kind):
+        lengths = compute.binary_length(array.dictionary)
+        return compute.sum(lengths.take(array.indices)).as_py() or 0
+    if pyarrow.types.is_struct(kind):
+        return sum(map(_bytes, array.flatten()))
+    if isinstance(array, pyarrow.MapArray):
+        return _bytes(array.keys) + _bytes(array.items)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        return _bytes(array.flatten())
+    size: int = array.nbytes
+    return size
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of parquet without the fields that are null: each object of a column has the fields of all of them.
+
+    Items of lists stay: a list has only what was written.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
