@@ -74,8 +74,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.training.summary import show_end
 
     launched = time.perf_counter()
-    run = prepare(config, world, resume, dry_run)
-    if run is None:
+    if (run := prepare(config, world, resume, dry_run)) is None:
         return
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------

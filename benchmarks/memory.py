@@ -115,6 +115,13 @@ def cases_of(name: str) -> list[Case]:
     return rows
 
 
+def settings_of(case: Case, folder: str = "-", seed: int = 0) -> Config:
+    """The settings of a run of it."""
+    words = [f"model.path={folder}", f"model.dtype={case.dtype}", f"model.method={case.method}", f"train.seed={seed}"]
+    words += ["data.train=-", "model.random_init=true", f"model.gradient_checkpointing={case.checkpointing}"]
+    return load.load(None, [*words, *case.words])
+
+
 def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
     """One row: planned and measured bytes."""
     gc.collect()
@@ -123,15 +130,7 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
     stored = MODELS[case.model]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(stored))
-        words = [
-            f"model.path={folder}",
-            f"model.dtype={case.dtype}",
-            f"model.method={case.method}",
-            f"train.seed={seed}",
-            *case.words,
-        ]
-        words += ["data.train=-", "model.random_init=true", f"model.gradient_checkpointing={case.checkpointing}"]
-        settings = load.load(None, words)
+        settings = settings_of(case, folder, seed)
         model = load_module.load(settings.model, seed)
     if case.bits:
         nn.quantize(model, 64, case.bits)
@@ -156,7 +155,7 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
         mx.synchronize()
         peaks.append(max(peak, mx.get_peak_memory()))
     del model, step, batch
-    planned = planned_bytes(case, settings, stored, multiple)
+    planned = planned_bytes(case, stored, multiple)
     peak = max(peaks[1:])
     return {
         **asdict(case),
@@ -167,11 +166,11 @@ def measured(case: Case, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def planned_bytes(case: Case, settings: Config, stored: dict[str, Any], multiple: int) -> memory.StepBytes:
+def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.StepBytes:
     """By arithmetic."""
     quantised = {"quantization": {"group_size": 64, "bits": case.bits}} if case.bits else {}
     shape = partition.model_shape_of({**stored, **quantised}, case.dtype)
-    training = memory_trace.Training.of(settings, shape.blocks, True)
+    training = memory_trace.Training.of(settings_of(case), shape.blocks, True)
     seen, scored = case.prompt + case.completion, 2 * (case.completion + 1)
     rows = memory.Rows(case.prompt, seen, case.prompt + 2 * case.completion, scored, length_multiple=multiple)
     return memory.MemoryModel(shape, training, rows).bytes(case.pairs, hardware.mlx_device()[0])

@@ -246,7 +246,8 @@ def prepared(setting: Setting, folder: Path) -> tuple[Path, Callable[[list[str],
         return ran([*become, *command], clone, environment, setting.umask, seconds)
 
     ours = ROOT / ".venv"
-    if setting.python is None and run([str(ours / "bin/python"), "-c", ""], 60)[0] == 0:
+    starts_itself = "import subprocess, sys, mlx_lm; subprocess.run([sys.executable, '-c', ''], check=True)"
+    if setting.python is None and run([str(ours / "bin/python"), "-c", starts_itself], 60)[0] == 0:
         (clone / ".venv").symlink_to(ours)
     else:
         chosen = [f"PYTHON={setting.python}"] if setting.python else []

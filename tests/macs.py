@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import stat
 import sys
 from pathlib import Path
@@ -69,12 +70,14 @@ def interpreter(folder: Path, seen_at: Path) -> Path:
     tool(folder / "bin", "caffeinate")
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(SITE)
-    return _script(folder, f'PATH="{seen_at}/bin:$PATH" PYTHONPATH="{seen_at}/site" exec {sys.executable} "$@"')
+    return _script(
+        folder, f'PATH="{seen_at}/bin:$PATH" PYTHONPATH="{seen_at}/site" exec {shlex.quote(sys.executable)} "$@"'
+    )
 
 
 def plain_interpreter(folder: Path) -> Path:
     """At the same place, on a host that is none."""
-    return _script(folder, f'exec {sys.executable} "$@"')
+    return _script(folder, f'exec {shlex.quote(sys.executable)} "$@"')
 
 
 def _script(folder: Path, line: str) -> Path:

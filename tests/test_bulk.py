@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -288,12 +289,12 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
         "    print([1.0] * len(q['completions']) if '3 + 3' in q['prompt'] else list(range(len(q['completions']))))\n"
     )
     words += ["--make-pairs"]
-    bulk([*words, str(tmp_path / "judged.jsonl"), f"evaluate.judge={sys.executable} {judge}"])
+    bulk([*words, str(tmp_path / "judged.jsonl"), f"evaluate.judge={shlex.quote(sys.executable)} {judge}"])
     judged = scored(tmp_path / "judged.jsonl")
     assert {(pair["chosen"], pair["rejected"]) for pair in judged} == {("It is 2.", "It is 0.")}
     assert len(judged) == 19  # of 3 + 3 all are alike
     for command, why in (
-        (f"{sys.executable} -c 'import sys; sys.exit(\"no GPU\")'", "ended with status 1: no GPU"),
+        (f"{shlex.quote(sys.executable)} -c 'import sys; sys.exit(\"no GPU\")'", "ended with status 1: no GPU"),
         ("echo [1]", "wrote 1 lines for 4 questions"),
         ("nothing-of-this-name", "cannot be started"),
     ):

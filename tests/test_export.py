@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -172,7 +174,7 @@ def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(tmp_path: Path) 
     """mlx-lm#1172: a fused gpt-oss that silently is its base: MXFP4's steps are wider than what was trained."""
     keys = "[self_attn.q_proj,mlp.experts.up_proj,mlp.experts.down_proj]"
     base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
-    folder = exported.run_of(tmp_path / "run", base, **{"model.keys": keys, "model.scale": 0.05})
+    folder = exported.run_of(tmp_path / "run", base, **{"model.keys": keys, "model.scale": 0.002})
     run = open_run(folder, "final", [], 6, lambda text: None)
     with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
         proof.prove(fused, run, written(fused, run), PLAIN)
@@ -340,6 +342,14 @@ def export(run: TrainedRun, *words: str) -> tuple[int, Path]:
 
 
 def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    torn = run.folder / "export" / ".fused.unfinished"  # of a process that was killed
+    (torn / "torn-folder").mkdir(parents=True)
+    (torn / "torn-file").touch()
+    lock = os.open(torn, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert export(run, "--to", "fused")[0] == 2
+    assert "another process is writing it" in capsys.readouterr().err
+    os.close(lock)
     status, folder = export(run, "--to", "fused")
     assert status == 0
     facts = json.loads((folder / "fused" / "tandem_export.json").read_text())
@@ -348,6 +358,7 @@ def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.
     assert "proven: mlx_lm.load gives the same log-probabilities" in out
     assert json.loads(out.splitlines()[-1])["proof"] == facts["proof"]
     assert [path.name for path in folder.iterdir()] == ["fused"]
+    assert not list((folder / "fused").glob("torn*"))
     assert export(run, "--to", "fused")[0] == 2
     assert "exists already; give another folder by --out" in capsys.readouterr().err
 

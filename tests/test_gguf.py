@@ -164,6 +164,7 @@ def test_a_wrong_layout_is_seen_and_leaves_nothing(
         ({"model_type": "llama", "layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 4}, "attend to a window"),
         ({**exported.FAMILIES["qwen3_moe"], "norm_topk_prob": False}, "norm_topk_prob is not true"),
         ({**exported.FAMILIES["qwen3_moe"], "mlp_only_layers": [1]}, "have no experts"),
+        ({"model_type": "olmo2", "tie_word_embeddings": True}, "its head is its embedding"),
         (exported.FAMILIES["gpt_oss"], "of the family gpt_oss, which has no mapping to GGUF here; there are gemma, gemma2"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -171,3 +172,21 @@ def test_messages_have_an_order_in_which_no_rank_waits_for_ever(ranks: int) -> N
                         del left[rank][0], left[rank + 1][0]
                         moved = True
             assert not any(left), (micro_batches, more)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_wait_names_the_rank_and_the_host_that_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    links, waits = Links(world, hosts=("m4-max", "m3-ultra")), []
+    deadline = type(links.ranks).deadline
+
+    def noted(ranks: World, what: str, times: int = 1) -> contextlib.AbstractContextManager[None]:
+        waits.append(what)
+        return deadline(ranks, what, times)
+
+    monkeypatch.setattr(World, "deadline", noted)
+    links.exchange(mx.ones(3), 1 - world.rank, "the gradients")
+    links.finish("the end of a step")
+    peer = ("rank 1 on m3-ultra", "rank 0 on m4-max")[world.rank]
+    assert waits == [f"the gradients from {peer}", f"the end of a step: {peer} does not take what it was sent"]
+    monkeypatch.undo()
+    world.gather_text("seen")

@@ -33,9 +33,6 @@ CASES = [
     benchmark.Case("wide MLP", method="full", dtype="float32", prompt=64, completion=128),
     benchmark.Case("many heads", bits=4, dtype="float32", prompt=96, completion=32, pairs=2),
     benchmark.Case("many heads", dtype="float32", prompt=64, completion=64, words=("model.adapt_embeddings=true",)),
-    benchmark.Case(
-        "wide MLP", "full", "float32", prompt=32, completion=32, pairs=1, words=("train.optimizer=adamw_8bit",)
-    ),
 ]
 
 

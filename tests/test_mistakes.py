@@ -97,6 +97,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.dtype=int8", "'float32', 'bfloat16' or 'float16', not 'int8'"),
     ("train.py", "plan.shares=[6,1]", "sum to 7, but train.global_batch_size is 8; make them equal"),
     ("train.py", "plan.shares=[6,2]", "plan.shares .6, 2. has 2 numbers, but there are 1 ranks"),
+    ("train.py", "strategy=pipelined plan.shares=[1,1]", "has 2 numbers, but there is 1 rank.*mpirun -n 2"),
     ("train.py", "--config", "--config: expected one argument"),
     # Configurations
     ("train.py", "--config nope.yaml", "config file nope.yaml does not exist .*configs/ has examples"),

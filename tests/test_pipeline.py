@@ -24,6 +24,7 @@ from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as sync
+from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
 from lib.distributed.pipelined_world import PipelinedWorld, pipelined
 from lib.distributed.world import World
@@ -301,6 +302,20 @@ def test_blocks_move_away_from_a_rank_that_slows(
     assert moves[0]["step"] < 8 and len(moves) == 1, "once, and the resumed run began with it"
     assert json.loads((run / "plan.json").read_text())["blocks"] == [4, 1]
     rounding.assert_equal_runs(straight, [run], ["loss", "grad_norm"])
+    world.gather_text("checked")
+
+
+@two
+@pytest.mark.parametrize(("kind", "most"), [("bf16", 2.0**-9), ("int8", BLOCK**0.5 / 254)])
+def test_compressed_activations_say_what_was_left_out(world: World, folder: Path, kind: str, most: float) -> None:
+    """bf16 rounds to 8 bits; int8 to the 254th part of a block's largest value, which is at most the block's norm."""
+    common = [*words_of(world, folder), "strategy=pipelined", "train.steps=2", "data.valid=null"]
+    exact = train(world, folder, common, "exact")
+    run = train(world, folder, [*common, f"sync.compression={kind}"], kind)
+    world.gather_text("finished")
+    for before, after in zip(steps_of(exact, world.rank), steps_of(run, world.rank), strict=True):
+        assert "sent_error" not in before and 0 < after["sent_error"] <= most
+        assert after["bytes_sent"] < before["bytes_sent"] and not after["skipped"]
     world.gather_text("checked")
 
 

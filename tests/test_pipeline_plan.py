@@ -16,7 +16,7 @@ from lib.config.load import load
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model.partition import model_shape_of
-from lib.plan.calibration import Link
+from lib.plan.calibration import BatchCurve, Link
 from lib.plan.cluster_plan import ClusterPlan, whole_bytes
 from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes
 from lib.plan.memory_trace import Training
@@ -223,14 +223,15 @@ def planned(
     *words: str,
     stored: dict[str, Any] = LLAMA_8B,
     link: Link | None = ASSUMED_LINK,
+    curve: BatchCurve | None = None,
     **facts: Any,
 ) -> ClusterPlan:
-    """Of hosts a, b, ...: their memory, and the rate of their matrix products."""
+    """Of hosts a, b, ...: their memory, and the rate of their matrix products, or a curve of all."""
     config = load(None, ["model.path=-", "data.train=-", "train.global_batch_size=32", *words])
     hosts = []
     for rank, (memory, rate) in enumerate(zip(memory_gb, gflops, strict=True)):
         one = calibrated(chr(ord("a") + rank), {1: 1.0, 2: 1.0}).model_copy(
-            update={"curves": (), "gflops": rate, "links": (link,) if link else ()}
+            update={"curves": (curve,) if curve else (), "gflops": rate, "links": (link,) if link else ()}
         )
         size = memory and int(memory * GB)
         hosts.append(RankHost(one.machine.host, one, device="metal", memory_bytes=size))
@@ -363,6 +364,43 @@ def test_auto_takes_the_faster_way_and_says_what_the_other_would_give() -> None:
     assert planned([160, 160], rates).strategy == "independent"
     with pytest.raises(UserError, match=r"nor can it be divided: strategy=pipelined.*; strategy=sharded"):
         planned([9, 2], rates)
+
+
+@pytest.mark.parametrize("small_gb", [6, 8, 10, 12])
+def test_sharded_parts_leave_room_for_the_activations_of_a_pair(small_gb: float) -> None:
+    """By the matmul rates the first host would take most of the model, as its memory alone would allow."""
+    plan = planned([small_gb, 128], [9e3, 1e3], "strategy=sharded")
+    assert plan.division is not None and "as far as memory allows" in plan.reason
+    for part in plan.parts:
+        assert part.needed_bytes + (part.activation_bytes or 0) <= 0.9 * (part.memory_bytes or 0)
+    free = 0.9 * small_gb * GB - plan.parts[0].needed_bytes - (plan.parts[0].activation_bytes or 0)
+    assert free < 0.15 * small_gb * GB, "and no more room than that"
+    with pytest.raises(UserError, match="2 ranks need .* GB together for weights and one pair's activations"):
+        planned([10.3, 10.3], [1e4, 1e4], "strategy=sharded")
+
+
+def test_the_update_is_part_of_a_predicted_step() -> None:
+    """The whole model's takes 0.32 s on either host; that of 24 of 32 blocks is predicted."""
+    words = ("strategy=pipelined", "plan.shares=[24,8]", "plan.micro_batch_sizes=[1]")
+    curve = BatchCurve.from_rates({1: 2.0, 2: 2.0}).model_copy(update={"key": KEY})
+    without, with_update = (
+        planned([128, 128], [1e4, 1e4], *words, curve=curve.model_copy(update={"step_overhead_seconds": seconds}))
+        for seconds in (0.0, 0.32)
+    )
+    seconds = [plan.predictions[0].step_seconds or 0.0 for plan in (without, with_update)]
+    assert seconds[1] - seconds[0] == pytest.approx(0.24)
+
+
+def test_one_more_micro_batch_is_in_flight_over_a_link_where_that_costs_nothing() -> None:
+    words = ("strategy=pipelined", "plan.shares=[16,16]", "plan.micro_batch_sizes=[1]")
+    for link in (None, ASSUMED_LINK):
+        assert [stage.in_flight for stage in planned([128, 128], [1e4, 1e4], *words, link=link).stages] == [3, 1]
+    tight = planned([14, 128], [1e4, 1e4], words[0], words[2])
+    assert all(stage.needed_bytes <= 0.9 * (stage.memory_bytes or 0) for stage in tight.stages)
+    crawling = Link(
+        backend="ring", latency_seconds=1e-3, bandwidth_bytes_per_second=ASSUMED_LINK.bandwidth_bytes_per_second / 15
+    )
+    assert planned([128, 128], [1e4, 1e4], *words, link=crawling).stages[0].in_flight > 3
 
 
 def test_a_link_so_slow_that_nothing_arrives_is_planned_for() -> None:

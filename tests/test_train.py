@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -124,6 +125,7 @@ def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_pat
 
 def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path), "model.method=full", "model.dtype=bfloat16", "train.schedule=constant"]
+    words.append("checkpoint.final=last")
     for name, steps in (("whole", 4), ("halves", 2)):
         tiny.train(tmp_path, [*words, f"run.name={name}", f"train.steps={steps}"])
     tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "halves"), "train.steps=4"])
@@ -503,7 +505,7 @@ def test_ranks_with_different_data_stop_together(tmp_path: Path) -> None:
     tiny.write_jsonl(tmp_path / "other.jsonl", list(tiny.pairs(21, seed=5)))
     script = tmp_path / "rank.sh"
     script.write_text(
-        f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && set -- "$@" data.train={tmp_path}/other.jsonl\nexec {sys.executable} {ROOT}/train.py "$@"\n'
+        f'#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && set -- "$@" {shlex.quote(f"data.train={tmp_path}/other.jsonl")}\nexec {shlex.quote(sys.executable)} {shlex.quote(str(ROOT / "train.py"))} "$@"\n'
     )
     script.chmod(0o755)
     result = subprocess.run(

@@ -346,7 +346,7 @@ RUNS = [
     ["model.alpha=4", "model.use_rslora=true", "model.rank_pattern={q_proj: 3}", "model.adapt_embeddings=true"],
     ["train.reference_sync_steps=2", "train.loss=kto"],
     ["train.reference_sync_steps=2", "model.method=full", "train.loss=sppo"],
-    ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5", "train.compile=true"],
+    ["train.optimizer=adamw_8bit", "train.loraplus_lr_ratio=8", "train.neftune_noise_alpha=5"],
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -79,6 +80,25 @@ def test_an_answer_wins_only_where_both_orders_say_so(
     scores: list[float], swapped: list[float] | None, verdict: str
 ) -> None:
     assert win_rate.verdict(scores, swapped) == verdict
+
+
+def test_ties_that_the_order_made_are_counted_apart_from_others() -> None:
+    class Ordered:
+        looks_at_order = True
+
+    def line(scores: Any, swapped: Any, verdict: str) -> Any:
+        return {"scores": scores, "swapped_scores": swapped, "verdict": verdict}
+
+    lines = [
+        line([1, 0], [0, 1], "tie"),
+        line([3, 3], [2, 2], "tie"),
+        line(None, None, "tie"),
+        line([2, 1], [5, 4], "win"),
+    ]
+    lines += [line([None, None], [1, 0], "unclear")]
+    result = win_rate.summarise(lines, Ordered())  # type: ignore[arg-type]
+    assert (result["order_decided"], result["ties"], result["unclear"], result["wins"]) == (1, 3, 1, 1)
+    assert result["win_rate"] == (1 + 4 / 2) / 5 and result["mean_score"] == (1 + 3 + 2) / 3
 
 
 # ---- Who judges
@@ -251,6 +271,7 @@ def test_a_run_against_its_base_by_the_numbers_in_its_answers(
     for record, line in zip(records, lines, strict=True):
         right = [float(judges.same_number(line[name], str(record["answer"]))) for name in ("answer", "against")]
         assert (line["prompt"], line["scores"], line["swapped_scores"]) == (record["prompt"], right, None)
+    assert told["order_decided"] is None and told["unclear"] == 0
     assert told["mean_score"] == sum(line["scores"][0] for line in lines) / PROMPTS
     assert told["win_rate"] == (told["wins"] + told["ties"] / 2) / PROMPTS
     assert told["interval"] == list(win_rate.wilson(told["win_rate"], PROMPTS))
@@ -307,7 +328,7 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
     command = words(folder, out, str(folder / "model"), "evaluate.judge=frail_judge:judge")
     assert evaluate.main([*command[:-1], "evaluate.judge=frail_judge:absent"]) == 2
     assert not list(tmp_path.glob("out.jsonl*")), "a judge that is not there is reported before anything is answered"
-    assert evaluate.main([*command[:-1], f"evaluate.judge={sys.executable} -c 1"]) == 2
+    assert evaluate.main([*command[:-1], f"evaluate.judge={shlex.quote(sys.executable)} -c 1"]) == 2
     assert "wrote 0 lines for" in capsys.readouterr().err
     monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # another judge needs no new answers
     assert evaluate.main(command) == 2

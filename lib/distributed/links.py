@@ -8,8 +8,8 @@ By MLX's sources (0.32), what its backends have for that:
             the neighbour's only completion queue, and takes whatever is complete for its own: never both at once
     nccl    neither; but groups of two ranks, which gather each other's arrays on the GPU
 
-So messages between two ranks have one order, in which both ends send or receive them: see `exchange`, and what
-lib/training/pipelined_step.py receives before it sends. Where both directions work at once, the order costs nothing.
+So messages between two ranks have one order, in which both ends send or receive them where one direction works at a
+time: see `exchange`, and what lib/training/pipelined_step.py receives before it sends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from lib.distributed import device_clock
 from lib.distributed.collectives import Collectives
 from lib.distributed.world import World, host_names, neighbour_pairs
-from lib.system import device_clock
 
 
 @dataclass
@@ -45,6 +45,19 @@ class Links:
     waited_seconds: float = 0.0  # in all, for others to send or to receive
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
+
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether a rank begins to receive, before it sends, all that the other end sends before it receives.
+
+        Where one direction works at a time it has to. Elsewhere that overlaps more of a message with computation; but
+        MLX's threads keep a core busy while they wait, so not where the CPU computes.
+        """
+        return self._has_order or mx.default_device() == mx.gpu
+
+    @property
+    def _has_order(self) -> bool:
+        return self.ranks.backend == "jaccl"
 
     def evaluate(self, *arrays: object) -> None:
         """Computes what is to be sent, or is needed for it."""
@@ -107,7 +120,7 @@ class Links:
         self.waited_seconds += time.perf_counter() - began
 
     def _stream(self, way: str, rank: int) -> mx.ThreadLocalStream:
-        place = ("both", rank) if self.ranks.backend == "jaccl" else (way, rank)
+        place = ("both", rank) if self._has_order else (way, rank)
         if place not in self.streams:
             self.streams[place] = mx.new_thread_local_stream(mx.cpu)
         return self.streams[place]
@@ -128,6 +141,10 @@ class PairLinks(Links):
     pairs: Mapping[int, Collectives] = field(default_factory=dict)
     expected: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by identity: array, and gathered
     times: list[tuple[mx.array, mx.array]] = field(default_factory=list)  # nanoseconds before and after messages
+
+    @property
+    def _has_order(self) -> bool:
+        return True
 
     def evaluate(self, *arrays: object) -> None:
         mx.async_eval(*arrays)
@@ -171,8 +188,6 @@ class PairLinks(Links):
 def links_of(world: World) -> Links:
     """Links between the ranks of a world, as its backend has them. All ranks call it."""
     hosts = host_names(world)
-    return (
-        PairLinks(world, hosts=hosts, pairs=neighbour_pairs(world))
-        if world.backend == "nccl"
-        else Links(world, hosts=hosts)
-    )
+    if world.backend == "nccl":
+        return PairLinks(world, hosts=hosts, pairs=neighbour_pairs(world))
+    return Links(world, hosts=hosts)

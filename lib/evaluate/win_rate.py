@@ -173,18 +173,16 @@ def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> 
     orders = [scores, *([swapped] if swapped is not None else [])]
     if any(math.isnan(score) for order in orders for score in order):
         return "unclear"
-    signs = {(first > second) - (first < second) for first, second in orders}
-    return {1: "win", -1: "loss"}.get(signs.pop(), "tie") if len(signs) == 1 else "tie"  # type: ignore[return-value]
+    if all(first > second for first, second in orders):
+        return "win"
+    return "loss" if all(first < second for first, second in orders) else "tie"
 
 
 def summarise(lines: Sequence[Comparison], judge: Judge) -> WinRate:
     """Counts of verdicts, the win rate and its interval."""
     counts, prompts = Counter(line["verdict"] for line in lines), len(lines)
     rate = (counts["win"] + (counts["tie"] + counts["unclear"]) / 2) / prompts
-    decided = sum(
-        line["verdict"] == "tie" and bool(line["swapped_scores"]) and line["scores"] != line["swapped_scores"]
-        for line in lines
-    )
+    decided = sum(line["verdict"] == "tie" and _is_decided_by_order(line) for line in lines)
     scored = [line["scores"] for line in lines if line["scores"] and None not in line["scores"]]
     means = [sum(float(pair[k] or 0) for pair in scored) / len(scored) if scored else None for k in range(2)]
     return WinRate(
@@ -199,6 +197,15 @@ def summarise(lines: Sequence[Comparison], judge: Judge) -> WinRate:
         mean_score=means[0],
         against_mean_score=means[1],
     )
+
+
+def _is_decided_by_order(line: Comparison) -> bool:
+    orders = [
+        [score if score is not None else math.nan for score in scores]
+        for scores in (line["scores"], line["swapped_scores"])
+        if scores is not None
+    ]
+    return len({verdict(scores) for scores in orders}) > 1
 
 
 def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:

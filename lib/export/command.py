@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -130,12 +131,25 @@ def _sha256(path: Path) -> str:
 def _whole_or_absent(target: Path) -> Iterator[Path]:
     """An empty folder beside `target`, which takes that name once everything in it is on the disk.
 
+    What a killed process left of one goes first.
+
     Raises:
         OSError: the disk is full or not writable; nothing is left of it.
+        UserError: another process is writing it.
     """
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    lock = os.open(unfinished, os.O_RDONLY)
     try:
-        unfinished.mkdir(parents=True)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(
+            f"{target}: another process is writing it; wait for it, or give another folder by --out"
+        ) from None
+    try:
+        for left in unfinished.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield unfinished
         for path in sorted(unfinished.rglob("*")):
             files.flush_path(path)
@@ -151,6 +165,7 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        os.close(lock)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 Weights = dict[str, np.ndarray]
-SHORTEST_CONTEXT = 2048  # where config.json has no max_position_embeddings
+DEFAULT_CONTEXT = 2048  # where config.json has no max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Family:
         pairs_neighbours: llama.cpp rotates neighbouring values of a head here, mlx-lm the two halves: the rows of q
             and k are put in another order.
         takes_frequency_factors: the file may hold a factor for each frequency of the rope.
+        needs_head: llama.cpp does not take the embedding for the head.
         norm_offset: mlx-lm's norms add this to their weight, llama.cpp's do not.
         renames: patterns of mlx-lm's tensor names, and what gguf's name map knows instead.
         parameters: writes what only this family has, by its arguments and the longest context.
@@ -43,6 +44,7 @@ class Family:
     architecture: str
     pairs_neighbours: bool = False
     takes_frequency_factors: bool = False
+    needs_head: bool = False
     norm_offset: float = 0.0
     renames: tuple[tuple[str, str], ...] = ()
     parameters: Callable[[GGUFWriter, Any, int], None] | None = None
@@ -62,7 +64,10 @@ def family_of(model: nn.Module, path: str) -> Family:
             f"--to gguf: {path} is of the family {kind}, which has no mapping to GGUF here; "
             f"there are {', '.join(sorted(FAMILIES))}"
         )
-    problem = family.check(text_model(model).args) if family.check is not None else None
+    args = text_model(model).args
+    problem = family.check(args) if family.check is not None else None
+    if family.needs_head and args.tie_word_embeddings:
+        problem = "its head is its embedding"
     if problem is not None:
         raise UserError(f"--to gguf: {path}: {problem}, and GGUF cannot say so; take --to fused")
     return family
@@ -101,7 +106,7 @@ def write_parameters(writer: GGUFWriter, model: nn.Module, family: Family, confi
     args = text_model(model).args
     text = {**config, **config.get("text_config", {})}
     head_size = head_size_of(args)
-    context = int(text.get("max_position_embeddings") or SHORTEST_CONTEXT)
+    context = int(text.get("max_position_embeddings") or DEFAULT_CONTEXT)
     writer.add_context_length(context)
     writer.add_embedding_length(args.hidden_size)
     writer.add_block_count(args.num_hidden_layers)
@@ -289,7 +294,9 @@ FAMILIES = {
     "mistral": _LLAMA,
     "mixtral": _MIXTRAL,
     "qwen2": Family("QWEN2"),
-    "qwen2_moe": Family("QWEN2MOE", parameters=_qwen_experts, check=_every_block_has_experts(norm_topk_prob=False)),
+    "qwen2_moe": Family(
+        "QWEN2MOE", needs_head=True, parameters=_qwen_experts, check=_every_block_has_experts(norm_topk_prob=False)
+    ),
     "qwen3": Family("QWEN3"),
     "qwen3_moe": Family("QWEN3MOE", parameters=_qwen_experts, check=_every_block_has_experts(norm_topk_prob=True)),
     "gemma": Family("GEMMA", norm_offset=1.0),
@@ -297,7 +304,7 @@ FAMILIES = {
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
     "phi3": Family("PHI3"),
-    "olmo2": Family("OLMO2"),
+    "olmo2": Family("OLMO2", needs_head=True),
     "granite": Family("GRANITE", pairs_neighbours=True, takes_frequency_factors=True, parameters=_granite),
     "smollm3": Family("SMOLLM3", pairs_neighbours=True, check=_smollm3),
 }

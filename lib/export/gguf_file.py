@@ -106,7 +106,7 @@ def plan_tensors(model: nn.Module, family: Family, type: WeightType) -> list[Sto
             raise UserError(
                 f"--to gguf: {name} has no place in a GGUF of {family.architecture.lower()}; take --to fused"
             )
-        shape = array.shape if known.count("ffn_gate_inp_shexp") == 0 else (array.size,)
+        shape = (array.size,) if "ffn_gate_inp_shexp" in known else array.shape  # one row, which is a vector there
         tensors.append(Stored(known, name, _stored_type(known, shape, type), shape))
     extra = gguf_families.frequency_factors(model)
     float32 = GGMLQuantizationType.F32

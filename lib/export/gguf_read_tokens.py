@@ -14,6 +14,7 @@ from lib.export.gguf_splitters import KNOWN
 
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # gguf.TokenType
 PHI3 = ("phi-3", "phi3")  # in a model's name: its special tokens swallow the white space behind them
+NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")  # but not these
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,15 @@ class GgufTokens:
         if not self._special_ids:
             return None
         name = str(self.model.field("general.name", "")).lower()
-        spaces = r"\s*" if any(each in name for each in PHI3) else ""
         parts = sorted(self._special_ids, key=len, reverse=True)
-        return regex.compile(f"({'|'.join(map(regex.escape, parts))}){spaces}")
+        strip = [part for part in parts if any(each in name for each in PHI3) and part not in NEVER_STRIP]
+        kinds = ((strip, r"\s*"), ([part for part in parts if part not in strip], ""))
+        patterns = [f"({'|'.join(map(regex.escape, some))}){space}" for some, space in kinds if some]
+        return regex.compile(f"(?|{'|'.join(patterns)})")  # the group is the first one in each branch
+
+    @cached_property
+    def _is_sentencepiece(self) -> bool:
+        return bool(self.model.field("tokenizer.ggml.model") == "llama")
 
     @cached_property
     def _tokens(self) -> list[str]:
@@ -69,7 +76,7 @@ class GgufTokens:
 
     def _ids(self, text: str, is_first: bool) -> list[int]:
         """The ids of a text without special tokens."""
-        if self.model.field("tokenizer.ggml.model") == "llama":
+        if self._is_sentencepiece:
             space = " " if is_first and self.model.field("tokenizer.ggml.add_space_prefix", True) else ""
             symbols = merged(list((space + text).replace(" ", "▁")), self._score)
             return [index for symbol in symbols for index in self._of_symbol(symbol)]
@@ -82,7 +89,7 @@ class GgufTokens:
             spelt = "".join(BYTES[byte] for byte in word.encode())
             is_whole = splitter.ignores_merges and spelt in self._id_of
             symbols = [spelt] if is_whole else merged(list(spelt), self._rank)
-            ids += [self._id_of[symbol] for symbol in symbols]
+            ids += [index for symbol in symbols for index in self._of_symbol(symbol)]
         return ids
 
     def _score(self, left: str, right: str) -> float | None:
@@ -104,10 +111,11 @@ class GgufTokens:
         return {(left, right): rank for rank, (left, _, right) in enumerate(merges)}
 
     def _of_symbol(self, symbol: str) -> list[int]:
-        """A symbol's id, or those of its bytes."""
+        """A symbol's id, or those of its bytes, of which a small vocabulary may lack some."""
         if symbol in self._id_of:
             return [self._id_of[symbol]]
-        return [self._id_of[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+        spelt = [f"<0x{byte:02X}>" for byte in symbol.encode()] if self._is_sentencepiece else list(symbol)
+        return [self._id_of[byte] for byte in spelt if byte in self._id_of]
 
 
 def merged(symbols: list[str], place: Callable[[str, str], float | None]) -> list[str]:

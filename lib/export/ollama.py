@@ -52,7 +52,7 @@ def modelfile(run: TrainedRun) -> str:
     lines = [f"# {run.folder.resolve().name}, {run.checkpoint}. ollama create NAME -f {MODELFILE}", f"FROM ./{FILE}"]
     template, notes = _template(run, tokenizer)
     lines += [*(f"# {note}" for note in notes), f"TEMPLATE {quoted(template)}"]
-    ends = sorted(tokenizer.convert_ids_to_tokens(index) for index in tokenizer.eos_token_ids)
+    ends = sorted(tokenizer.decode([index]) for index in tokenizer.eos_token_ids)
     return "\n".join([*lines, *(f"PARAMETER stop {quoted(end)}" for end in ends)]) + "\n"
 
 

@@ -11,10 +11,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib.errors import Stopped, UserError
 from lib.export.push_checks import SentFile, files_to_send
 from lib.system.terminal import Voice
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 REFUSED = {
     401: "it does not take the token: `hf auth login` with one that may write, or set HF_TOKEN",
@@ -41,7 +45,7 @@ def push(folder: Path, repository: str, private: bool, say: Voice) -> str:
         disable_progress_bars()
     with _explained(repository, folder, api.endpoint):
         made = api.create_repo(repository, private=private or None, exist_ok=True)
-        if private and not api.repo_info(repository).private:
+        if private and not api.model_info(repository).private:
             raise UserError(
                 f"--push {repository} --private: that repository is public already; make it private in its settings, "
                 "or give another name"
@@ -79,9 +83,9 @@ def require_name(repository: str) -> None:
         )
 
 
-def _require_all(found: Sequence[SentFile], api: HfApi, repository: str) -> None:  # type: ignore[name-defined]  # noqa: F821
+def _require_all(found: Sequence[SentFile], api: HfApi, repository: str) -> None:
     """Raises Stopped unless the hub has every file, of its size."""
-    there = {file.rfilename: file.size for file in api.repo_info(repository, files_metadata=True).siblings or ()}
+    there = {file.rfilename: file.size for file in api.model_info(repository, files_metadata=True).siblings or ()}
     missing = [file.name for file in found if there.get(file.name) != file.bytes]
     if missing:
         raise Stopped(f"--push {repository}: after the commit the hub does not have {', '.join(missing)}; try again")

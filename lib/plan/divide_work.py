@@ -33,6 +33,7 @@ from lib.plan.shares import (
 from lib.system.hardware import Device
 
 MOST_DIVISIONS = 20  # of a model, until a pair's activations fit beside every part
+RESERVE_STEP = 0.005  # of a host's memory: whole heads and columns move no part by less
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
 
 
@@ -257,7 +258,10 @@ def _divided(
         lacking = [activations.lacking_bytes(rank) for rank in range(len(hosts))]
         if not any(lacking) or not may_move or config.plan.micro_batch_sizes:
             break
-        reserved = [kept + missing for kept, missing in zip(reserved, lacking, strict=True)]
+        reserved = [
+            kept + max(missing, RESERVE_STEP * (host.memory_bytes or 0)) if missing else kept
+            for kept, missing, host in zip(reserved, lacking, hosts, strict=True)
+        ]
     is_limited = division.weights != tuple(weights)
     return parts, division, activations, f"{reason}, as far as memory allows" if is_limited else reason
 

@@ -54,7 +54,26 @@ def first_plan(
     Raises:
         AgreedError: a calibration is corrupt, a host too small, or settings do not fit the world.
     """
-    return advised(config, _first_plan(config, world, hosts, lengths, rows, resumed, typical))
+    warning = ""
+    if config.strategy in ("sharded", "pipelined") and world.size == 1:
+        config, warning = _on_one_rank(config, resumed is not None)
+    plan = advised(config, _first_plan(config, world, hosts, lengths, rows, resumed, typical))
+    return replace(plan, warnings=(warning, *plan.warnings)) if warning else plan
+
+
+def _on_one_rank(config: Config, is_resumed: bool) -> tuple[Config, str]:
+    """The settings of a divided run where one rank holds all, and a warning of what that leaves out.
+
+    Raises:
+        UserError: plan.shares is of several ranks, and this is no run of them that goes on.
+    """
+    sizes, shares, warning = config.plan.micro_batch_sizes, config.plan.shares, ""
+    if shares is not None and len(shares) > 1:
+        warning = f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"
+        if not is_resumed:
+            raise UserError(f"{warning}; leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})")
+    alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}
+    return config.model_copy(update={"plan": config.plan.model_copy(update=alone)}), warning
 
 
 def _first_plan(
@@ -66,17 +85,6 @@ def _first_plan(
     resumed: Path | None,
     typical: Rows | None,
 ) -> ClusterPlan:
-    if config.strategy in ("sharded", "pipelined") and world.size == 1:
-        sizes, shares, ignored = config.plan.micro_batch_sizes, config.plan.shares, ""
-        if shares is not None and len(shares) > 1:
-            ignored = f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank, which holds all"
-            if resumed is None:
-                raise UserError(f"{ignored}; leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})")
-        alone = {"shares": None, "micro_batch_sizes": sizes and sizes[:1]}
-        config = config.model_copy(update={"plan": config.plan.model_copy(update=alone)})
-        plan = _first_plan(config, world, hosts, lengths, rows, resumed, typical) if ignored else None
-        if plan is not None:
-            return replace(plan, warnings=(f"{ignored}: it does without", *plan.warnings))
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
         folder = model_folder.resolve(config.model.path, config.model.revision)

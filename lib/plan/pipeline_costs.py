@@ -50,6 +50,7 @@ class PipelineCosts:
     may_checkpoint: bool = True  # whether a stage may keep its blocks' inputs alone
     must_checkpoint: bool = False
     activation_factor: float = 1.0  # of sync.compression: bytes sent over those of the model's type
+    whole_update_seconds: Sequence[float] = ()  # of each host, for all blocks: once a step, clipping and the update
 
     def tokens(self, pairs: float) -> float:
         """That go through the blocks, with padding."""
@@ -130,6 +131,11 @@ class PipelineCosts:
             in_flight=depths(hosts, more_in_flight),
             micro_batches=micro_batches,
         )
+
+    def update_seconds(self, blocks: Sequence[int]) -> float:
+        """What follows the passes of a step, on the host that takes longest."""
+        wholes = self.whole_update_seconds or (0.0,) * len(blocks)
+        return max(whole * count / self.shape.blocks for whole, count in zip(wholes, blocks, strict=True))
 
     def weight_bytes(self, first_block: int, blocks: int) -> float:
         """Of a stage, as loaded."""

@@ -92,7 +92,8 @@ def pipeline_costs(config: Config, cluster: Cluster) -> PipelineCosts:
         [host.device for host in hosts],
         costs.tokens,
     )
-    return replace(costs, rates=rates, speed=speed, activation_factor=factor)
+    updates = [curve.step_overhead_seconds for curve in curves if curve] if speed == "curves" else []
+    return replace(costs, rates=rates, speed=speed, activation_factor=factor, whole_update_seconds=updates)
 
 
 def _of_this_model(cluster: Cluster, calibration: HostCalibration | None) -> BatchCurve | None:
@@ -164,8 +165,8 @@ def _choose(config: Config, costs: PipelineCosts, blocks: tuple[int, ...] | None
     more_in_flight = 0
     for more in DEEPER if any(map(sum, costs.at(size, batch).hops)) else ():
         cut = _cut(costs.at(size, batch, more), blocks)
-        # Over a link that may be slower than assumed, one more hides messages of up to half a stage's time.
-        enough = 1.0 if more == 1 and costs.assumed_links else 1 - WORTH_IT
+        # One more costs no time: it makes up for links that are slower, and passes that vary more, than was measured.
+        enough = 1.0 if more == 1 else 1 - WORTH_IT
         if cut is not None and cut.fits and cut.step_seconds <= enough * best.step_seconds:
             best, more_in_flight = cut, more
     return size, more_in_flight, best
@@ -270,7 +271,7 @@ def _prediction(costs: PipelineCosts, plan: ClusterPlan, cut: Cut, is_measured: 
     return Prediction(
         f"pipelined, {cuts} blocks",
         tuple(rank.host for rank in plan.ranks),
-        cut.step_seconds if known else None,
+        cut.step_seconds + costs.update_seconds(cut.blocks) if known else None,
         None,
         True,
         max(stage.needed_bytes for stage in plan.stages),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -63,6 +63,11 @@ class AdamW8bit(optim.AdamW):
     """AdamW whose two moments take 8 bits a number between steps (arXiv:2110.02861); a step computes in float32."""
 
     moments = {"m": Codes(signed=True), "v": Codes(signed=False)}
+    earlier: Sequence[mx.array] = ()  # states of the array before: one follows the other, so that few are wide at once
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        self.earlier = ()
+        return super().apply_gradients(gradients, parameters)
 
     def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
         if parameter.size < LEAST_QUANTISED:
@@ -74,6 +79,8 @@ class AdamW8bit(optim.AdamW):
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         if "m_largest" not in state:
             return super().apply_single(gradient, parameter, state)
+        if self.earlier:
+            (gradient,) = mx.depends([gradient], self.earlier)
         wide = {
             name: codes.decode(state[name], state[f"{name}_largest"], parameter.shape)
             for name, codes in self.moments.items()
@@ -81,6 +88,7 @@ class AdamW8bit(optim.AdamW):
         new = super().apply_single(gradient, parameter, wide)
         for name, codes in self.moments.items():
             state[name], state[f"{name}_largest"] = codes.encode(wide[name])
+        self.earlier = [state[name] for name in self.moments]
         return new
 
 

@@ -252,9 +252,8 @@ class _Passes:
         del micro, slopes
         self.links.evaluate(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:
-            # Messages between two ranks have one order (lib/distributed/links.py): the rank before sends as many
-            # micro-batches as it keeps in flight before it asks for this gradient.
-            self._begin_to_receive(i + self.step.in_flight[self.stage.rank - 1] - 1)
+            if self.links.receives_ahead:  # all that the rank before sends until it asks for this gradient
+                self._begin_to_receive(i + self.step.in_flight[self.stage.rank - 1] - 1)
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
     def _product(self, micro: UnderWay) -> tuple[mx.array, list[mx.array]]:
