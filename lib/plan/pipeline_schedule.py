@@ -105,7 +105,8 @@ def bound_seconds(
     """What a step takes at most, nearly: the way of one micro-batch down and back, and (m - 1) times the slowest part.
 
     The slowest part is a stage, a link in one direction, or the way from a stage down and back over what it keeps in
-    flight. An upper bound without links, where no backward pass is shorter than its forward pass; else nearly one.
+    flight. Of 60,000 random schedules without links, in which no backward pass is shorter than its forward pass, the
+    longest takes 1.5 % more: a stage may have to wait for one that is not the slowest.
     """
     totals = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
     ways = [2 * (hop.seconds + hop.latency_seconds) for hop in hops]
