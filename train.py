@@ -148,7 +148,6 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
-    began = time.perf_counter()
     with world.agreeing("loading the model"), say.doing("loading the model"):
         model = preload.policy(config, lazy=dry_run or plan.divides_model)
         if plan.checkpoints_blocks(world.rank):
@@ -159,7 +158,6 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
         say.line("dry run: nothing is trained or written")
         return None
     world = sharded_model.divided(model, plan.division or plan.blocks or None, world, config.metal.wired)
-    loading_seconds = time.perf_counter() - began
     layout = reference_model.layout(model, config.data, world)
     if layout.why_not:
         say.line(f"prompts run once for each completion: {layout.why_not}")
@@ -170,9 +168,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     lock = checkpoint.open_run(folder, config, plan.to_dict(), resume, world)  # one rank on every disk has it
     heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
-    return TrainingRun(
-        config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed, loading_seconds
-    )
+    return TrainingRun(config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed)
 
 
 if __name__ == "__main__":

@@ -305,7 +305,6 @@ def many_values() -> pyarrow.Table:
     return pyarrow.table({"prompt_ids": values, "chosen_ids": values, "rejected_ids": values})
 
 
-CODE = "model: {{path: {}}}\ndata: {{train: x}}\n"
 TRUST = ("model.trust_remote_code", "true")
 JUDGE = ("evaluate.judge", "touch {marker}")
 ATTACKS: dict[str, Attack] = {

@@ -29,11 +29,13 @@ class PipelinedWorld(World):
         links: to the ranks before and after this one.
         blocks: of each rank.
         holders: of every parameter of the whole model, the ranks that hold it.
+        loading_seconds: that this rank's blocks took to be read.
     """
 
     links: Links = field(default_factory=lambda: Links(World()))
     blocks: tuple[int, ...] = ()
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    loading_seconds: float = 0.0
 
     @property
     def workers(self) -> World:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
@@ -30,9 +34,11 @@ def divided(model: nn.Module, division: Division | Blocks | None, world: World, 
     """
     if isinstance(division, tuple):
         links = world.links if isinstance(world, PipelinedWorld) else links_of(world)
+        began = time.perf_counter()
         with world.agreeing("cutting the model"):
             stage = pipeline_stage.cut(model, division, world.rank, links)
-        world = pipelined(world, division, stage, links)
+            mx.eval(model.parameters())
+        world = replace(pipelined(world, division, stage, links), loading_seconds=time.perf_counter() - began)
     elif division is not None:
         with world.agreeing("dividing the model"):
             parts, partial = tensor_parallel.shard(model, division, world)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from lib.distributed import sharded_model
+from lib.distributed.pipelined_world import PipelinedWorld
 from lib.errors import AgreedError
 from lib.model import adapters
 from lib.plan.pipeline_replan import MovedCut, moved_cut, moved_plan
@@ -66,8 +67,9 @@ class CutWatch:
     def _agreed(self, step: int) -> MovedCut | None:
         """Rank 0's decision, from what all ranks took; unlike machines may round unlike."""
         run, world = self.run, self.run.world
+        assert isinstance(world, PipelinedWorld)
         rows = [[0.0] * (self.patience + 1) for _ in range(world.size)]
-        rows[world.rank] = [*self.seconds, run.loading_seconds]
+        rows[world.rank] = [*self.seconds, world.loading_seconds]
         *seconds, loading = zip(*world.all_sum(mx.array(rows), "the seconds of every stage").tolist(), strict=True)
         decision = None
         if world.rank == 0:

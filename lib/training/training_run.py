@@ -35,7 +35,6 @@ class TrainingRun:
         plan: that the run starts with.
         steps: of the whole run.
         feed: what passes records on to run.sinks.
-        loading_seconds: that the model took to be loaded and divided.
         asked_reference: gives a step's micro-batches their reference, where it is not known before.
     """
 
@@ -52,7 +51,6 @@ class TrainingRun:
     layout: Layout
     say: RunConsole
     feed: Feed
-    loading_seconds: float = 0.0
     asked_reference: AskedReference | None = None
 
     def __post_init__(self) -> None:
