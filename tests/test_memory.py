@@ -32,6 +32,9 @@ CASES = [
     benchmark.Case("wide MLP", method="dora", prompt=64, completion=64, pairs=1),
     benchmark.Case("wide MLP", method="full", dtype="float32", prompt=64, completion=128),
     benchmark.Case("many heads", bits=4, dtype="float32", prompt=96, completion=32, pairs=2),
+    benchmark.Case(
+        "many heads", method="dora", bits=4, dtype="float32", prompt=64, completion=32, pairs=2, checkpointing=True
+    ),
     benchmark.Case("many heads", dtype="float32", prompt=64, completion=64, words=("model.adapt_embeddings=true",)),
 ]
 
