@@ -170,13 +170,13 @@ def test_a_types_rounding_is_known_and_nothing_more_is_allowed(run: TrainedRun) 
         proof.prove(fused, run, folder, options)
 
 
-def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(tmp_path: Path) -> None:
-    """mlx-lm#1172: a fused model that is its base, or noise: a step of four bits is wider than what was trained."""
-    base = exported.base_model(tmp_path / "base", "llama", bits=4)
-    folder = exported.run_of(tmp_path / "run", base, **{"model.scale": 0.002})
-    run = open_run(folder, "final", [], 6, lambda text: None)
-    with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
-        proof.prove(fused, run, written(fused, run), PLAIN)
+def test_what_rounding_loses_is_not_written(run: TrainedRun) -> None:
+    """mlx-lm#1172: a fused model that is its base, or noise: steps of four bits are wider than what was trained."""
+    base, trained = [np.zeros(3, np.float32)], [np.ones(3, np.float32)]
+    proof.require_kept(run, [np.full(3, 0.9, np.float32)], trained, base)
+    for lost in (0.0, 0.4, 3.0):
+        with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
+            proof.require_kept(run, [np.full(3, lost, np.float32)], trained, base)
 
 
 def test_experts_that_peft_has_no_names_for_are_refused(tmp_path: Path) -> None:

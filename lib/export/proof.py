@@ -79,7 +79,7 @@ def prove(form: Form, run: TrainedRun, folder: Path, options: ExportOptions) -> 
         _agree(run, "the merged weights", merged, trained)
         stored = model_logps(stored_model, run.rows)
         del stored_model
-        _require_kept(run, stored, trained, base)
+        require_kept(run, stored, trained, base)
     found = form.read_logps(run, folder, options)
     base_difference = largest_difference(found.base, base) if found.base is not None else 0.0
     limit = _agree(run, form.READER, found.logps, stored, allowed_for(form.READER, base_difference, trained_difference))
@@ -96,7 +96,7 @@ def prove(form: Form, run: TrainedRun, folder: Path, options: ExportOptions) -> 
     )
 
 
-def _require_kept(run: TrainedRun, stored: Logps, trained: Logps, base: Logps) -> None:
+def require_kept(run: TrainedRun, stored: Logps, trained: Logps, base: Logps) -> None:
     """Raises Stopped where rounding loses what was trained: it moves more than training did, or back to the base.
 
     Four bits hold no change that is small beside their steps (mlx-lm#1172: a fused gpt-oss that is its base).
