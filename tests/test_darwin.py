@@ -183,8 +183,9 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as failed:
         files.write_atomically(tmp_path / "a", "new")
+    assert failed.value.filename == str(tmp_path / "a"), "the user has to know where"
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
 
 

@@ -179,6 +179,18 @@ def test_what_rounding_loses_is_not_written(run: TrainedRun) -> None:
             proof.require_kept(run, [np.full(3, lost, np.float32)], trained, base)
 
 
+def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(tmp_path: Path) -> None:
+    """A small adapter over MXFP4 experts: rounding undoes it, and the few tokens that take other experts hide nothing."""
+    keys = "[self_attn.q_proj,mlp.experts.up_proj,mlp.experts.down_proj]"
+    base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
+    folder = exported.run_of(tmp_path / "run", base, **{"model.keys": keys, "model.scale": 0.002})
+    run = open_run(folder, "final", [], 6, lambda text: None)
+    with pytest.raises(Stopped, match="what was learned would be lost; take --dequantize"):
+        proof.prove(fused, run, written(fused, run), PLAIN)
+    plain = ExportOptions(dequantize=True, type="f32")
+    assert proof.prove(fused, run, written(fused, run, plain), plain).difference <= proof.LIMIT
+
+
 def test_experts_that_peft_has_no_names_for_are_refused(tmp_path: Path) -> None:
     base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
     folder = exported.run_of(tmp_path / "run", base, **{"model.keys": "[mlp.experts.up_proj]"})

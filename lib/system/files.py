@@ -70,9 +70,11 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
             if durable:
                 flush(file.fileno())
         unfinished.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+        if isinstance(error, OSError) and error.filename is None:  # a write that fails knows no name
+            error.filename = str(path)
         raise
     if durable:
         flush_path(path.parent)
