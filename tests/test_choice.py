@@ -1,6 +1,5 @@
 """Which way to work together: what `auto` takes where a model fits, and where it does not; what the plan's table says."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -206,8 +205,6 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     assert [sum(part["kv_heads"] for part in plan["parts"]) for plan in plans] == [0, 4]
     assert json.loads((run / "summary.json").read_text())["strategy"] == "sharded"
     assert tiny.difference(whole, run) <= rounding.trained_alone(world, words).limit
-    again = command._read_config(
-        argparse.Namespace(run=str(run), checkpoint=None, reference=None, data=None, overrides=[])
-    )
+    again = command._read_config(command._parse(["--run", str(run)]))
     assert again.strategy == "sharded", "to be evaluated in parts as well"
     world.gather_text("checked")

@@ -87,8 +87,8 @@ def test_a_training_of_two_ranks_is_seen_live_and_as_it_was_logged(tmp_path: Pat
                 wait_for(lambda at=label, step=newest["step"]: drawn(page, "speed")[at][0][-1] >= step)
             training.terminate()
             training.wait(20)
-            last = [tiny.steps_of(run, rank) for rank in (0, 1)]
-            wait_for(lambda: page.text("#now-step").startswith(f"{last[0][-1]['step']:,} /"))
+            # On a busy machine a rank outlives mpirun by a step or two.
+            wait_for(lambda: page.text("#now-step").startswith(f"{tiny.steps_of(run)[-1]['step']:,} /"))
             check_figures(page, run)
             assert "plan.shares" in page.text("#warnings"), "what the plan warns of"
             shown = "getComputedStyle(document.querySelector(arguments[0])).display !== 'none'"

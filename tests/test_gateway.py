@@ -272,7 +272,7 @@ def test_keys_are_kept_as_hashes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "no key"), ("alice sk-secret\n", ":1: not of the form"), ("a sha256:" + "0" * 64 + "\n" + "a sha256:" + "1" * 64, ":2: a is there twice")],
+    [("alice sk-secret\n", ":1: not of the form"), ("a sha256:" + "0" * 64 + "\n" + "a sha256:" + "1" * 64, ":2: a is there twice")],
 )  # fmt: skip
 def test_a_wrong_key_file_is_told_without_its_content(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "keys").write_text(text)

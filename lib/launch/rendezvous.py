@@ -114,14 +114,16 @@ async def _secondary(hosts: Sequence[Host], here: Host, port: int, deadline: flo
             reminded = now
         with contextlib.suppress(OSError, TimeoutError):
             address = await asyncio.to_thread(hostfile.address, hosts[0], hosts)
-            connecting = asyncio.open_connection(address, port, limit=LINE_BYTES)
-            reader, writer = await asyncio.wait_for(connecting, RETRY_SECONDS)
+            # Not wait_for: before Python 3.12 it loses a Ctrl-C that comes just when the connection is refused.
+            async with asyncio.timeout(RETRY_SECONDS):
+                reader, writer = await asyncio.open_connection(address, port, limit=LINE_BYTES)
             try:
                 await _send(writer, hosts=names, here=here.name)
                 if not joined:
                     note(f"{names[0]} is there; it says when all are")
                 joined = True
-                message = _read(await asyncio.wait_for(reader.readline(), deadline - time.monotonic()))
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    message = _read(await reader.readline())
             finally:
                 writer.close()
             if "error" in message:
@@ -142,7 +144,8 @@ async def _reminders(deadline: float, changed: asyncio.Event) -> AsyncIterator[f
         changed.clear()
         yield left
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(changed.wait(), min(REMIND_SECONDS, left))
+            async with asyncio.timeout(min(REMIND_SECONDS, left)):
+                await changed.wait()
 
 
 async def _send(writer: asyncio.StreamWriter, **fields: object) -> None:
