@@ -41,7 +41,7 @@ def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
     settings = run.settings
     losses = settings.train.loss
     names = [losses] if isinstance(losses, str) else list(losses)
-    base, is_on_hub = _base(settings.model.path)
+    base, is_on_hub = base_of(settings.model.path)
     data = ModelCardData(
         base_model=base if is_on_hub else None,  # the hub refuses a path
         library_name=library,
@@ -64,7 +64,7 @@ def model_card(run: TrainedRun, to: str, proven: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _base(path: str) -> tuple[str, bool]:
+def base_of(path: str) -> tuple[str, bool]:
     """What the base model is called, and whether that is its name on the hub."""
     is_on_hub = HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
     return (path if is_on_hub else Path(path).name), is_on_hub

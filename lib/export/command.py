@@ -115,7 +115,7 @@ def _facts(to: str, run: TrainedRun, wanted: ExportOptions) -> dict[str, object]
         "form": to,
         "run": run.folder.resolve().name,
         "checkpoint": run.checkpoint,
-        "base_model": run.settings.model.path,
+        "base_model": card.base_of(run.settings.model.path)[0],
         "type": wanted.type,
         "dequantized": wanted.dequantize,
         "weights_sha256": _sha256(run.weights / ADAPTER_WEIGHTS),
