@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +41,10 @@ if LAUNCH.size > 1:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as in a script's background: what tests start must hear Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if LAUNCH.size > 1:
         config.option.with_mpi = True  # without it pytest-mpi skips the marked tests, and the run passes
     if LAUNCH.rank > 0:

@@ -195,7 +195,7 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     for _ in three_hosts:
         line = process.stdout.readline()
         assert "ready" in line, process.communicate(timeout=120)
-    assert all(any("sleep 1000" in line for line in host.processes().values()) for host in three_hosts)
+    wait_for(lambda: all(any("sleep 1000" in line for line in host.processes().values()) for host in three_hosts))
     launch = next(pid for pid, line in three_hosts[0].processes().items() if f"{ROOT}/launch" in line)
     began = time.monotonic()
     three_hosts[0].signal(launch, signal.SIGKILL if how == "killed" else signal.SIGINT)
