@@ -4,7 +4,8 @@
 
 PYTHON is the interpreter of an environment with peft, transformers and torch. Without it, what only peft can read is left
 out. Every case is a tiny model with drawn weights and a drawn adapter; a number is the largest difference of a token's
-log-probability in nats: of the reader from what is stored, and in brackets what rounding the weights moved.
+log-probability in nats: of the reader from what is stored, and in brackets what rounding the weights moved. The limit is
+1e-4, or what float32's rounding explains (lib/export/proof.py); a row beyond 1e-4 says that limit, too.
 
 With --peft, also: fused models read by transformers, and adapters that peft itself trained (a few steps of Adam on the
 CPU), loaded by model.adapter= and compared; --record keeps some of these in tests/peft.
@@ -187,7 +188,7 @@ class Case:
                         yield name, {key: str(value) for key, value in job.items()}
                 else:
                     proven = proof.prove(form, self.run, target, options)
-                    self.note(name, proven.difference, proven.rounding_difference)
+                    self.note(name, proven.difference, proven.rounding_difference, proven.limit)
                     if peft and form is fused and not (self.run.is_quantised and not options.dequantize):
                         if "as_converted" in self.base_options or (
                             "bits" in self.base_options and "experts" in str(self.run.base_config)
@@ -218,6 +219,8 @@ class Case:
         if limit == proof.LIMIT:
             self.worst = max(self.worst, difference)
         self.found[name] = f"{difference:.0e}" + (f" ({rounding:.0e})" if rounding else "")
+        if limit >= difference > proof.LIMIT:
+            self.found[name] += f" of {limit:.0e}"
         if not difference <= limit:
             self.failures.append(f"{' '.join(self.name)}, {name}: {difference:.2e}, limit {limit:.1e}")
 
