@@ -83,11 +83,11 @@ def product_of(layer: nn.Module, dtype: mx.Dtype) -> Product:
 
 def layer_of(product: Product) -> QuantisedLinear | QuantisedExperts:
     """A layer that makes such products, with weights drawn at random."""
-    form = {"group_size": product.group_size, "bits": product.bits, "mode": product.mode}
+    shape, form = (product.inputs, product.outputs), (product.group_size, product.bits, product.mode)
     if product.experts:
-        layer = QuantisedExperts(product.inputs, product.outputs, product.experts, False, **form)
+        layer = QuantisedExperts(*shape, product.experts, False, *form)
     else:
-        layer = QuantisedLinear(product.inputs, product.outputs, False, **form)
+        layer = QuantisedLinear(*shape, False, *form)
     layer.set_dtype(getattr(mx, product.dtype))
     mx.eval(layer.parameters())
     return layer
