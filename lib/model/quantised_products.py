@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import NonNegativeInt, PositiveInt
+
 from lib.system.hardware import Device
 
 # Tokens from which on weights are dequantised where nothing was measured; of experts, tokens for each. On a CPU MLX
@@ -23,11 +25,11 @@ DEFAULT_TOKENS: dict[Device, int] = {"cpu": 16, "cuda": 8, "metal": 512}
 class Product:
     """What decides how fast a product with quantised weights is, besides the tokens."""
 
-    inputs: int
-    outputs: int
-    experts: int  # 0: not a layer of experts
-    bits: int
-    group_size: int
+    inputs: PositiveInt
+    outputs: PositiveInt
+    experts: NonNegativeInt  # 0: not a layer of experts
+    bits: PositiveInt
+    group_size: PositiveInt
     mode: str  # of the quantisation, by MLX's names: affine, mxfp4, nvfp4, mxfp8
     dtype: str  # of what the weights are multiplied with, e.g. "bfloat16"
 
@@ -49,8 +51,8 @@ class DequantiseFrom:
     Of a layer of experts: tokens times the experts that each goes to.
     """
 
-    forward: int | None
-    backward: int | None
+    forward: PositiveInt | None
+    backward: PositiveInt | None
 
     def reached_by(self, tokens: int) -> tuple[bool, bool]:
         """Whether so many tokens are enough, in the forward and in the backward pass."""
