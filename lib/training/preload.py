@@ -22,6 +22,7 @@ from lib.data import answer_questions, hub_datasets, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
+from lib.data.groups import load_groups
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
 from lib.data.template_facts import facts_of
 from lib.data.text_tokens import Tokenizer
@@ -147,6 +148,9 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     words = tokenizer_module.vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
+    if config.record_kind == "group":
+        groups = load_groups(config.data, words["vocab_size"])
+        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
     kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
     data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
