@@ -202,6 +202,21 @@ def restore_weights(path: Path, model: nn.Module, world: World) -> None:
     mx.eval(model.trainable_parameters())
 
 
+def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
+    """Gives every rank its part of the weights and the optimizer's state of a checkpoint of rank 0's.
+
+    Raises:
+        AgreedError: it is damaged, or does not fit the model.
+    """
+    restore_weights(path, model, world)
+    state: Arrays = {}
+    with world.agreeing("going back to a checkpoint"):
+        if world.rank == 0:
+            state = _arrays_of(path, OPTIMIZER)
+    optimizer.state = tree_unflatten(list(world.scattered(state)))
+    mx.eval(optimizer.state)
+
+
 def restore_reference(path: Path, reference: MovingReference, world: World) -> None:
     """Gives every rank its part of a checkpoint's reference, which rank 0 has on its disk.
 

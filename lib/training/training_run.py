@@ -65,6 +65,11 @@ class TrainingRun:
         self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.feed)
         self.writer = CheckpointWriter(self.lock is not None, config.checkpoint.max_lost_seconds)
 
+    def close(self) -> None:
+        """Lets go of the run's folder."""
+        if self.lock is not None:
+            self.lock.close()
+
     @property
     def is_never_merged(self) -> bool:
         """Whether every rank ends with a model of its own."""
