@@ -73,7 +73,7 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
     Of a whole model in evaluation mode.
     """
     states = hidden_states(model, inputs, getattr(model, "attention_window", None))
-    hidden, head = mx.take(states, inputs["scored"], axis=0), _head(model)
+    hidden, head = mx.take(states, inputs["scored"], axis=0), head_of(model)
     logps: list[mx.array] = []
     are_likeliest: list[mx.array] = []
     for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
@@ -99,7 +99,7 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     (arXiv:2410.10989, section 3.2): d logp / d hidden does not depend on what comes after. A head that is
     trained makes its logits a second time.
     """
-    head, part = _head(model), getattr(model, "vocabulary_part", None)
+    head, part = head_of(model), getattr(model, "vocabulary_part", None)
     if part is not None:
         return _logps_of_parts(model, part, head, part.ranks.sum_backward(hidden), targets)
     chunks = _chunks(hidden, targets, head(hidden[:1]).shape[-1])
@@ -118,7 +118,7 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
 
 def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
     """log sum_v pi(v)^2 over the vocabulary, float32 [M]; without ever holding all logits. hidden: [M, D]."""
-    head, part = _head(model), getattr(model, "vocabulary_part", None)
+    head, part = head_of(model), getattr(model, "vocabulary_part", None)
     size = head(hidden[:1]).shape[-1] if part is None else part.size
     outputs: list[mx.array] = []
     for h, _ in _chunks(hidden, hidden, size):
@@ -293,7 +293,7 @@ def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> 
     return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
 
 
-def _head(model: nn.Module) -> Head:
+def head_of(model: nn.Module) -> Head:
     """The model from its backbone's output on: [M, D] ➜ [M, V]."""
     place = backbone_of(model)
     if place is None:

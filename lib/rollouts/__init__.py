@@ -1,1 +1,1 @@
-"""Rounds: the model answers prompts, a judge scores the answers, and what was better is preferred."""
+"""Answers that the model in training writes itself, judged and learnt from, round by round."""
