@@ -32,6 +32,7 @@ from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Pair, SampleFigures, figures_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
+from lib.training.local_sgd import LocalSGD
 from lib.training.loop import Batches, TrainingLoop
 from lib.training.objective import Metrics
 from lib.training.resume import restore_learned
@@ -196,9 +197,19 @@ class Rounds:
         data: Dataset = in_memory(path, "preference", "tokens", pieces, 0, [], 0)
         run.world.require_equal(f"pairs of round {number}", data.digest)
         run.inputs = replace(run.inputs, data=data)
+        if run.local_sgd is not None:
+            self._part_ranks(run.local_sgd, data, (number - 1) * self.steps)
         self.loop.batches = Batches.prepare(run, None)
         self.loop.learner.make = self.loop.batches.make
         self.loop.train()
+
+    def _part_ranks(self, before: LocalSGD, data: Dataset, first_step: int) -> None:
+        """Independent ranks begin with a round's pairs, or go on inside of them, with the speeds measured so far."""
+        run = self.run
+        kept = run.resumed or {"momentum": before.merger.momentum, "feedback": before.merger.feedback}
+        run.local_sgd = LocalSGD(run.config, run.world, run.plan, run.model, data.lengths, run.steps, first_step)
+        run.local_sgd.resume(run.progress, kept)
+        run.resumed = {}
 
     def _judge(self, number: int, samples: SampleFigures, seconds: dict[str, float]) -> None:
         """Keeps a round or undoes it, and writes down why."""

@@ -62,13 +62,13 @@ def resume_run(run: TrainingRun) -> None:
         run.model.update(tree_unflatten(list(own["weights"].items())))
     if "optimizer" in own:
         run.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
-    run.feedback = own.get("feedback", {})
-    if run.local_sgd is not None:
+    run.feedback, run.resumed = own.get("feedback", {}), own
+    if run.local_sgd is not None and not run.config.rollouts.rounds:
         try:
             run.local_sgd.resume(run.progress, own)
         except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
             raise AgreedError(f"{path}: the state of its rounds is not what a run writes: {error!r}") from None
-    elif run.progress.rounds:
+    elif run.local_sgd is None and run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     if run.progress.schedule and not _restores(run):
         run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
