@@ -78,7 +78,7 @@ def refused(program: str, words: list[str], told: str = "") -> str | None:
     return "what a terminal obeys is in the message" if lines[0] != shown(lines[0]) else None
 
 
-def _training(folder: Path, *words: str) -> list[str]:
+def training(folder: Path, *words: str) -> list[str]:
     runs = ["run.name=attacked", f"run.dir={folder / 'attacked'}", "train.steps=1", "evaluate.samples=0"]
     return [*tiny.settings(folder), *runs, "--config", str(tiny.config_file(folder)), *words]
 
@@ -88,7 +88,7 @@ def of_words(*words: str, told: str = "") -> Attack:
 
     def attack(folder: Path) -> str | None:
         shutil.rmtree(folder / "attacked", ignore_errors=True)
-        return refused("train.py", _training(folder, *(word.replace("{d}", str(folder)) for word in words)), told)
+        return refused("train.py", training(folder, *(word.replace("{d}", str(folder)) for word in words)), told)
 
     return attack
 
@@ -223,7 +223,7 @@ def keeps_finite_checkpoints(folder: Path) -> str | None:
     """Weights that are not finite push out no checkpoint, and become no adapter."""
     run = folder / "attacked" / "attacked"
     shutil.rmtree(run, ignore_errors=True)
-    words = _training(folder, "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", "train.schedule=constant")
+    words = training(folder, "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", "train.schedule=constant")
     words += ["train.optimizer=sgd", "train.learning_rate=1e308", "train.max_grad_norm=null"]
     status, _, errors = run_of("train.py", words)
     for file in run.rglob("*.safetensors"):

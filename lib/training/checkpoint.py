@@ -36,6 +36,7 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
+from lib.training.discard import discard, sweep
 from lib.training.finite import are_finite
 from lib.training.objective import Metrics
 from lib.training.step import StepResult
@@ -161,6 +162,7 @@ def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: b
                     f"run folder {folder} already holds a run; go on with it by --resume {folder}, "
                     "or give another run.name"
                 )
+            sweep(folder)
             files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
             files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
             on_failure.pop_all()
@@ -327,7 +329,7 @@ def _write_whole(
         for file in unfinished.iterdir():
             files.flush_path(file)
         files.flush_path(unfinished)
-        shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
+        discard(final)  # left from a run that a resume went back behind
         unfinished.rename(final)
         files.flush_path(folder)
     except OSError as error:
@@ -389,9 +391,7 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
     newest_whole = next((path for path in checkpoints_in(folder) if not inside_a_round(path)), None)
     for path in checkpoints_in(folder)[keep:]:
         if step_of(path) != best_step and path != newest_whole:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".unfinished-*"):  # of a process that was killed: nobody else writes here
-        shutil.rmtree(path, ignore_errors=True)
+            discard(path)
 
 
 # ---- Every rank's own part: what differs between independent ranks, or ranks that compress what they send -----------
