@@ -54,7 +54,8 @@ def training(base: Path, ranks: int, own: list[str]) -> Story:
     def command(folder: Path) -> list[str]:
         if (folder / "run" / "config.yaml").exists():
             return ["train.py", "--resume", str(folder / "run")]
-        return ["train.py", *(word for word in words if not word.startswith("run.dir=")), f"run.dir={folder}"]
+        own = [f"run.dir={folder}", f"data.cache_dir={folder}/cache"]
+        return ["train.py", *(word for word in words if not word.startswith("run.dir=")), *own]
 
     return Story(command, lambda folder: outcome_of_run(folder / "run"), ranks)
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from lib.config import read_file
 from lib.config.schema import DataSettings
 from lib.data.record_formats import JSON, Chat, Message, Unusable
 from lib.data.text_tokens import Tokenizer
@@ -37,6 +38,7 @@ RESERVED = frozenset(
     {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
     | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
 )
+LARGEST_TEMPLATE = 2**20  # bytes
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -66,8 +68,8 @@ def template_of(settings: DataSettings) -> str | None:
     if isinstance(settings.chat_template, bool):
         return None
     try:
-        return Path(settings.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file.read_text(Path(settings.chat_template), "data.chat_template", LARGEST_TEMPLATE)
+    except OSError as error:
         raise UserError(f"data.chat_template={settings.chat_template}: cannot be read: {error}") from None
 
 

@@ -6,7 +6,6 @@ A checkpoint is written beside its place, flushed to the disk, hashed and rename
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -36,9 +35,9 @@ from lib.errors import AgreedError, UserError
 from lib.model import adapter_files
 from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.discard import discard, sweep
 from lib.training.finite import are_finite
 from lib.training.objective import Metrics
+from lib.training.run_folder import claim, discard, sweep
 from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
@@ -156,7 +155,7 @@ def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: b
         if not keeper:
             return None
         with contextlib.ExitStack() as on_failure:
-            lock = on_failure.enter_context(_claim(folder))
+            lock = on_failure.enter_context(claim(folder))
             if (folder / "config.yaml").exists() and not resume:
                 raise UserError(
                     f"run folder {folder} already holds a run; go on with it by --resume {folder}, "
@@ -167,24 +166,6 @@ def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: b
             files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
             on_failure.pop_all()
             return lock
-
-
-def _claim(folder: Path) -> IO[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with lock:
-            lock.seek(0)
-            owner = lock.read().strip() or "?"
-        raise UserError(
-            f"run folder {folder} is in use by process {owner}; wait for it, or give another run.name"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return lock
 
 
 class CheckpointWriter:
@@ -486,7 +467,7 @@ def share(world: World, model: nn.Module, optimizer: optim.Optimizer, reference:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Newest first."""
     return sorted(
-        (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of, reverse=True
+        (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)), key=step_of, reverse=True
     )
 
 

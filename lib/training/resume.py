@@ -30,8 +30,8 @@ from lib.training.checkpoint import (
     part_of,
     step_of,
 )
-from lib.training.discard import discard
 from lib.training.find_checkpoint import fault_of, read_progress
+from lib.training.run_folder import discard
 from lib.training.training_run import TrainingRun
 
 
