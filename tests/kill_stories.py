@@ -61,7 +61,10 @@ def training(base: Path, ranks: int, own: list[str]) -> Story:
 
 
 def outcome_of_run(run: Path) -> dict[str, object]:
-    """What a run is: its weights, what every rank trained and measured, and that nothing unfinished lies about."""
+    """What a run is: its weights, what every rank trained and measured, and that nothing unfinished lies about.
+
+    What was measured at a checkpoint may be measured again after it: with the same result.
+    """
     summary = json.loads((run / "summary.json").read_text())
     logs = sorted((run / "logs").glob("rank-*.jsonl"))
     records = {log.name: list(read_records(log)) for log in logs}
@@ -74,7 +77,7 @@ def outcome_of_run(run: Path) -> dict[str, object]:
             for name, each in records.items()
         },
         "evaluations": {
-            name: [[record["step"], record.get("loss")] for record in each if record["kind"] == "evaluation"]
+            name: sorted({(record["step"], record.get("loss")) for record in each if record["kind"] == "evaluation"})
             for name, each in records.items()
         },
         "unfinished": sorted(str(path.relative_to(run)) for path in run.rglob("*unfinished*")),

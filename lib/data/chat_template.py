@@ -16,6 +16,7 @@ from lib.config.schema import DataSettings
 from lib.data.record_formats import JSON, Chat, Message, Unusable
 from lib.data.text_tokens import Tokenizer
 from lib.errors import UserError
+from lib.system.time_limit import limited
 
 # Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
 SENTINEL = "qZ7sentinelZ7q"
@@ -39,6 +40,7 @@ RESERVED = frozenset(
     | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
 )
 LARGEST_TEMPLATE = 2**20  # bytes
+RENDER_SECONDS = 30.0  # for some conversations, each of which takes a millisecond
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -191,13 +193,14 @@ class ChatTemplate:
         return result
 
     def _apply(self, conversations: list[list[Message]], options: JSON) -> list[str | Unusable]:
-        try:
-            texts = self.tokenizer.apply_chat_template(conversations, **options)
-            if isinstance(texts, list) and len(texts) == len(conversations):
-                return texts
-        except Exception:  # One conversation that the template refuses: find it below.
-            pass
-        return [self._apply_once(conversation, options) for conversation in conversations]
+        with limited(RENDER_SECONDS, f"the chat template, on {len(conversations):,} conversations,"):
+            try:
+                texts = self.tokenizer.apply_chat_template(conversations, **options)
+                if isinstance(texts, list) and len(texts) == len(conversations):
+                    return texts
+            except Exception:  # One conversation that the template refuses: find it below.
+                pass
+            return [self._apply_once(conversation, options) for conversation in conversations]
 
     def _apply_once(self, conversation: list[Message], options: JSON) -> str | Unusable:
         try:
