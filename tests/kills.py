@@ -83,10 +83,10 @@ class Whole:
     def of(cls, story: Story, folder: Path) -> Whole:
         """Raises Fault where the command fails."""
         began = time.monotonic()
-        if not _live(story, folder, [_death(folder, rank) for rank in range(story.ranks)], None):
+        if not live(story, folder, [death_of(folder, rank) for rank in range(story.ranks)], None):
             raise Fault("the command without a kill was killed")
         seconds = time.monotonic() - began
-        traces = [(_trace(folder, rank)).read_text().splitlines() for rank in range(story.ranks)]
+        traces = [(trace_of(folder, rank)).read_text().splitlines() for rank in range(story.ranks)]
         return cls(story.outcome(folder), traces, seconds)
 
 
@@ -98,7 +98,7 @@ def play(name: str, story: Story, whole: Whole, folder: Path, rng: random.Random
         while True:
             deaths, strike = _chosen(story, whole, folder, rng)
             began = time.monotonic()
-            if _live(story, folder, deaths, strike):
+            if live(story, folder, deaths, strike):
                 break
             case.moments.append(_moment(deaths, strike, folder, time.monotonic() - began))
         if (outcome := story.outcome(folder)) != whole.outcome:
@@ -112,7 +112,7 @@ def _chosen(
     story: Story, whole: Whole, folder: Path, rng: random.Random
 ) -> tuple[list[Death], tuple[float, str] | None]:
     """How the next life ends: a death for each rank, at most one of which comes; or after so many seconds, and who."""
-    deaths = [_death(folder, rank) for rank in range(story.ranks)]
+    deaths = [death_of(folder, rank) for rank in range(story.ranks)]
     if rng.random() < 1 / 6:  # at any time, so mostly while it starts
         return deaths, (rng.uniform(0, whole.seconds), rng.choice(("one", "all")))
     unlucky = rng.randrange(story.ranks)
@@ -125,11 +125,11 @@ def _chosen(
     return deaths, None
 
 
-def _death(folder: Path, rank: int) -> Death:
-    return Death(root=str(folder), trace=str(_trace(folder, rank)))
+def death_of(folder: Path, rank: int) -> Death:
+    return Death(root=str(folder), trace=str(trace_of(folder, rank)))
 
 
-def _trace(folder: Path, rank: int) -> Path:
+def trace_of(folder: Path, rank: int) -> Path:
     return folder.with_name(f"{folder.name}.trace-{rank}")  # beside it: of no interest to the command
 
 
@@ -142,7 +142,7 @@ def _moment(deaths: list[Death], strike: tuple[float, str] | None, folder: Path,
     return f"{death.word} {death.count}{f' + {death.delay * 1e3:.1f} ms' if death.delay else ''}, {death.whom}{who}"
 
 
-def _live(story: Story, folder: Path, deaths: list[Death], strike: tuple[float, str] | None) -> bool:
+def live(story: Story, folder: Path, deaths: list[Death], strike: tuple[float, str] | None) -> bool:
     """One life of a command; whether it ended by itself.
 
     strike: after so many seconds one process of it, or all.
