@@ -112,7 +112,7 @@ class Campaign:
         with self._locks[name]:
             if name not in self._wholes:
                 try:
-                    self._wholes[name] = Whole.of(story, self.folder / f"whole-{len(self._wholes)}")
+                    self._wholes[name] = Whole.of(story, self.folder / f"whole-{list(self.stories).index(name)}")
                 except Fault as fault:
                     self._wholes[name] = f"its whole life: {fault}"
         whole = self._wholes[name]
