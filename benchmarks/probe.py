@@ -121,7 +121,7 @@ def step_batches(
     share = config.data.shared_prompts and not cannot_share_prompts(model)
     multiple = length_multiple(config.data)
     parts = [examples(size, request, config) for size in sizes]
-    has_reference = losses.needs_reference(config.train.loss)
+    has_reference = losses.needs_reference(config.train)
 
     mismatched = losses.needs_mismatched(config.train.loss)
 

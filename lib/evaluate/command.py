@@ -94,7 +94,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         questions = load_questions(settings, tokenizer)
     world.require_equal("data or questions", digest_of(dataset, questions))
     wants_reference = settings.train.loss != "sft" and (
-        options.per_pair is not None or losses.needs_reference(settings.train.loss)
+        options.per_pair is not None or losses.needs_reference(settings.train)
     )
     parts, world = parts_of_model(settings, world)
     shares = [1] * world.workers.size

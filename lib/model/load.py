@@ -42,8 +42,11 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
             f"model.path {settings.path}: no model*.safetensors in the folder "
             "(model.random_init=true draws new weights)"
         ) from None
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
+        why = (str(error).splitlines() or [""])[0]
+        plain = isinstance(error, ValueError | RuntimeError)
+        told = why if plain else f"{type(error).__name__}: {why}"
+        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {told}") from None
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:

@@ -71,10 +71,10 @@ class CurveKey(_Record):
     dtype: str
     sequence_length: PositiveInt  # tokens that the model sees, prompt and completion, as padded
     gradient_checkpointing: bool = False
-    records: Literal["preference", "unpaired", "sft"] = "preference"  # a pair is two rows of the model's, others one
+    records: Literal["preference", "unpaired", "sft", "group"] = "preference"  # a pair is two rows of the model's
 
     def __str__(self) -> str:
-        kind = {"preference": "", "unpaired": ", unpaired", "sft": ", SFT"}[self.records]
+        kind = {"preference": "", "unpaired": ", unpaired", "sft": ", SFT", "group": ", groups"}[self.records]
         recomputed = ", gradient checkpointing" if self.gradient_checkpointing else ""
         return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{kind}{recomputed}"
 

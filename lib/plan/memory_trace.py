@@ -64,7 +64,7 @@ class Training:
             adapts_embeddings=model.adapt_embeddings,
             checkpointing=bool(model.gradient_checkpointing),
             window=model.attention_window,
-            moments=MOMENTS.get(train.optimizer, 2) + (train.reference_sync_steps is not None),
+            moments=MOMENTS.get(train.optimizer, 2) + (config.reference_sync_steps is not None),
             shared_prompts=shared_prompts,
         )
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lib.config.schema import Config
 from lib.data.dataset import Dataset
+from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.data.template_facts import picture
 from lib.distributed.world import World
@@ -133,7 +134,7 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
             _warn_of_rows(say, dataset, config.data.max_length)
 
 
-def _warn_of_rows(say: RunConsole, dataset: Dataset | StreamedDataset, max_length: int) -> None:
+def _warn_of_rows(say: RunConsole, dataset: Dataset | StreamedDataset | Prompts, max_length: int) -> None:
     """What is not in the data that a person may believe to be there."""
     if dataset.truncated_count:
         count = f"{'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)}"
