@@ -198,9 +198,7 @@ def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.Monk
     assert len(run("--quick")[2]) == 8
 
 
-def test_a_quantised_models_products_are_measured_first_and_gone_by(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quantised_models_products_are_measured_first_and_gone_by(run: Run, tmp_path: Path) -> None:
     path = tiny.model_folder(tmp_path / "packed", quantization={"bits": 4, "group_size": 16, "mode": "nvfp4"})
     words = ("--quick", f"model.path={path}")
     status, result, asked, complaint = run(*words)
@@ -210,7 +208,6 @@ def test_a_quantised_models_products_are_measured_first_and_gone_by(
     assert asdict(stored.product) == PRODUCT and asdict(stored.dequantise_from) == {"forward": 64, "backward": 8}
     assert run(*words)[2] == [] and run("--quick")[2] != []
     assert read_calibration(Path(result["file"])).quantised_products == (stored,), "kept for the next run"
-    monkeypatch.setattr(quantised_products, "_measured", {})
     use_quantised_products([stored])
     assert quantised_products.dequantise_from(stored.product, "metal") == (stored.dequantise_from, True)
     use_quantised_products([])

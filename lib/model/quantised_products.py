@@ -6,6 +6,7 @@ first; where nothing was measured a rule by tokens stands in. lib/model/quantise
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,8 +69,10 @@ def go_by(measured: Mapping[Product, DequantiseFrom]) -> None:
     """Sets what was measured on this host. All of this process's products go by it from then on."""
     _measured.clear()
     _measured.update(measured)
+    dequantise_from.cache_clear()
 
 
+@functools.cache  # every layer asks for every token that is generated
 def dequantise_from(product: Product, device: Device) -> tuple[DequantiseFrom, bool]:
     """When to dequantise; and whether that was measured here, with weights of this kind and the nearest size."""
     alike = [each for each in _measured if each.kind == product.kind]

@@ -7,8 +7,8 @@ the adapters), in every block:
 
     norms                 2 D, their inputs; in another type than float32 a CPU keeps a float32 copy besides
     linear layers         2 D + Q + F, an input once for layers that share it; LoRA r a layer, DoRA the output as well,
-                          and besides the weights of a quantised base, as they are multiplied by; otherwise those are
-                          made for one product, in either pass, and the head's once for all of its products
+                          but the weights of a quantised base are made for one product, in either pass, and the
+                          head's once for all of its products
     attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the
                           rotation's sines
     its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel), elsewhere none of
@@ -190,12 +190,11 @@ class Step:
     def dora(self, x: Array, wide: Array, width: int) -> Array:
         """As mlx-lm has it: the adapted weights are made for their norm, the low-rank term in float32 (`wide`)."""
         tape, inner = self.tape, x.elements / self.tokens
-        weights = self.dequantised(inner * width)
-        y = self.array(width, x, *weights, weights=inner * width)
+        y = self.product(width, inner * width, x)
         low = self.array(self.training.rank, wide, item=4)
         z = self.array(width, low, item=4)
         out = tape.over(y, self.item, z)
-        tape.over(tape.over(tape.make(inner * width, 4), 4), 4)  # its norms' squares
+        tape.over(tape.over(tape.make(inner * width, 4, *self.dequantised(inner * width)), 4), 4)  # its norms' squares
         scaled = self.array(width, out)
 
         def back() -> None:
@@ -207,7 +206,7 @@ class Step:
             self.gradient(self.training.rank * (inner + width) + width, low, dz, wide, d_low)
             d_wide = self.array(inner, d_low, item=4)
             tape.give(x, d_wide if self.item == 4 else self.array(inner, d_wide), self.item)
-            tape.give(x, self.array(inner, d_out, *weights, weights=inner * width), self.item)
+            tape.give(x, self.product(inner, inner * width, d_out), self.item)
 
         self.later(back)
         return scaled
