@@ -23,7 +23,7 @@ def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **opti
     """
     (sequences, heads, length, _), positions = queries.shape, keys.shape[2]
     rows = block_rows(device(), sequences, heads, length, positions, queries.dtype.size)
-    if rows == length:
+    if rows == length or options.get("sinks") is not None:  # whose gradient would be lost in full training
         return _causal(queries, keys, values, options)
     before = positions - length
     blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
