@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lib.config.evaluate_settings import EvaluateSettings
+from lib.config.rollout_settings import RolloutSettings, rounds_are_impossible
 from lib.config.section import Gigabytes, Natural, NonNegative, Positive, PositiveFloat, Seconds, Section, Size
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
@@ -315,6 +316,7 @@ class Config(Section):
     model: ModelSettings
     data: DataSettings
     train: TrainSettings = TrainSettings()
+    rollouts: RolloutSettings = RolloutSettings()
     strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"
     """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
     own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
@@ -372,8 +374,10 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
-        if self.train.reference_sync_steps is not None:
+        if self.reference_sync_steps is not None:
             self._reference_can_move()
+        if why_not := rounds_are_impossible(self):
+            raise ValueError(why_not)
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
@@ -430,15 +434,15 @@ class Config(Section):
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
 
     def _reference_can_move(self) -> None:
+        setting = "rollouts.reference_every" if self.rollouts.rounds else "train.reference_sync_steps"
         if self.model.reference != "initial":
             raise ValueError(
-                "train.reference_sync_steps moves the reference along with the policy, "
+                f"{setting} moves the reference along with the policy, "
                 f"but model.reference={self.model.reference} is another model; leave one of them out"
             )
         if self.strategy == "independent":
             raise ValueError(
-                "train.reference_sync_steps is not for strategy=independent: each rank would follow itself; "
-                "take synchronous"
+                f"{setting} is not for strategy=independent: each rank would follow itself; take synchronous"
             )
         alpha = self.train.reference_mixup_alpha
         if self.model.method != "full" and alpha is not None and alpha < 1:
@@ -463,6 +467,24 @@ class Config(Section):
                 f"sync.compression={self.sync.compression} is for gradients and merges, "
                 "but strategy=sharded exchanges activations, which have to be exact; leave it at none"
             )
+
+    @property
+    def steps_per_round(self) -> int:
+        """Optimizer steps of a round of rollouts."""
+        return self.rollouts.steps or -(-self.rollouts.prompts // self.train.global_batch_size)
+
+    def steps_over(self, rows: int) -> int:
+        """Optimizer steps of a run over so many rows."""
+        if self.rollouts.rounds:
+            return self.rollouts.rounds * self.steps_per_round
+        return self.train.steps or self.train.epochs * -(-rows // self.train.global_batch_size)
+
+    @property
+    def reference_sync_steps(self) -> int | None:
+        """Steps after which the reference follows the policy; None for never."""
+        if self.rollouts.rounds and self.rollouts.reference_every is not None:
+            return self.rollouts.reference_every * self.steps_per_round
+        return self.train.reference_sync_steps
 
     @property
     def record_kind(self) -> Literal["preference", "unpaired", "sft", "group"]:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from lib.model.quantised import dequantised_once
 from lib.model.tensor_parallel import VocabularyPart
 from lib.model.token_stream import (
     Replaced,
@@ -50,7 +51,9 @@ def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tupl
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
-    aligned = _summed(logps - _log_square_sums(model, mx.stop_gradient(hidden)), inputs)
+    with dequantised_once(model, len(hidden), hidden):
+        log_square_sums = _log_square_sums(model, mx.stop_gradient(hidden))
+    aligned = _summed(logps - log_square_sums, inputs)
     weights = mx.exp(aligned / mx.maximum(inputs["mask"].sum(axis=-1), 1))
     return _summed(logps, inputs), mx.stop_gradient(weights)
 
@@ -66,7 +69,8 @@ def completion_token_logps(
     hidden = _scored_states(model, inputs)
     if hidden is None:
         return mx.zeros(inputs["mask"].shape), mx.zeros(inputs["mask"].shape)
-    logps, entropies = token_logps_and_entropies(model, hidden, inputs["targets"], temperature)
+    with dequantised_once(model, len(hidden), hidden):
+        logps, entropies = token_logps_and_entropies(model, hidden, inputs["targets"], temperature)
     taken = [mx.take(figures, inputs["logp_indices"]) for figures in (logps, entropies)]
     return mx.where(inputs["mask"], taken[0], 0.0), mx.where(inputs["mask"], taken[1], 0.0)
 
@@ -92,10 +96,11 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
     hidden, head = mx.take(states, inputs["scored"], axis=0), head_of(model)
     logps: list[mx.array] = []
     are_likeliest: list[mx.array] = []
-    for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
-        logits = head(_after(h, logps[-1:]))
-        logps.append(_logps(logits, t))
-        are_likeliest.append(mx.argmax(logits, axis=-1) == t)
+    with dequantised_once(model, len(hidden), hidden):
+        for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
+            logits = head(_after(h, logps[-1:]))
+            logps.append(_logps(logits, t))
+            are_likeliest.append(mx.argmax(logits, axis=-1) == t)
     of_tokens, likeliest = (mx.take(mx.concatenate(each), inputs["logp_indices"]) for each in (logps, are_likeliest))
     mask = inputs["mask"]
     return mx.where(mask, of_tokens, 0.0).sum(axis=-1), mx.where(mask, likeliest, True).all(axis=-1)
@@ -115,7 +120,8 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     (arXiv:2410.10989, section 3.2): d logp / d hidden does not depend on what comes after. A head that is
     trained makes its logits a second time.
     """
-    return _token_logps(model, head_of(model), hidden, targets)
+    with dequantised_once(model, len(hidden), hidden):
+        return _token_logps(model, head_of(model), hidden, targets)
 
 
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
@@ -310,11 +316,12 @@ def _checkpointed(
         parameters, hidden = list(primals[: len(names)]), primals[len(names) :]
         totals: list[mx.array] = []
         by_hidden: list[mx.array] = []
-        for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
-            inputs = [*parameters, _after(h, [*by_hidden[-1:], *totals])]
-            _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
-            totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
-            by_hidden.append(slopes[-1])
+        with dequantised_once(model, sum(map(len, targets)), hidden[0]):
+            for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
+                inputs = [*parameters, _after(h, [*by_hidden[-1:], *totals])]
+                _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
+                totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
+                by_hidden.append(slopes[-1])
         return [*totals, *by_hidden]
 
     return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)

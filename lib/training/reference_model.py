@@ -19,6 +19,7 @@ from mlx.utils import tree_unflatten
 from lib.config.schema import Config, DataSettings
 from lib.data.collate import collate
 from lib.data.dataset import Dataset
+from lib.data.prompts import Prompts
 from lib.data.row_order import micro_batches, split
 from lib.data.streaming import StreamedDataset
 from lib.distributed import sharded_model
@@ -134,10 +135,10 @@ def of_run(
 
     policy: before training, which is the reference where no other is named.
     """
-    is_late = settings.train.reference_sync_steps is not None or settings.train.loss == "grpo"
+    is_late = settings.reference_sync_steps is not None or settings.train.loss == "grpo"
     data, valid = (
         None
-        if dataset is None or isinstance(dataset, StreamedDataset)
+        if dataset is None or isinstance(dataset, StreamedDataset | Prompts)
         else reference_logps(settings, policy, dataset, world, shares, counting)
         for dataset in (None if is_late else inputs.data, inputs.valid)
     )
@@ -223,13 +224,15 @@ class AskedReference:
         mx.eval(self.arrays)
 
 
-def asked(settings: Config, policy: nn.Module, data: Dataset | StreamedDataset, world: World) -> AskedReference | None:
+def asked(
+    settings: Config, policy: nn.Module, data: Dataset | StreamedDataset | Prompts, world: World
+) -> AskedReference | None:
     """The reference that is asked in each step; None where it is known before, or the loss has none.
 
     policy: before training.
     """
     named, train = settings.model.reference != "initial", settings.train
-    is_late = train.reference_sync_steps or data.is_estimated or train.loss == "grpo"
+    is_late = settings.reference_sync_steps or data.is_estimated or train.loss == "grpo"
     if not losses.needs_reference(train) or not is_late:
         return None
     reference = sharded_model.load_reference(settings, world) if named else policy
@@ -237,7 +240,7 @@ def asked(settings: Config, policy: nn.Module, data: Dataset | StreamedDataset, 
     mx.eval(reference.state)
     start = {} if named else adapter_files.trainable(policy)
     alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
-    return AskedReference(policy, reference, world, start, train.reference_sync_steps, alpha, train.temperature)
+    return AskedReference(policy, reference, world, start, settings.reference_sync_steps, alpha, train.temperature)
 
 
 def cache_key(model_fingerprint: str, dataset: Dataset) -> str:
