@@ -21,6 +21,7 @@ settings = {name: value for name, value in work["config"].items() if name != "mo
 with torch.device(device):
     model = LlamaForCausalLM(LlamaConfig(**settings)).to(getattr(torch, work["dtype"])).eval()
 ends, pad = work["ends"], 0
+model.generation_config.eos_token_id = None  # random weights end nowhere but there
 prompts = torch.tensor(work["prompts"], device=device).repeat_interleave(work["samples"], dim=0)
 options = GenerationConfig(
     max_new_tokens=work["tokens"],
