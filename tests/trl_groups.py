@@ -99,4 +99,4 @@ if __name__ == "__main__":
         "epsilon_high": EPSILON_HIGH,
         "max_completion_length": LONGEST,
     }
-    print(json.dumps({**given, "figures": {f"{one} {scale}": figures(one, scale) for one, scale in cases}}, indent=1))
+    print(json.dumps({**given, "figures": {f"{one} {scale}": figures(one, scale) for one, scale in cases}}))
