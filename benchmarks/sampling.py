@@ -31,6 +31,10 @@ from lib import environment
 
 environment.enter()
 
+from lib.system import mpi_and_blas  # noqa: E402
+
+mpi_and_blas.prepare()
+
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import numpy as np  # noqa: E402
@@ -158,9 +162,8 @@ def timed(way: Callable[[], int]) -> dict[str, float]:
 def tandem(
     model: nn.Module, ends: list[int], prompts: list[list[int]], settings: Settings, compiled: bool
 ) -> Callable[[], int]:
-    sampler = Sampler(model, EndTokens(ends), settings)  # type: ignore[arg-type]
+    sampler = Sampler(model, EndTokens(ends), settings, compiled)  # type: ignore[arg-type]
     assert sampler.why_alone is None, sampler.why_alone
-    sampler.step = mx.compile(sampler._step, inputs=[model.state]) if compiled else sampler._step
     asked = [Prompt(i, tokens) for i, tokens in enumerate(prompts)]
     return lambda: sum(len(sample.tokens) for sample in sampler.sample(asked, (0,)))
 
@@ -246,7 +249,6 @@ def step_parts(model: nn.Module, prompts: list[list[int]], settings: Settings) -
             lambda: model.lm_head(mx.ones((batch.count, 1, int(model.args.hidden_size))).astype(logits.dtype))
         ),
     }
-
 
 
 def show(rows: list[dict[str, Any]], parts: dict[str, float], options: argparse.Namespace) -> None:

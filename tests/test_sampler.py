@@ -169,8 +169,7 @@ def test_who_samples_and_in_which_batch_changes_no_token(tmp_path: Path) -> None
 
 def test_a_compiled_step_draws_the_same_tokens(tmp_path: Path) -> None:
     model, prompts = load(tmp_path, "llama").eval(), prompts_of(6)
-    sampler = Sampler(model, Letters(), Sampling())  # type: ignore[arg-type]
-    sampler.step = mx.compile(sampler._step, inputs=[model.state])
+    sampler = Sampler(model, Letters(), Sampling(), compiled=True)  # type: ignore[arg-type]
     found = sorted(sampler.sample(prompts, (0, 1)), key=lambda sample: (sample.prompt_id, sample.k))
     assert [s.tokens for s in found] == [s.tokens for s in sampled(model, Sampling(), prompts)]
     model.update({"lm_head": {"weight": -model.lm_head.weight}})  # the weights of now, not those that were traced
