@@ -358,14 +358,23 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
     assert tiny.difference(whole, halves) == 0.0 and tiny.figure_difference(whole, halves, "loss") == 0.0
 
 
-def test_unequal_ranks_and_a_compiled_step_train_as_one_rank_does(tmp_path: Path) -> None:
-    words = [*run_words(tmp_path, records(16)), "train.steps=4", "run.name={}"]
-    own = [word.format("one") for word in words]
-    tiny.train(tmp_path, own)
-    tiny.train(tmp_path, [*(word.format("two") for word in words), "plan.shares=[6,2]"], ranks=2)
-    tiny.train(tmp_path, [*(word.format("compiled") for word in words), "train.compile=true"])
-    runs = [tmp_path / "runs" / name for name in ("one", "two", "compiled")]
-    rounding.assert_equal_runs(runs[0], runs[1:], ["loss", "kl", "entropy", "reward"])
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (["plan.shares=[6,2]"], 2),
+        (["strategy=pipelined"], 2),
+        (["strategy=sharded", "model.shard_vocabulary=true"], 2),
+        (["train.compile=true"], 1),
+        (["data.shared_prompts=false", "plan.micro_batch_sizes=[3]"], 1),
+    ],
+    ids=str,
+)
+def test_ranks_and_layouts_train_as_one_rank_does(tmp_path: Path, words: list[str], ranks: int) -> None:
+    common = [*run_words(tmp_path, records(16)), "train.steps=3"]
+    tiny.train(tmp_path, [*common, "run.name=one"])
+    tiny.train(tmp_path, [*common, "run.name=other", *words], ranks=ranks)
+    runs = tmp_path / "runs/one", tmp_path / "runs/other"
+    rounding.assert_equal_runs(runs[0], [runs[1]], ["loss", "kl", "entropy", "reward"])
 
 
 GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 0], "logps": [[-1, -2.0], [0]]}
