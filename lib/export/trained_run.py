@@ -13,6 +13,7 @@ import numpy as np
 
 from lib.config import load as config
 from lib.config.schema import Config
+from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenizer import load_tokenizer_of, stored_config, vocabulary
 from lib.errors import UserError
@@ -118,8 +119,12 @@ def _rows(settings: Config, count: int, tell: Callable[[str], None]) -> tuple[li
     """Sequences of the held-out rows, evenly over them; of the training rows, where none are held out."""
     tokenizer = load_tokenizer_of(settings.model)
     words = vocabulary(settings.model)
-    held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
-    data: Any = held_out
+    held_out = None
+    data: Any = None
+    if settings.record_kind == "group":
+        data = load_groups(settings.data, words["vocab_size"])
+    else:
+        data = held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     if data is None:
         data = open_training(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
