@@ -22,7 +22,7 @@ from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
 from lib.evaluate.batch_inference import prompt_of
-from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
@@ -296,9 +296,9 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
                 f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
                 f"set rollouts.prompts={len(prompts)}"
             )
-        held_out = HeldOut(run, evaluator, judge_of(config))
+        held_out = HeldOut(run, evaluator, guarded_scorer_of(config))
         named = config.evaluate.model_copy(update={"judge": rollouts.judge or config.evaluate.judge})
-        judge = judge_of(config.model_copy(update={"evaluate": named}))
+        judge = guarded_scorer_of(config.model_copy(update={"evaluate": named}))
     loop = TrainingLoop.over(run, None, held_out)
     sampler = Sampler(run.model, tokenizer, rollouts)
     collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
