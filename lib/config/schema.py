@@ -405,6 +405,21 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_are_read_whole(self) -> Config:
+        """Of train.loss=grpo: completions of a policy that has moved on are no measure of it."""
+        if self.record_kind != "group":
+            return self
+        for name, is_given in (("valid", self.data.valid), ("holdout", self.data.holdout)):
+            if is_given:
+                raise ValueError(
+                    f"data.{name} is not for train.loss=grpo, which has no held-out loss: leave it out, "
+                    "and measure answers to the questions of evaluate.answers"
+                )
+        if self.data.streaming:
+            raise ValueError("data.streaming is not for train.loss=grpo, whose groups are read whole; leave it out")
+        return self
+
     def _parts_are_possible(self) -> None:
         """Of sharded and pipelined runs: every rank has a part of one model."""
         if self.plan.shares is not None and 0 in self.plan.shares:
@@ -474,5 +489,5 @@ class Config(Section):
         return self.train.reference_sync_steps
 
     @property
-    def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
+    def record_kind(self) -> Literal["preference", "unpaired", "sft", "group"]:
         return self.train.record_kind

@@ -43,6 +43,7 @@ from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
+from lib.system.mpi_and_blas import launch_environment
 from lib.training import losses, reference_model
 from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
@@ -90,7 +91,8 @@ def pull(
     with world.agreeing(f"opening {out}"):
         if world.rank == 0:
             dispatcher = Dispatcher(opened_journal(out, key, chunks))
-            server = Server(dispatcher, everywhere=True) if world.size > 1 else None
+            is_spread = launch_environment().local_size < world.size
+            server = Server(dispatcher, everywhere=is_spread) if world.size > 1 else None
     before = 0 if dispatcher is None else int(dispatcher.journal.done.sum())
     if before:
         say.line(f"{before:,} of {chunks:,} chunks are there already")

@@ -40,6 +40,8 @@ class StreamInputs(TypedDict, total=False):
     mask: Required[mx.array]
     noise_keys: mx.array
     noise_scales: mx.array
+    rewards: mx.array
+    sampling_logps: mx.array
 
 
 def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:

@@ -22,6 +22,7 @@ from lib.data import answer_questions, hub_datasets, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
+from lib.data.groups import load_groups
 from lib.data.prompts import Prompts, open_prompts
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
 from lib.data.template_facts import facts_of
@@ -150,6 +151,9 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     words = tokenizer_module.vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
+    if config.record_kind == "group":
+        groups = load_groups(config.data, words["vocab_size"])
+        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
     if config.rollouts.rounds:
         prompts = _prompts(config, tokenizer, say)
         held_out = _held_out_prompts(config, tokenizer, say)

@@ -16,6 +16,7 @@ from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.data.template_facts import picture
 from lib.distributed.world import World
+from lib.model import quantised
 from lib.plan import plan_warnings
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.pipeline_replan import MovedCut
@@ -217,6 +218,7 @@ def record_start(run: TrainingRun, resumed: bool) -> None:
         resumes=progress.resumes,
         resume_ids=progress.resume_ids,
         kernel_kills=out_of_memory.kernel_kills(),
+        quantised_products=quantised.choices(run.model),
         resumed_from_step=progress.step if resumed else None,
     )
     run.say.record_in(tracker, progress.step, each_rank=run.local_sgd is not None)
@@ -227,6 +229,8 @@ def show_model(say: RunConsole, config: Config, model: nn.Module) -> None:
     total = sum(a.size for _, a in tree_flatten(model.parameters()))
     trained = sum(a.size for _, a in tree_flatten(model.trainable_parameters()))
     say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
+    if (how := quantised.described(model)) is not None:
+        say.line(how)
 
 
 def warn_of_the_end(say: RunConsole, step: int, kl: float | None) -> None:

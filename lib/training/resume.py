@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
@@ -32,6 +31,7 @@ from lib.training.checkpoint import (
     step_of,
 )
 from lib.training.find_checkpoint import fault_of, read_progress
+from lib.training.run_folder import discard
 from lib.training.training_run import TrainingRun
 
 
@@ -248,4 +248,4 @@ def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> N
             rewind(log, first_missed(log, *history, index) if progress.step else -1)
         for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and progress.step else ():
             if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
-                shutil.rmtree(path, ignore_errors=True)
+                discard(path)

@@ -16,12 +16,13 @@ from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.telemetry.run_records import PerformanceTracker
 from lib.telemetry.trackers import Feed
-from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all, share
+from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all
 from lib.training.finite import are_finite
 from lib.training.local_sgd import LocalSGD
 from lib.training.preload import Inputs
 from lib.training.progress_display import RunConsole
 from lib.training.reference_model import AskedReference, Layout
+from lib.training.replicas import share
 
 PREFETCHED = 2  # batches made ahead of the step
 
@@ -95,7 +96,9 @@ class TrainingRun:
 
         Raises:
             AgreedError: the last one cannot be written.
+            Stopped: ranks hold unlike weights, or what they exchanged was changed on its way.
         """
+        self.world.check_exchanges()
         progress = self.progress
         own: RankArrays | None
         if self.local_sgd is not None:
