@@ -64,15 +64,17 @@ INSTEAD = {
 }
 
 
-def why_no_rounds(train: TrainSettings, strategy: str, merge: str | None, given: Mapping[str, bool]) -> str | None:
+def why_no_rounds(
+    rollouts: RolloutSettings, train: TrainSettings, strategy: str, merge: str | None, given: Mapping[str, bool]
+) -> str | None:
     """Why these settings allow no rounds, which bring their own data, steps and evaluations; None where they do.
 
     merge: independent.merge. given: settings beside those of `train` that are not for rounds, and whether they are set.
     """
-    if train.record_kind != "preference":
+    if train.record_kind not in ("preference", "group"):
         return (
-            f"rollouts.rounds makes pairs of the model's answers, which train.loss={train.loss_name} does not take; "
-            "take a preference loss, e.g. sigmoid"
+            f"rollouts.rounds makes pairs or groups of the model's answers, which train.loss={train.loss_name} does "
+            "not take; take a preference loss, e.g. sigmoid, or grpo"
         )
     of_train = {
         "train.steps": train.steps is not None,
@@ -83,6 +85,16 @@ def why_no_rounds(train: TrainSettings, strategy: str, merge: str | None, given:
     for name in (name for name, is_given in (of_train | dict(given)).items() if is_given):
         why = INSTEAD.get(name, "a run has rollouts.rounds times rollouts.steps of them")
         return f"{name} is not for rounds: {why}; leave it out"
+    if train.record_kind == "group" and train.temperature != rollouts.temperature:
+        return (
+            f"train.temperature={train.temperature:g} has to be rollouts.temperature={rollouts.temperature:g}, at "
+            f"which the answers are drawn; set train.temperature={rollouts.temperature:g}"
+        )
+    if train.max_completion_length not in (None, rollouts.max_tokens):
+        return (
+            f"train.max_completion_length={train.max_completion_length} has to be rollouts.max_tokens="
+            f"{rollouts.max_tokens}, the most that an answer has"
+        )
     if merge in ("none", "stack"):
         return (
             f"independent.merge={merge} is not for rounds, in which all ranks sample from one adapter of one rank; "

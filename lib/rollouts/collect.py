@@ -110,7 +110,7 @@ class Collector:
         self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
         groups = self._groups(folder, rows, answers)
         pairs = [pair for group in groups for pair in pairs_of(group, rollouts)]
-        if self.keeps_disk and not (folder / PAIRS).exists():
+        if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             text = "".join(line + "\n" for line in map(self._pair_line, pairs))
             files.write_atomically(folder / PAIRS, text)
         return groups, pairs, seconds

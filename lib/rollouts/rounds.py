@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
@@ -26,10 +27,10 @@ from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
-from lib.rollouts.collect import Collector
+from lib.rollouts.collect import PAIRS, SAMPLES, Collector
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
-from lib.rollouts.pairs import Pair, SampleFigures, figures_of
+from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
 from lib.training.local_sgd import LocalSGD
@@ -150,8 +151,9 @@ class Rounds:
         if run.progress.step == first_step:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
         training = time.perf_counter()
-        if pairs:
-            self._train_on(number, pairs)
+        data = self._data(number, groups, pairs) if pairs else None
+        if data is not None:
+            self._train_on(number, data)
         else:
             run.say.warning(
                 f"round {number}: no prompt has answers of different scores; nothing is trained", first_step
@@ -186,16 +188,31 @@ class Rounds:
             world.gather_text("gone", "every disk's round")
         return own
 
-    def _train_on(self, number: int, pairs: list[Pair]) -> None:
-        run = self.run
+    def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset:
+        """What a round trains on: its pairs, or for train.loss=grpo all answers that have a score."""
+        folder = self.collector.folder_of(number)
+        if self.run.config.record_kind == "group":
+            scored = [
+                groups_module.Group(
+                    group.prompt_tokens,
+                    [answer.tokens for answer in group.answers],
+                    [answer.score for answer in group.answers],
+                    [answer.logps for answer in group.answers],
+                )
+                for group in groups
+                if any(answer.score is not None for answer in group.answers)
+            ]
+            return groups_module.groups_in_memory(str(folder / SAMPLES), scored, [])
         pieces = [
             np.array(ids, np.int32)
             for pair in pairs
             for ids in (pair.prompt_tokens, pair.chosen.tokens, pair.rejected.tokens)
         ]
-        path = str(self.collector.folder_of(number) / "pairs.jsonl")
-        data: Dataset = in_memory(path, "preference", "tokens", pieces, 0, [], 0)
-        run.world.require_equal(f"pairs of round {number}", data.digest)
+        return in_memory(str(folder / PAIRS), "preference", "tokens", pieces, 0, [], 0)
+
+    def _train_on(self, number: int, data: Dataset) -> None:
+        run = self.run
+        run.world.require_equal(f"answers of round {number}", data.digest)
         run.inputs = replace(run.inputs, data=data)
         if run.local_sgd is not None:
             self._part_ranks(run.local_sgd, data, (number - 1) * self.steps)
@@ -275,7 +292,7 @@ def _read(path: Path) -> str:
 def _policy_of(folder: Path) -> str:
     """The policy that wrote a round's answers; nothing where they are not complete."""
     try:
-        with (folder / "samples.jsonl").open(encoding="utf-8") as file:
+        with (folder / SAMPLES).open(encoding="utf-8") as file:
             return str(json.loads(file.readline())["policy"])
     except (OSError, ValueError, KeyError):
         return ""
