@@ -103,7 +103,7 @@ class Prompts(Sized):
 def open_prompts(
     source: str | dict[str, float],
     settings: DataSettings,
-    encoder: Encoder,
+    encoder: Encoder | None,
     rollouts: RolloutSettings,
     completions: int,
     held_out: bool | None,
