@@ -163,7 +163,7 @@ class Rounds:
             run.save()
         seconds["training_seconds"] = time.perf_counter() - training
         seconds["round_seconds"] = time.perf_counter() - began
-        self._judge(number, figures, seconds)
+        self._judge(number, figures, seconds, self.collector.examples(pairs))
 
     def _policy(self, number: int) -> str:
         """Digest of the weights that a round samples with; files of another policy go.
@@ -228,7 +228,9 @@ class Rounds:
         run.local_sgd.resume(run.progress, kept)
         run.resumed = {}
 
-    def _judge(self, number: int, samples: SampleFigures, seconds: dict[str, float]) -> None:
+    def _judge(
+        self, number: int, samples: SampleFigures, seconds: dict[str, float], examples: list[dict[str, str]]
+    ) -> None:
         """Keeps a round or undoes it, and writes down why."""
         run, latest = self.run, self.loop.latest
         lost = losses_of(self.history, _known(latest), self.settings.tolerance)
@@ -238,7 +240,8 @@ class Rounds:
             run.say.warning(f"round {number}: {warning}", run.progress.step)
         verdict = {"round": number, "undone": bool(lost), "why": lost, "warnings": warnings}
         known = verdict | {"held_out": latest, "samples": asdict(samples)}
-        run.tracker.record("round", step=run.progress.step, **known, **seconds)
+        answers = {"answers": asdict(samples), "examples": examples}
+        run.tracker.record("round", step=run.progress.step, **verdict, held_out=latest, **answers, **seconds)
         with run.world.agreeing(f"writing {ROUND}"):
             if run.lock is not None:
                 files.write_atomically(self._file_of(number), json.dumps(known, indent=2) + "\n")

@@ -151,14 +151,14 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     words = tokenizer_module.vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
-    if config.record_kind == "group":
-        groups = load_groups(config.data, words["vocab_size"])
-        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
     if config.rollouts.rounds:
         prompts = _prompts(config, tokenizer, say)
         held_out = _held_out_prompts(config, tokenizer, say)
         questions = answer_questions.load_questions(config, tokenizer)
         return Inputs(tokenizer, prompts, None, questions, tuple(messages), held_out)
+    if config.record_kind == "group":
+        groups = load_groups(config.data, words["vocab_size"])
+        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
     kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
     data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
