@@ -52,15 +52,15 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_function_has_a_process_of_its_own(functions: None) -> None:
-    judge = guarded_scorer_of(settings("round_judges:length"))
+    judge = guarded_scorer_of(settings("round_judges:length"), "rollouts.judge")
     assert judge([asked("a", "abc"), asked("")]) == [[1.0, 3.0], [0.0]]
     assert "round_judges" not in sys.modules
     with pytest.raises(UserError, match="rollouts.judge=round_judges:absent: .*give module:function"):
-        guarded_scorer_of(settings("round_judges:absent"))
+        guarded_scorer_of(settings("round_judges:absent"), "rollouts.judge")
 
 
 def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) -> None:
-    judge = guarded_scorer_of(settings("round_judges:frail", judge_seconds=0.5))
+    judge = guarded_scorer_of(settings("round_judges:frail", judge_seconds=0.5), "rollouts.judge")
     scored = scores_of(judge, [asked("a", "b"), asked("bad", "c"), asked("slow", "d"), asked("dead", "e")])
     assert [[one.score for one in of_question] for of_question in scored] == [[1, 1], [None, 1], [None, 1], [None, 1]]
     assert "KeyError: 'grade'" in scored[1][0].fault
@@ -70,7 +70,7 @@ def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) ->
 
 def test_a_judge_that_fails_on_every_answer_ends_the_round(functions: None) -> None:
     with pytest.raises(UserError, match="no answer is scored: rollouts.judge=round_judges:broken: .*no key"):
-        scores_of(guarded_scorer_of(settings("round_judges:broken")), [asked("a", "b"), asked("c")])
+        scores_of(guarded_scorer_of(settings("round_judges:broken"), "rollouts.judge"), [asked("a", "b"), asked("c")])
 
 
 def test_a_regular_expression_is_the_answer() -> None:

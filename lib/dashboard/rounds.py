@@ -58,7 +58,8 @@ def _cells(one: Record) -> list[str]:
 def _seconds(records: Sequence[Record]) -> list[list[str]]:
     """Each rank's seconds of all rounds."""
     totals: dict[tuple[int, str], list[float]] = {}
-    for one in records:
+    once = {(one["rank"], one["host"], one["round"]): one for one in records}  # a resumed run may have one twice
+    for one in once.values():
         own = totals.setdefault((one["rank"], one["host"]), [0.0] * len(PARTS))
         for i, name in enumerate(PARTS):
             own[i] += one.get(name, 0.0)  # type: ignore[call-overload]

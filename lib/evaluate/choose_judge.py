@@ -48,13 +48,15 @@ def scorer_of(settings: Config) -> Judge:
     return ModelGrader(settings) if judge is not None and judge.startswith(SERVERS) else judge_of(settings)
 
 
-def guarded_scorer_of(settings: Config) -> Judge:
+def guarded_scorer_of(settings: Config, setting: str) -> Judge:
     """The same, in which a Python function has a process of its own, and evaluate.judge_seconds for each prompt.
+
+    setting: that named it, for errors.
 
     Raises:
         UserError: there is none of that name.
     """
     judge = settings.evaluate.judge
     if judge is not None and PYTHON.fullmatch(judge) and not judge.startswith(reward_model.PREFIX):
-        return FunctionJudge(judge, f"rollouts.judge={judge}", settings.evaluate.judge_seconds)
+        return FunctionJudge(judge, f"{setting}={judge}", settings.evaluate.judge_seconds)
     return scorer_of(settings)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.config.schema import Config
 from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
 from lib.data.prompts import Prompts
@@ -98,13 +99,12 @@ class Rounds:
     def train(self) -> None:
         """Takes all rounds that are left, or those until one is undone (rollouts.after_undone=stop)."""
         run, rounds = self.run, self.settings.rounds
-        done = self._recall()
-        for number in range(done + 1, rounds + 1):
-            self._round(number)
+        for number in range(self._recall() + 1, rounds + 1):
             if self.history[-1].undone and self.settings.after_undone == "stop":
-                self.loop.ended = f"round {number} of {rounds} was undone; rollouts.after_undone=stop"
-                run.say.line(f"training ends after {self.loop.ended}")
+                self.loop.ended, run.steps = f"round {number - 1} of {rounds} was undone", run.progress.step
+                run.say.line(f"training ends: {self.loop.ended} (rollouts.after_undone=stop)")
                 break
+            self._round(number)
         self.loop.final_step = run.progress.best_step = self._kept().number * self.steps
 
     def _recall(self) -> int:
@@ -301,6 +301,12 @@ def _policy_of(folder: Path) -> str:
         return ""
 
 
+def _judge_of(config: Config, section: str) -> Judge:
+    """The judge that rollouts.judge or evaluate.judge names."""
+    named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
+    return guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
+
+
 def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     """All rounds of a run, resumed or new; its last weights are in the model then.
 
@@ -311,15 +317,20 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
     assert isinstance(prompts, Prompts) and tokenizer is not None
     with world.agreeing("opening the prompts"):
+        if run.plan.divides_model:
+            raise UserError(
+                f"the plan is {run.plan.strategy}, and in rounds every rank samples with the whole model; take a smaller "
+                "or quantised model, or larger hosts"
+            )
         if rollouts.prompts > len(prompts):
             raise UserError(
                 f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
                 f"set rollouts.prompts={len(prompts)}"
             )
-        held_out = HeldOut(run, evaluator, guarded_scorer_of(config))
-        named = config.evaluate.model_copy(update={"judge": rollouts.judge or config.evaluate.judge})
-        judge = guarded_scorer_of(config.model_copy(update={"evaluate": named}))
-    loop = TrainingLoop.over(run, None, held_out)
+        judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
+        if rollouts.judge not in (None, config.evaluate.judge) and inputs.held_out is not None:
+            judge_of_held_out = _judge_of(config, "evaluate")
+    loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts)
     collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
     Rounds(run, collector, loop).train()
