@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def open_run(
         raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")
     settings = config.of_run(folder / "config.yaml", overrides, ("model.",))
     weights, name = _weights(folder, checkpoint)
-    sequences, rows_from = _rows(settings, rows, tell) if rows else ([], "")
+    sequences, rows_from = _rows(settings, folder, rows, tell) if rows else ([], "")
     base = resolve(settings.model.path, settings.model.revision)
     return TrainedRun(folder, settings, base, weights, name, sequences, rows_from)
 
@@ -115,8 +117,15 @@ def _weights(folder: Path, checkpoint: str) -> tuple[Path, str]:
     return found, f"step {step_of(found)}"
 
 
-def _rows(settings: Config, count: int, tell: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
-    """Sequences of the held-out rows, evenly over them; of the training rows, where none are held out."""
+def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
+    """Sequences of the held-out rows, evenly over them; of the training rows, where none are held out.
+
+    Of a run of rounds, whose data are prompts: answers of the last round.
+    """
+    if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
+        with answers[-1].open(encoding="utf-8") as file:
+            drawn = [np.array(json.loads(line)["tokens"], np.int32) for line in islice(file, count)]
+        return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)
     words = vocabulary(settings.model)
     held_out = None
