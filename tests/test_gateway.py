@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 from lib.config import load
 from lib.config.serve_settings import ServeSettings
-from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.launch.hostfile import Host
 from lib.serve import api_keys, openai_answers, openai_requests, request_reading
@@ -295,6 +294,8 @@ def test_what_takes_long_to_check_is_not_checked(words: dict[str, Any], said: st
 def test_prompts_are_counted_as_the_model_will_see_them(tmp_path: Path, template: bool) -> None:
     """By mlx_lm.server itself: messages without a word, tools, calls, parts."""
     from mlx_lm import server as mlx_server
+
+    from lib.data.tokenizer import load_tokenizer_of
 
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "configs/quickstart/model", folder)
