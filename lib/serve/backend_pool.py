@@ -119,6 +119,11 @@ class Pool:
     def is_ready(self) -> bool:
         return any(backend.is_up for backend in self.backends)
 
+    @property
+    def _slots(self) -> int:
+        """Of all backends that are up."""
+        return sum(backend.capacity for backend in self.backends if backend.is_up)
+
     @contextlib.contextmanager
     def place(self, owner: str) -> Iterator[Place]:
         """A place for a request of this task.
@@ -127,7 +132,7 @@ class Pool:
             QueueFull: there is none, or it was lost to an owner who has fewer.
         """
         self._asked_at[owner] = self.clock()
-        if len(self._places) >= self.max_queue + sum(backend.capacity for backend in self.backends if backend.is_up):
+        if len(self._places) >= self.max_queue + self._slots:
             self._make_room(owner)
         place = Place(owner, asyncio.current_task())
         self._places[place] = None
@@ -204,8 +209,7 @@ class Pool:
 
     def retry_seconds(self) -> int:
         """When a request that is refused now should find a place, in whole seconds, 1 to 60."""
-        capacity = sum(backend.capacity for backend in self.backends if backend.is_up) or 1
-        return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / capacity)))
+        return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / (self._slots or 1))))
 
     def _admit_waiting(self) -> None:
         most = self._most_of_owner()
@@ -220,12 +224,9 @@ class Pool:
 
     def _most_of_owner(self) -> int:
         """The slots that one owner may have: a part of them, but all where nobody else asks."""
-        slots, since = (
-            sum(backend.capacity for backend in self.backends if backend.is_up),
-            self.clock() - RECENT_SECONDS,
-        )
+        since = self.clock() - RECENT_SECONDS
         self._asked_at = {one: at for one, at in self._asked_at.items() if at > since or self._in_flight_of[one]}
-        return slots if len(self._asked_at) < 2 else max(1, slots // PART)
+        return self._slots if len(self._asked_at) < 2 else max(1, self._slots // PART)
 
     def _admit(self, backend: Backend, owner: str) -> None:
         backend.count(0, self.clock())
