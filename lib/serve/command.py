@@ -281,8 +281,9 @@ def keys_again(path: Path) -> api_keys.Keys:
 
 def _read_keys_again(gateway: Gateway, path: Path) -> None:
     try:
-        gateway.keys = keys_again(path)
-        log("keys", count=len(gateway.keys.digests))
+        keys = keys_again(path)
+        gateway.use_keys(keys)
+        log("keys", count=len(keys.digests))
     except UserError as error:  # a slip of the pen: those that were good stay so
         log("keys", error=str(error))
 
