@@ -64,24 +64,18 @@ def main() -> int:
 
 def one(name: str, seconds: float, seed: int) -> int:
     """Fuzzes one parser; prints what it found as JSON."""
-    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import given, settings
     from hypothesis import seed as seeded
     from hypothesis import strategies as st
 
-    from tests.parsers import PARSERS, refuses_or_reads
+    from tests.parsers import ATTACK, PARSERS, refuses_or_reads
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     parser, tried, faults = PARSERS[name], 0, dict[str, str]()
     ends, draw = time.monotonic() + seconds, random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
 
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(ATTACK, max_examples=EXAMPLES)
         @given(st.data())
         def attack(data: st.DataObject) -> None:
             nonlocal tried

@@ -4,8 +4,8 @@
     python benchmarks/pipeline.py --quick      about three minutes: one link, one width, fewer steps
 
 Two hosts made of network namespaces (tests/cluster.py), the second with a third of the first one's CPU time, over MLX's ring.
-On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick); then the same model trains
-pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. The bound of the schedule is 1F1B played
+On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py); then the same model trains
+pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. Each host has a core of its own. The bound of the schedule is 1F1B played
 with the seconds that each rank's steps computed (lib/plan/pipeline_schedule.py), without any link: what no order of the same
 passes on these two hosts can be much faster than. Predicted is the step that the plan promised before the run. Bytes are those
 that rank 0 sent in a step; the formula's are the activations at the cut, one way, for the micro-batches of the step. The last
@@ -46,6 +46,7 @@ PORT = 5200
 TOKENS, VOCABULARY = 32, 256  # tokens of a prompt and of each completion
 BLOCKS, PAIRS, MICRO_BATCHES = 8, 2, 16  # pairs of a micro-batch
 WARM = 2  # first steps that do not count
+CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 OTHERS = (([7, 1], 2), ([6, 2], 1), ([6, 2], 4), ([5, 3], 2), ([4, 4], 2))  # cuts and micro-batches, for predictions
 
 
@@ -94,7 +95,8 @@ def on_link(rate: str, hidden: int, options: argparse.Namespace, steps: int) -> 
     with cluster(hosts=2, quotas=(1.0, options.quota), rate=rate) as hosts:
         for host in hosts:
             write_inputs(host.outside, hidden, options.seed)
-        on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], ["--folder={disk}/calibration"], PORT)
+        how = ["--quick"] if options.quick else ["--largest", str(2 * max(size for _, _, size in ways))]
+        on_ring(hosts, ["benchmarks/calibrate.py", *how], ["--folder={disk}/calibration"], PORT)
         for number, (strategy, shares, size) in enumerate(ways, 1):
             count = max(WARM + 2, steps // 3) if strategy == "sharded" else steps
             words = [f"strategy={strategy}", f"train.steps={count}", f"train.seed={options.seed}"]
@@ -183,6 +185,8 @@ def on_ring(hosts: list[Host], program: list[str], words: list[str], port: int) 
         (host.outside / "ring.json").write_text(addresses)
         variables = dict(os.environ) | {"MLX_HOSTFILE": str(host.disk / "ring.json"), "MLX_RANK": str(rank)}
         command = [sys.executable, str(ROOT / program[0]), *program[1:], "--config", str(host.disk / "run.yaml")]
+        if len(CORES) >= len(hosts):  # two machines do not take each other's core, nor move from one to the other
+            command = ["taskset", "--cpu-list", str(CORES[rank]), *command]
         command += [word.format(disk=host.disk) for word in words]
         processes.append(host.start(command, env=variables, cwd=ROOT))
     for process in processes:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 import yaml
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from lib.config import load
@@ -73,6 +74,9 @@ COLUMNS += [
     "value",
     "weight",
 ]
+
+# Of attacks: every example is a new one, however long it takes.
+ATTACK = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
 class Parser(NamedTuple):

@@ -32,6 +32,7 @@ from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.system import mpi_and_blas
 from tests import rounding, tiny
+from tests.test_plan import LLAMA_8B
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
@@ -251,18 +252,7 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world: World, 
 
 
 def test_heads_and_columns_are_dealt_by_weight() -> None:
-    stored = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    shape = partition.model_shape_of(stored)
+    shape = partition.model_shape_of(LLAMA_8B)
     assert partition.divide(shape, [1, 1]) == partition.Division((4, 4), (7168, 7168), weights=(1.0, 1.0))
     assert partition.divide(shape, [2, 6]).kv_heads == (2, 6)
     three = partition.divide(shape, [1, 1, 1])
@@ -275,7 +265,7 @@ def test_heads_and_columns_are_dealt_by_weight() -> None:
         own = np.array([partition.rank_bytes(shape, dealt, rank)[0] for rank in range(len(weights))])
         np.testing.assert_allclose(own / own.sum(), np.array(weights) / sum(weights), rtol=0.01)
         assert own.sum() + partition.rank_bytes(shape, dealt, 0)[1] == pytest.approx(2 * 8.03e9, rel=0.001)
-    quantised = partition.model_shape_of({**stored, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
+    quantised = partition.model_shape_of({**LLAMA_8B, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
     assert all(heads % 2 == 0 for heads in partition.divide(quantised, [3, 5]).kv_heads)  # 32 inputs a head
 
 
