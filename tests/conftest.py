@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck
@@ -19,6 +20,9 @@ from hypothesis import settings as hypothesis_settings
 from lib.system import mpi_and_blas, network
 from tests.cluster import Host, Unavailable, cluster
 from tests.darwin import Mac, forget_names
+
+if TYPE_CHECKING:
+    from lib.distributed.world import World
 
 # Tests start hundreds of Python processes, each of which would compile all of lib/ where this is set, as in containers.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
@@ -158,3 +162,17 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mac]:
     one.enter(monkeypatch)
     yield one
     forget_names()
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    """The ranks that run this test: one, or those of `mpirun -n N pytest`."""
+    from lib.distributed.world import start
+
+    return start(LAUNCH, timeout_seconds=60)
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_text(str(tmp_path)))

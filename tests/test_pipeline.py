@@ -23,7 +23,6 @@ import train as script
 from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
-from lib.distributed import world as sync
 from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
 from lib.distributed.pipelined_world import PipelinedWorld, pipelined
@@ -32,7 +31,6 @@ from lib.errors import Stopped, UserError
 from lib.evaluate import command
 from lib.model import load as load_module
 from lib.model import pipeline_stage, token_stream
-from lib.system import mpi_and_blas
 from lib.system.out_of_memory import Limit
 from lib.telemetry.run_records import read_records
 from lib.training import pipelined_step
@@ -65,17 +63,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 MODEL = {"num_hidden_layers": BLOCKS}
 DPO, SFT = schema.TrainSettings(), schema.TrainSettings(loss="sft")
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
-
-
-@pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_text(str(tmp_path)))
 
 
 def folder_of(world: World, folder: Path, family: str) -> Path:

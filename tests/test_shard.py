@@ -21,7 +21,6 @@ import train as script
 from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
-from lib.distributed import world as sync
 from lib.distributed.sharded_world import ShardedWorld, sharded
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -30,7 +29,6 @@ from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
-from lib.system import mpi_and_blas
 from tests import rounding, tiny
 from tests.test_plan import LLAMA_8B
 from tests.tiny import difference, model_folder, steps_of
@@ -64,17 +62,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WEIGHTS = {2: [(1, 1), (1, 3)], 3: [(1, 1, 2), (5, 2, 3)]}
 UNEVEN = {2: (1, 3), 3: (5, 2, 3)}
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
-
-
-@pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_text(str(tmp_path)))
 
 
 def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, schema.ModelSettings]:
