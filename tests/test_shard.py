@@ -23,7 +23,7 @@ from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.sharded_world import ShardedWorld, sharded
 from lib.distributed.world import World
-from lib.errors import UserError
+from lib.errors import Stopped, UserError
 from lib.evaluate import command
 from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
@@ -356,29 +356,39 @@ def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) 
 def test_answers_metrics_and_another_reference_in_parts(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
-    words += ["model.reference=configs/quickstart/model", "train.global_batch_size=8"]
-    words += [f"run.dir={folder / 'runs'}", f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
+    parts = ("strategy=sharded", "model.shard_vocabulary=true", f"plan.shares={list(UNEVEN[world.size])}")
+    assert_answers_and_metrics_as_alone(world, folder, capsys, *parts)
+    world.gather_text("checked")
+
+
+def assert_answers_and_metrics_as_alone(
+    world: World, folder: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[schema.Config, Path]:
+    """A run of the quickstart's model in parts against one rank's: its figures, its adapter, what evaluating it says.
+
+    words: how ranks divide the model.
+
+    Returns:
+        The settings and the folder of the run in parts.
+    """
+    common = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
+    common += ["model.reference=configs/quickstart/model", "train.global_batch_size=8", f"run.dir={folder / 'runs'}"]
+    common += [f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
     if world.rank == 0:
         rows = Path("configs/quickstart/valid.jsonl").read_text().splitlines()
-        (folder / "few.jsonl").write_text("\n".join(rows[:20]) + "\n")
+        few = [{**row, "answer": row["chosen"].strip()} for row in map(json.loads, rows[:20])]
+        tiny.write_jsonl(folder / "few.jsonl", few)
     world.gather_text("written")
 
     def run(world: World, *more: str) -> Path:
-        settings = load.load("configs/quickstart.yaml", [*words, *more])
+        settings = load.load("configs/quickstart.yaml", [*common, *more])
         script.train(settings, world, resume=False, dry_run=False)
         return Path(settings.run.dir) / str(settings.run.name)
 
     alone = folder / "runs/alone"
     if world.rank == 0:
         run(World(), "run.name=alone")
-    parts = run(
-        world,
-        "run.name=parts",
-        "strategy=sharded",
-        "model.shard_vocabulary=true",
-        f"plan.shares={list(UNEVEN[world.size])}",
-    )
+    parts = run(world, "run.name=parts", *words)
     world.gather_text("finished")
     summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, parts)]
     for key in ("exact_match_before", "exact_match_after", "loss", "reward_accuracy", "kl"):
@@ -397,7 +407,7 @@ def test_answers_metrics_and_another_reference_in_parts(
         mine, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(alone))
         logits = [m(mx.array([[7, 8, 9, 10]])) for m in (model, mine)]
         assert mx.allclose(*logits, rtol=1e-4, atol=1e-5)
-    world.gather_text("checked")
+    return settings, parts
 
 
 @mpi
@@ -456,13 +466,18 @@ def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None
 
 @mpi
 def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: World, folder: Path) -> None:
-    common = [*words_of(world, folder), "strategy=sharded", "data.valid=null"]
+    assert_ranks_leave_together(world, folder, [*words_of(world, folder), "strategy=sharded"])
+
+
+def assert_ranks_leave_together(world: World, folder: Path, words: list[str]) -> None:
+    """Where rank 0 cannot write, and where no update is finite."""
+    common = [*words, "data.valid=null"]
     if world.rank == 0:
         (folder / "runs/full").mkdir(parents=True)
         (folder / "runs/full/checkpoints").write_text("a file where a folder should be")
     with pytest.raises(UserError, match="bytes are free there"):  # rank 0 alone writes
         train(world, folder, [*common, "train.steps=1"], "full")
     diverging = ["model.method=full", "train.learning_rate=1e38", "train.max_skipped_steps=2", "train.steps=9"]
-    with pytest.raises(script.Stopped, match="2 updates in a row were not finite"):
+    with pytest.raises(Stopped, match="2 updates in a row were not finite"):
         train(world, folder, [*common, *diverging], "diverging")
     world.gather_text("all are here")
