@@ -202,17 +202,17 @@ class World(Collectives):
     def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
         for name, (shape, dtype) in described.items():
             part = self.part(name)
-            if part is None:
-                yield name, own[name]
-                continue
-            assert isinstance(part, Part)
-            array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
-            # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
-            words = mx.view(array, mx.int32)
-            around = [(0, 0)] * array.ndim
-            around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
-            total = self.all_sum(mx.pad(words, around), "the parts of an array")
-            yield name, mx.view(total, dtype)
+            yield name, own[name] if part is None else self._joined(own.get(name), part, shape, dtype)
+
+    def _joined(self, own: mx.array | None, part: Part | Holders, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """A whole array from the parts of all ranks. own: this rank's, if it has one."""
+        assert isinstance(part, Part)
+        array = mx.zeros(part.shape(shape, self.rank), dtype) if own is None else own  # other ranks may keep all of it
+        # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
+        words = mx.view(array, mx.int32)
+        around = [(0, 0)] * array.ndim
+        around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
+        return mx.view(self.all_sum(mx.pad(words, around), "the parts of an array"), dtype)
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
