@@ -131,6 +131,7 @@ class Agent:
         while True:
             if self.ranks is not None:
                 self.ranks.check_memory_of_mpi_ranks()
+                self.ranks.hang_up_on_strangers()
                 states = {rank: process_state(pid) for rank, pid in self.ranks.pids.items()}
                 # The exits once more: a line can be lost to somebody who writes into the same stream.
                 self.ranks.report("alive", states=states, exits=self.ranks.exits)

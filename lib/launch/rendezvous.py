@@ -93,6 +93,7 @@ async def _primary(hosts: Sequence[Host], meeting: Meeting, command: str, note: 
     port, deadline, number = meeting.port, time.monotonic() + meeting.limit_seconds, secrets.token_hex(16)
     connected: dict[str, StreamChannel] = {}
     strangers: deque[asyncio.StreamWriter] = deque()
+    tasks: set[asyncio.Future[None]] = set()
     changed = asyncio.Event()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,8 +123,12 @@ async def _primary(hosts: Sequence[Host], meeting: Meeting, command: str, note: 
         writer.close()
         changed.set()
 
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(task := asyncio.ensure_future(accept(reader, writer)))
+        task.add_done_callback(tasks.discard)
+
     try:
-        server = await asyncio.start_server(accept, None, port, reuse_address=True)
+        server = await asyncio.start_server(begin, None, port, reuse_address=True)
     except OSError as error:
         raise UserError(
             f"port {port} cannot be listened at ({error.strerror}): an earlier launch may live on; "
@@ -147,6 +152,9 @@ async def _primary(hosts: Sequence[Host], meeting: Meeting, command: str, note: 
         server.close()
         for writer in (*(channel.writer for channel in connected.values()), *strangers):
             writer.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _secondary(hosts: Sequence[Host], here: Host, meeting: Meeting, command: str, note: Note) -> str:
