@@ -64,11 +64,19 @@ class FileFigures(TypedDict):
 
 
 def pull(
-    kind: str, key: str, items: Sized, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
+    kind: str,
+    key: str,
+    items: Sized,
+    out: Path,
+    settings: Config,
+    world: World,
+    do: Callable[[range], Lines],
+    chunk_rows: int | None = None,
 ) -> FileFigures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
-    key: digest of all that the lines depend on. do: makes lines for some rows.
+    key: digest of all that the lines depend on. do: makes lines for some rows. chunk_rows: that a rank takes at a time;
+    by default evaluate.batch_size.
 
     Returns:
         On rank 0, the figures for people and machines; elsewhere nothing.
@@ -76,7 +84,7 @@ def pull(
     Raises:
         AgreedError, UserError: on one rank, so on all.
     """
-    size, total = settings.evaluate.batch_size, len(items)
+    size, total = chunk_rows or settings.evaluate.batch_size, len(items)
     say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
     server = dispatcher = None

@@ -58,6 +58,7 @@ class TrainingRun:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
         self.progress = Progress(data_digest=data.digest)
         self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
+        self.resumed: RankArrays = {}  # what this rank alone had in the checkpoint that it goes on from
         self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
         self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
         if plan.strategy == "independent":
@@ -65,6 +66,11 @@ class TrainingRun:
         log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
         self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.feed)
         self.writer = CheckpointWriter(self.lock is not None, config.checkpoint.max_lost_seconds)
+
+    def close(self) -> None:
+        """Lets go of the run's folder."""
+        if self.lock is not None:
+            self.lock.close()
 
     @property
     def is_never_merged(self) -> bool:
