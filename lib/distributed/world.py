@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -238,13 +239,15 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
-    with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"), contextlib.ExitStack() as stack:
+    init = functools.partial(mx.distributed.init, backend=launch.backend, strict=True)
+    with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
         if launch.backend == "ring":
             secret = run_secret() or ring_start.NO_SECRET
             met = ring_start.meet(launch.rank, _ring_addresses(), secret)
-            stack.enter_context(ring_sockets.given_to_mlx(launch.rank, launch.size, met.before, met.after))
+            group = ring_sockets.opened(launch.rank, launch.size, met.before, met.after, init)
             world = replace(world, checks=CheckedSums(met.messages, secret))
-        group = mx.distributed.init(backend=launch.backend, strict=True)
+        else:
+            group = init()
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
             f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees "
