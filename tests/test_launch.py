@@ -153,6 +153,7 @@ def test_a_command_that_is_not_there_or_a_host_that_does_not_answer_is_one_line(
         (["--hosts", "a,b", "--role", "primary", "--backend", "mpi", "--"], "mpirun reaches"),
         (["--hosts", "10.99.99.1,10.99.99.2", "--role", "primary", "--"], "0 of the hosts"),
         (["--hosts", "a,b", "--role", "primary", "--max-restarts", "1", "--"], "--max-restarts needs ssh"),
+        (["--hosts", "a", "--key", "k", "--"], "--key is for --role"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
@@ -267,8 +268,9 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
 def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp_path: Path) -> None:
     settings = [*tiny.settings(tmp_path, train__steps=3), "--config", str(tiny.config_file(tmp_path)), "run.name=hand"]
     settings.append("strategy=synchronous")  # each step on both
+    key = str(tmp_path / "key")  # the primary makes it, the secondary waits for it
     hands = [
-        host.start([*words(three_hosts[:2], "--role", role), "train.py", *settings])
+        host.start([*words(three_hosts[:2], "--role", role, "--key", key), "train.py", *settings])
         for host, role in zip(three_hosts, ("primary", "secondary"), strict=False)
     ]
     for hand in hands:

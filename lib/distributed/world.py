@@ -105,8 +105,8 @@ class World(Collectives):
             with self.deadline(f"every rank's {what}"):
                 self.checks.require_equal(what, digest)
             return
-        held = [text.split() for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
-        for rank, (theirs, host) in enumerate(held):
+        held = [text.partition(" ") for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
+        for rank, (theirs, _, host) in enumerate(held):
             if theirs != held[0][0]:
                 raise Stopped(different(what, rank, host))
 
