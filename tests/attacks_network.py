@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import os
+import re
 import select
 import socket
 import stat
@@ -27,7 +29,7 @@ from lib.distributed.checked_sums import CheckedSums
 from lib.distributed.peer_messages import PeerMessages
 from lib.errors import Stopped, UserError
 from lib.evaluate.work_queue import Dispatcher, Journal, Remote, Server, work
-from lib.launch import host_agent, host_ranks, link_probe, rendezvous
+from lib.launch import host_agent, host_ranks, link_probe, mpirun_ports, rendezvous
 from lib.launch.hostfile import Host
 from lib.system import handshake, key_file
 from lib.system.handshake import Channel, Listener, NotTrusted
@@ -504,6 +506,94 @@ def secrets_in_words(_: Path) -> str | None:
     return None if "held" in done.stdout else done.stdout + done.stderr
 
 
+# ---- Ports of others' programs, and the dashboard
+
+
+def silent_at_mpirun(_: Path) -> str | None:
+    """One connection to mpirun that says nothing, and Open MPI's server reads from it for ever: the launch never ends."""
+    if not sys.platform.startswith("linux"):
+        return None  # docs/security.md says so
+    held: list[socket.socket] = []
+    over, mark = threading.Event(), f"MARK={os.urandom(4).hex()}"
+
+    def disturb() -> None:
+        while not over.is_set() and not held:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    words = path.read_bytes().split(b"\0")
+                    if Path(os.fsdecode(words[0])).name in ("mpirun", "prterun") and mark in os.fsdecode(
+                        b" ".join(words)
+                    ):
+                        for port in listening(int(path.parent.name)):
+                            held.extend(socket.create_connection(("127.0.0.1", port), 1) for _ in range(3))
+            time.sleep(0.02)
+
+    stranger = threading.Thread(target=disturb)
+    stranger.start()
+    words = ["--hosts", "localhost:2", "--backend", "mpi", "--no-preflight", "--", "sh", "-c", f"sleep 1 # {mark}"]
+    try:
+        done = subprocess.run([sys.executable, "launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    except subprocess.TimeoutExpired:
+        return "the launch hangs"
+    finally:
+        over.set()
+        stranger.join()
+        for connection in held:
+            connection.close()
+    if not held:
+        return "mpirun listened nowhere"
+    return None if done.returncode == 0 and "is shut down" in done.stderr else done.stderr
+
+
+def listening(pid: int) -> list[int]:
+    """The ports at which a process listens."""
+    sockets = mpirun_ports._sockets_of(pid)
+    entries = [one for one in mpirun_ports._entries() if one.inode in sockets and one.state == mpirun_ports.LISTENING]
+    return [int(one.local.rpartition(":")[2], 16) for one in entries]
+
+
+def dashboard(attempt: Callable[[int], str | None]) -> Attack:
+    """Somebody at the dashboard's port who has no token."""
+
+    def attack(folder: Path) -> str | None:
+        words = [sys.executable, "-m", "lib.dashboard", "--runs", str(folder), "--port", "0"]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            port, token = re.findall(r":(\d+)/\?token=(\S+)", process.stdout.readline())[0]
+            if (why := attempt(int(port))) is not None:
+                return why
+            return None if status(int(port), f"/?token={token}") == 302 else "its owner is not let in"
+        finally:
+            process.terminate()
+            process.wait(10)
+
+    return attack
+
+
+def status(port: int, path: str, **headers: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=15)
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse().status
+
+
+def without_token(port: int) -> str | None:
+    for path in ("/", "/_dash-layout", "/_dash-dependencies", "/?token=", "/?token=a&token=b", "//", "/%2e/", "/x"):
+        for cookie in ("", f"tandem-dashboard-{port}=", "tandem-dashboard=x", "\xff"):
+            if (found := status(port, path, Cookie=cookie)) != 401:
+                return f"{path} with {cookie!r} is answered by {found}"
+    return None
+
+
+def many_silent(port: int) -> str | None:
+    with strangers([port], b"GET / HTTP/1.1\r\n", 200):
+        time.sleep(0.5)
+        began = time.monotonic()
+        found = status(port, "/")
+        seconds = time.monotonic() - began
+    return None if found == 401 and seconds < MOMENT else f"{found} after {seconds:.1f} s"
+
+
 ATTACKS: dict[str, Attack] = {
     **{f"ring: a stranger says {name}": ring(says) for name, says in WORDS.items()},
     "ring: 300 connections that say nothing": ring(b"", 300),
@@ -534,5 +624,8 @@ ATTACKS: dict[str, Attack] = {
     "folder: a file": taken_folder(lambda path: path.touch()),
     "folder: a pipe": taken_folder(lambda path: os.mkfifo(path)),
     "key: a file that everybody may read": open_key,
+    "mpirun: connections that say nothing": silent_at_mpirun,
+    "dashboard: nobody's token": dashboard(without_token),
+    "dashboard: 200 requests that never end": dashboard(many_silent),
     "secret: in the words or variables of a process": secrets_in_words,
 }
