@@ -25,16 +25,29 @@ def test_it_holds(name: str, tmp_path: Path) -> None:
     assert ATTACKS[name](tmp_path) is None
 
 
-def test_a_run_whose_gradients_are_changed_on_their_way_ends_before_it_saves_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "changed"), [("synchronous", "the sum of the gradients"), ("independent", "the merge")]
+)
+def test_a_run_whose_arrays_are_changed_on_their_way_ends_before_it_saves_them(
+    tmp_path: Path, strategy: str, changed: str
+) -> None:
     """Somebody between two ranks, whom the start does not find: the weights stay equal on both, and are nobody's."""
     words = tiny.settings(
         tmp_path, rows=64, train__steps=6, checkpoint__every=2, evaluate__samples=0, data__valid="null"
     )
-    command = [sys.executable, "train.py", "--config", str(tiny.config_file(tmp_path)), *words, "run.name=r"]
+    command = [
+        sys.executable,
+        "train.py",
+        "--config",
+        str(tiny.config_file(tmp_path)),
+        *words,
+        "run.name=r",
+        f"strategy={strategy}",
+    ]
     ports = free_ports(2)
 
     def change(piece: bytes, number: int) -> bytes:
-        """Flips one bit of a float in what is long: a gradient."""
+        """Flips one bit of a float in what is long: gradients, adapters."""
         if number == 0 or len(piece) < 4096:
             return piece
         return piece[:2002] + bytes([piece[2002] ^ 0x40]) + piece[2003:]
@@ -53,7 +66,7 @@ def test_a_run_whose_gradients_are_changed_on_their_way_ends_before_it_saves_the
     for process in processes:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 1, output + errors
-        assert "got another result of the sum of the gradients than the ranks sent" in errors, errors
+        assert f"got another result of {changed} than the ranks sent" in errors, errors
         assert "Traceback" not in errors
     assert not list((tmp_path / "runs" / "r" / "checkpoints").glob("step-*")), "it is in no checkpoint"
     assert not list((tmp_path / "runs" / "r").glob("adapters*")), "it is in no adapter"
