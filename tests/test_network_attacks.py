@@ -25,12 +25,8 @@ def test_it_holds(name: str, tmp_path: Path) -> None:
     assert ATTACKS[name](tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("strategy", "changed"), [("synchronous", "the sum of the gradients"), ("independent", "the merge")]
-)
-def test_a_run_whose_arrays_are_changed_on_their_way_ends_before_it_saves_them(
-    tmp_path: Path, strategy: str, changed: str
-) -> None:
+@pytest.mark.parametrize("strategy", ["synchronous", "independent"])
+def test_a_run_whose_arrays_are_changed_on_their_way_ends_before_it_saves_them(tmp_path: Path, strategy: str) -> None:
     """Somebody between two ranks, whom the start does not find: the weights stay equal on both, and are nobody's."""
     words = tiny.settings(
         tmp_path, rows=64, train__steps=6, checkpoint__every=2, evaluate__samples=0, data__valid="null"
@@ -66,7 +62,7 @@ def test_a_run_whose_arrays_are_changed_on_their_way_ends_before_it_saves_them(
     for process in processes:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 1, output + errors
-        assert f"got another result of {changed} than the ranks sent" in errors, errors
+        assert "got another result of" in errors and "connect the hosts by ssh or WireGuard" in errors, errors
         assert "Traceback" not in errors
     assert not list((tmp_path / "runs" / "r" / "checkpoints").glob("step-*")), "it is in no checkpoint"
     assert not list((tmp_path / "runs" / "r").glob("adapters*")), "it is in no adapter"
