@@ -415,3 +415,12 @@ def test_faults_are_told_apart() -> None:
     assert diagnose(100.0, seen, ranks, 10, 32) is None
     assert [rank.rank for rank in stragglers(100.0, [ranks[0], RankState(1, "b", beats=True)], 20)] == [1]
     assert exit_status(-9) == 137 and exit_status(3) == 3
+    started = [
+        RankState(-1, "a"),
+        RankState(0, "a", status=0, ended_at=89.0),
+        RankState(1, "b", status=0, ended_at=80.0),
+    ]
+    fault = diagnose(100.0, seen, started, 10, 30)
+    assert fault and (fault.kind, fault.hosts) == ("hung", ("a",)) and "mpirun on a goes on 11.0 s" in fault.message
+    assert diagnose(100.0, seen, started, 12, 30) is None, "it may take a while to end"
+    assert diagnose(100.0, seen, [*started, RankState(2, "b")], 10, 30) is None, "a rank lives"
