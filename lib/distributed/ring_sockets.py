@@ -85,7 +85,6 @@ def _replace(connections: Sequence[tuple[int, socket.socket]], end: int) -> None
                 f"MLX has {len(descriptors)} sockets at port {port}, not the one that its ring was given; install the "
                 "versions of constraints.txt (make setup)"
             )
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)  # MLX asks again and again, and so it set its own
         os.dup2(connection.fileno(), descriptors[0], inheritable=False)
         connection.close()

@@ -150,6 +150,7 @@ class Channel:
     def __init__(self, connection: socket.socket, keys: Keys):
         self.connection, self._seals = connection, Seals(keys)
         connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # messages are short, and waited for
 
     def send(self, text: bytes) -> None:
         self.connection.sendall(self._seals.sealed(text))
