@@ -85,8 +85,8 @@ async def supervise(
                 restarts += 1
                 fruitless = 0 if attempt.world.checkpoint is not None else fruitless + 1
                 with contextlib.suppress(TimeoutError):
-                    interrupt = await asyncio.wait_for(interrupts.get(), pause_seconds(fruitless))
-                    return 128 + interrupt
+                    async with asyncio.timeout(pause_seconds(fruitless)):
+                        return 128 + await interrupts.get()
             # Those that were there first: the checkpoints of the others may be older.
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
             if job.backend in ("ring", "jaccl-ring"):
@@ -124,7 +124,8 @@ async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
         if host.name in links:
             links[host.name].drop()
         try:
-            links[host.name] = await asyncio.wait_for(connect(job, host), ANSWER_SECONDS)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                links[host.name] = await connect(job, host)
         except (TimeoutError, ConnectionError):
             links.pop(host.name, None)
     return host.name in links
