@@ -1,38 +1,51 @@
 """A training under a stream of faults, on hosts made of network namespaces (root, Linux), and what they cost.
 
-    python benchmarks/chaos.py --faults 60          the quickstart's model; half an hour, and half as long again to compare
-    python benchmarks/chaos.py --quick              9 faults on a tiny model, four minutes
-    python benchmarks/chaos.py --strategy pipelined     the same where each host holds some of the model's blocks
+    python benchmarks/chaos.py --faults 200 --hosts 3            an hour, and the same runs without faults to compare
+    python benchmarks/chaos.py --faults 60 --hosts 3 --busy      while a process that never rests is on each core
+    python benchmarks/chaos.py --faults 10 --kinds cut,two --strategy synchronous --tiny
+    python benchmarks/chaos.py --quick                           a tiny model, one fault of each kind, ten minutes
 
-Two hosts train, a third one launches them with `--max-restarts`. A fault comes every `--seconds` on average, once all hosts
-train. Some have to be noticed and survived: a rank killed (`kill`) or stopped (`stop`), a host's cable out for a while
-(`cut`), a firewall that lets only ssh through (`ports`), the newest checkpoint torn on both disks and a rank killed
-(`torn`), the launcher killed, and its command given again as a person would (`launcher`). Others may not even end a rank: one
-stopped for less than the limit (`pause`), a disk full for a while (`full`), a gradient that is NaN once (`nan`).
+`--hosts` machines train, and one more launches them with `--max-restarts`. A fault comes every `--seconds` on average, once
+all hosts train. tests/faults.py makes them. Some end ranks, and have to be noticed and survived:
 
-At the end the logs of all disks have to show every example exactly once an epoch, and every loss, the weights and the exact
-match have to be those of a run without faults. Goodput is the time in steps that live on, of all time from the first fault's
-turn to the last one's end. The last line is one JSON object.
+    kill stop       a rank killed, or stopped for good         cut ports     a cable out; a firewall that lets ssh through
+    torn            the newest checkpoint torn on all disks    launcher      the launcher killed, the command given again
+    two             two hosts at once, each killed, stopped    recovery      a second rank killed while all start again
+                    or cut off                                 checkpoint evaluation merge     killed in the middle of one
+    moved           a host back under another name, address    memory        a rank killed by the kernel for its memory
+    nan-stays       gradients that are NaN whatever one does: the run has to stop with a line that says so, and to lose
+                    nothing; its command is given again once the cause is gone
 
-On 21 November 2026, two cores, `--faults 60 --seconds 24.5`: 60 faults in 25 minutes, no hang, none unnoticed, no example lost,
-median recovery 2.7 s, goodput 0.91 over the first 54 faults (22 minutes) and 0.87 over all: others took up their work on the two
-cores then, and a limit of one second was too short. 9 steps were in two logs; docs/reliability.md has the table, and what was mended.
+Others may not even end a rank: one stopped for less than the limit (`pause`), a disk full for a while (`full`), a gradient
+that is NaN once (`nan`), a time of day that jumps by up to a day (`clock`, a preloaded library: tests/clock.c), a disk of
+200 kB/s (`slow-disk`, the kernel's throttle), a link of 1 Mbit/s and 300 ms (`slow-link`, tests/relay.py).
+
+At a run's end the logs of all disks have to show every example exactly once an epoch, and every loss, the weights and the
+exact match have to be those of a run without faults (of independent ranks only the examples: who is away changes what is
+merged). Goodput is the seconds in steps that live on, over all seconds from the first step to the last fault's end;
+evaluations, checkpoints and steps that are undone are no such seconds. A host is wrongly called dead where a line of the
+launcher's blames one that no fault was made on, or any during a fault that should not end a rank. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
 import random
 import re
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,205 +64,304 @@ from lib.system import mpi_and_blas  # noqa: E402
 mpi_and_blas.prepare()
 
 from lib.telemetry.run_records import read_records  # noqa: E402
-from tests import tiny  # noqa: E402
+from tests import faults, tiny  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
+from tests.faults import KINDS, STRATEGIES, Launch, Scene  # noqa: E402
 
-SURVIVED = ("kill", "stop", "cut", "ports", "torn", "launcher")
-ENDURED = ("pause", "full", "nan")
-KINDS = SURVIVED + ENDURED
 HANG_SECONDS = 90.0  # without a new step: given up
-AWAY_SECONDS = 4.0  # that a cable stays out, or a firewall closed, once it was noticed
-SILENT_SECONDS = 1.0
 WEDGED_SECONDS = 5.0
-DISK_BYTES = 256 * 2**20  # of each host's runs
-NOTICED = {
-    "full": r"cannot be written|No space left",
-    "nan": r"not finite",
-    **dict.fromkeys(SURVIVED, r"launch: (died|silent|lost|stopped|late|wedged): |launch: a host is back"),
-}
-
-# Every Python of the ranks imports this: at SIGUSR1 the gradients of the next step are NaN on that rank.
-POISON = """
-import signal
-
-def poison(number, frame):
-    from lib.distributed import gradients as exchange
-    from mlx.utils import tree_map
-    plain = exchange.sum_gradients
-    def once(world, gradients, *rest):
-        exchange.sum_gradients = plain
-        return plain(world, tree_map(lambda g: g * float("nan"), gradients), *rest)
-    exchange.sum_gradients = once
-
-signal.signal(signal.SIGUSR1, poison)
-"""
+SLOW_SECONDS = 5.0  # of a recovery: what the launcher wrote meanwhile is printed
+TOLERANCE = 1e-3  # of a loss that roundings explain
+BLAMES = re.compile(rf"{faults.RESTARTS}(.*)|launch: start .*\(without (.*?)\)")
+Steps = dict[int, list[dict[str, Any]]]  # every rank's record of each step that lives on
 
 
-class Launch:
-    """The launcher on its own host, and the lines that it writes."""
+@dataclass
+class Found:
+    """What came of one fault; seconds from when it was there."""
 
-    def __init__(self, host: Host, command: list[str]):
-        self.host, self.command = host, command
-        self.lines: list[tuple[float, str]] = []
-        self.start(command)
+    kind: str
+    strategy: str
+    host: str
+    step: int
+    noticed_seconds: float | None = None
+    recovery_seconds: float = 0.0  # until a step beyond the last one before it
+    hung: bool = False
+    corrupt_used: bool = False
+    wrongly_blamed: int = 0  # lines of the launcher's
 
-    def start(self, command: list[str]) -> None:
-        self.process = self.host.start(command)
-        for stream in (self.process.stdout, self.process.stderr):
-            threading.Thread(target=self._read, args=(stream,), daemon=True).start()
-
-    def _read(self, stream: Any) -> None:
-        for line in stream:
-            self.lines.append((time.monotonic(), line.rstrip()))
-
-    def first(self, pattern: str, since: float) -> float | None:
-        """When a line that matches came, after `since`."""
-        return next((at for at, line in list(self.lines) if at >= since and re.search(pattern, line)), None)
-
-    def resume(self, run: Path) -> None:
-        """Gives the command again, with --resume."""
-        cut = self.command.index("--")
-        self.start([*self.command[: cut + 1], "train.py", "--resume", str(run)])
-
-    def pid(self) -> int | None:
-        """Its process, as its host counts."""
-        return next((pid for pid, line in self.host.processes().items() if f"{ROOT}/launch" in line), None)
+    @property
+    def is_missed(self) -> bool:
+        """Whether nobody noticed what had to be."""
+        kind = KINDS[self.kind]
+        return self.noticed_seconds is None and (kind.noticed is not None or kind.ends_launch)
 
 
-def mount(host: Host) -> Path:
-    """A host's own small disk, as seen from here."""
-    return Path(f"{host.root}{host.disk}/mnt")
+@dataclass
+class Outcome:
+    """What came of all faults on one strategy."""
+
+    found: list[Found]
+    first_start_seconds: float
+    seconds: float  # from the first step to the end of the last fault
+    useful_seconds: float
+    steps: int
+    lost: int
+    repeated: int
+    differing_steps: int
+    weights_difference: float
+    exact_match: tuple[float | None, float | None]  # with and without faults
+    goodput_without_faults: float
+    damaged: int  # checkpoints that were passed over
+
+    @property
+    def is_same(self) -> bool:
+        """Whether losses and weights are those of a run without faults, where they can be."""
+        is_exact = self.found[0].strategy in faults.SYNCHRONOUS
+        return not is_exact or (not self.differing_steps and self.weights_difference < TOLERANCE)
 
 
-def logs(hosts: list[Host]) -> list[Path]:
-    return [log for host in hosts for log in sorted((mount(host) / "runs/run/logs").glob("rank-*.jsonl"))]
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how it is launched."""
+
+    words: list[str]  # of train.py, but for the strategy
+    rows: int
+    batch_size: int
+    launch: list[str]  # up to --
+
+    def of(self, strategy: str) -> list[str]:
+        """The words of train.py; as many of its steps as possible are those of a run without faults."""
+        if strategy == "independent":  # its rounds are what a fault may undo
+            rounds = [f"independent.pairs_per_round={8 * self.batch_size}", "checkpoint.every=8"]
+            return [*self.words, "strategy=independent", *rounds]
+        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=1"]
+        return [*self.words, f"strategy={strategy}", *lost]
 
 
-def newest_step(hosts: list[Host]) -> int:
-    """The last step of any log, read from its end."""
-    newest = 0
-    for log in logs(hosts):
-        with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 20_000))
-            for line in file.read().split(b"\n"):
-                found = re.match(rb'\{"kind": "step".*?"step": (\d+)', line)
-                newest = max(newest, int(found[1]) if found else 0)
-    return newest
+def set_up(folder: Path, machines: Sequence[Host], is_tiny: bool, backend: str, clock: Path) -> Setup:
+    """The settings of all runs. A constant rate and no end: how long one trains is decided when the faults are over."""
+    disk = machines[0].disk  # the same path on all of them
+    if is_tiny:
+        rows, batch_size = 45, 8
+        words = [*tiny.settings(folder, rows=rows), "--config", str(tiny.config_file(folder))]
+        words += ["train.learning_rate=1e-4", "evaluate.every=400"]
+    else:
+        # A rate at which an hour of steps neither breaks the model nor makes much of roundings.
+        words = ["--config", str(ROOT / "configs/quickstart.yaml"), "train.learning_rate=1e-6"]
+        rows, batch_size = sum(1 for _ in (ROOT / "configs/quickstart/train.jsonl").open()), 32
+        few = (ROOT / "configs/quickstart/valid.jsonl").read_text().splitlines(keepends=True)[:16]
+        (folder / "few.jsonl").write_text("".join(few))
+        words += [f"data.valid={folder}/few.jsonl", "evaluate.every=60", "evaluate.answers=null"]
+    words += [
+        "train.schedule=constant",
+        "plan.replan=false",
+        "evaluate.samples=0",
+        "run.name=run",
+        "checkpoint.final=last",
+    ]
+    words += [f"plan.calibration_dir={disk}/calibration", "run.pages=false"]
+    names = ",".join(host.name for host in machines[:-1])
+    options = ["--no-preflight", "--backend", backend, "--max-restarts", "100000"]
+    options += ["--silent-seconds", str(faults.SILENT_SECONDS), "--wedged-seconds", str(WEDGED_SECONDS)]
+    options += ["--env", f"PYTHONPATH={folder}", "--env", f"CHAOS_ORDER={disk}/order"]
+    moved = ["env", f"LD_PRELOAD={clock}", f"CLOCK_OFFSET={disk}/clock"]
+    launch = [*moved, sys.executable, str(ROOT / "launch"), "--hosts", names, *options]
+    return Setup(words, rows, batch_size, launch)
 
 
-def rank_process(host: Host) -> int | None:
-    """The rank that owns the run's folder on this host's disk, if it lives."""
-    with contextlib.suppress(OSError, ValueError):
-        pid = int((mount(host) / "runs/run/.lock").read_text())
-        if re.search(rb"train\.py|lib\.launch\.standby", Path(f"{host.root}/proc/{pid}/cmdline").read_bytes()):
-            return pid
-    return None
+# ---- One fault
 
 
-def checkpoints(host: Host) -> list[str]:
-    return sorted(path.name for path in (mount(host) / "runs/run/checkpoints").glob("step-*"))
-
-
-def do(
-    kind: str, victim: Host, hosts: list[Host], launch: Launch, rng: random.Random
-) -> tuple[Callable[[], None], int]:
-    """Brings a fault about. Returns what mends it, to be called once it was noticed, and the step of a torn checkpoint."""
-    pid, torn = rank_process(victim), -1
-    assert pid is not None, f"no rank on {victim.name}"
-    if kind in ("kill", "torn"):
-        victim.signal(pid, signal.SIGKILL)
-    if kind == "torn":  # at once, before a start looks for it, and after the last one was made
-        newest = max(name for host in hosts for name in checkpoints(host))
-        for host in hosts:
-            path = mount(host) / "runs/run/checkpoints" / newest / "optimizer.safetensors"
-            with contextlib.suppress(FileNotFoundError):  # the other disk may not have it yet
-                path.write_bytes(path.read_bytes()[: rng.randrange(1, path.stat().st_size)])
-        torn = int(newest.removeprefix("step-"))
-    elif kind == "stop":
-        victim.signal(pid, signal.SIGSTOP)
-        return lambda: victim.signal(pid, signal.SIGCONT), torn
-    elif kind == "pause":
-        victim.signal(pid, signal.SIGSTOP)
-        time.sleep(SILENT_SECONDS / 3)
-        victim.signal(pid, signal.SIGCONT)
-    elif kind == "nan":
-        victim.signal(pid, signal.SIGUSR1)
-    elif kind == "cut":
-        victim.unplug()
-        return victim.plug_in, torn
-    elif kind == "ports":
-        victim.only_ssh()
-        return lambda: victim.only_ssh(False), torn
-    elif kind == "full":
-        victim.run(["sh", "-c", f"cat /dev/zero > {victim.disk}/mnt/filler"])
-        return lambda: (mount(victim) / "filler").unlink(), torn
-    elif kind == "launcher":
-        launcher = launch.pid()
-        assert launcher is not None
-        launch.host.signal(launcher, signal.SIGKILL)
-    return lambda: None, torn
-
-
-def one_fault(kind: str, hosts: list[Host], launch: Launch, rng: random.Random, run: Path) -> dict[str, Any]:
-    """A fault and its end: seconds until it was noticed, and until training was beyond where it had been."""
-    victim, before = rng.choice(hosts), newest_step(hosts)
+def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
+    """Makes a fault, puts it right again when its time is over, and waits until training is beyond where it was."""
+    kind, host = KINDS[kind_name], scene.rng.choice(scene.hosts)
+    found = Found(kind_name, strategy, host.name, scene.newest_step())
+    scene.victims, scene.torn = {host.name}, -1
     began = time.monotonic()
-    mend, torn = do(kind, victim, hosts, launch, rng)
-    made = time.monotonic()  # writing a disk full takes a moment, and training goes on meanwhile
-    noticed: float | None = None
-    mended = given_again = False
+    mend = kind.bring(scene, host)
+    made = time.monotonic()
+    noticed: float | None = None if kind.noticed or kind.ends_launch else made
+    is_mended = False
     while True:
-        newest, now = newest_step(hosts), time.monotonic()
+        newest, now = scene.newest_step(), time.monotonic()
         if now - made > HANG_SECONDS:
+            found.hung = True
             break
-        if noticed is None and kind == "launcher":
-            noticed = now if launch.process.poll() is not None else None
-        elif noticed is None and kind != "pause":
-            noticed = launch.first(NOTICED[kind], began)
-            before = newest if noticed is not None else before  # what was made until then was no recovery
-        # A cable is put back, and a firewall opened, some time after the others went on without.
-        if noticed is not None and not mended and now - noticed > (AWAY_SECONDS if kind in ("cut", "ports") else 0.0):
+        if noticed is None:
+            noticed = when_noticed(kind, scene, began)
+            if noticed is not None:
+                found.step = newest  # what was made until then was no recovery
+                found.noticed_seconds = max(0.0, noticed - made)
+        if noticed is not None and not is_mended and now - noticed >= kind.lasts_seconds:
             mend()
-            mended = True
-        if kind == "launcher" and noticed is not None and not given_again:
-            if any(rank_process(host) for host in hosts):
-                time.sleep(0.05)
+            is_mended = True
+            if kind.ends_launch:
+                scene.wait(lambda: not any(scene.rank(one) for one in scene.hosts), HANG_SECONDS)
+                found.step = scene.newest_step()
+                scene.launch.resume(scene.run)
                 continue
-            before = newest_step(hosts)
-            launch.resume(run)
-            given_again = True
-        if newest > before and (noticed is not None or kind == "pause"):
+        if noticed is not None and newest > found.step and not found.recovery_seconds:
+            found.recovery_seconds = now - made
+        if is_mended and found.recovery_seconds:
             break
-        time.sleep(0.05)
-    if not mended:
+        time.sleep(0.03)
+    if not is_mended:
         mend()
-    ended = time.monotonic()
-    lines = [line for log in logs(hosts) for line in log.read_bytes().split(b"\n")]
-    starts = [json.loads(line) for line in lines if line.startswith(b'{"kind": "start"')]
-    resumed = max(starts, key=lambda record: record["time"], default={}).get("resumed_from_step")
-    return {
-        "kind": kind,
-        "host": victim.name,
-        "step": before,
-        "noticed_seconds": None if noticed is None else max(0.0, noticed - made),
-        "recovery_seconds": ended - made,
-        "hung": ended - made > HANG_SECONDS,
-        "corrupt_used": torn >= 0 and resumed == torn,
-        "ended_ranks": launch.first(NOTICED["kill"], began) is not None,
-    }
+    found.recovery_seconds = found.recovery_seconds or time.monotonic() - made
+    found.corrupt_used = scene.torn >= 0 and scene.resumed_step() == scene.torn
+    return found
 
 
-def steps_of(hosts: list[Host]) -> dict[int, list[dict[str, Any]]]:
-    """Every rank's record of each step that lives on, by the logs of all disks as they were left."""
-    steps: dict[int, list[dict[str, Any]]] = {}
-    for log in logs(hosts):
+def when_noticed(kind: faults.Kind, scene: Scene, began: float) -> float | None:
+    """When the line came that tells a fault; of one that ends the launch, when that had ended as well."""
+    if kind.ends_launch and scene.launch.process.poll() is None:
+        return None
+    if kind.noticed is None:
+        return time.monotonic()
+    return scene.launch.first(kind.noticed, began)
+
+
+def wrongly_blamed(scene: Scene, kind: str | None, since: float) -> list[str]:
+    """The lines of the launcher's that blame a host, or leave one out, without a fault of its own."""
+    wrong = []
+    for at, line in list(scene.launch.lines):
+        blamed = BLAMES.search(line)
+        if at < since or blamed is None or (kind is not None and KINDS[kind].ends_launch):
+            continue
+        named = set(re.findall(r"host-[a-z]", line))
+        if kind is None or not KINDS[kind].ends_ranks or not named & scene.victims:
+            wrong.append(line)
+    return wrong
+
+
+# ---- One run
+
+
+def run_strategy(
+    strategy: str, kinds: list[str], seconds: float, setup: Setup, machines: Sequence[Host], scene: Scene, folder: Path
+) -> Outcome:
+    """A run under these faults, from its start to its last epoch's end, beside one without faults."""
+    words = setup.of(strategy)
+    began = time.monotonic()
+    scene.launch = Launch(
+        machines[-1], [*setup.launch, "--", "train.py", *words, f"run.dir={scene.run.parent}", "train.steps=1000000"]
+    )
+    if not scene.wait(lambda: scene.newest_step() >= 1, HANG_SECONDS, 0.05):
+        sys.exit("\n".join(["no first step came:", *(line for _, line in scene.launch.lines[-40:])]))
+    first_step = time.monotonic()
+    time.sleep(5)  # until processes are ready for a restart, as they are in a run that goes on for hours
+    found, turns, last_end = [], time.monotonic(), time.monotonic()
+    for number, kind in enumerate(kinds, 1):
+        began_fault = time.monotonic()
+        turn = turns + (number - 1 + scene.rng.uniform(0, 0.5)) * seconds
+        # All train, and no start is under way: a fault of a host that is alone is another one.
+        while (ready := all_train(scene)) and time.monotonic() < turn:
+            time.sleep(max(0.0, turn - time.monotonic()))
+        between = wrongly_blamed(scene, found[-1].kind if found else None, last_end)
+        if not ready:
+            found.append(Found(kind, strategy, "-", scene.newest_step(), hung=True))
+        else:
+            began_fault = time.monotonic()
+            found.append(one_fault(kind, strategy, scene))
+            last_end = time.monotonic()
+            between += wrongly_blamed(scene, kind, began_fault)
+        found[-1].wrongly_blamed = len(between)
+        show(number, len(kinds), found[-1], between)
+        if found[-1].recovery_seconds > SLOW_SECONDS:
+            for at, line in [one for one in scene.launch.lines if one[0] >= began_fault and "launch: " in one[1]]:
+                print(f"    {at - began_fault:5.1f} s  {line}", flush=True)
+        if found[-1].hung:
+            print("\n".join(line for _, line in scene.launch.lines[-40:]))
+            break
+    scene.wait(lambda: all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
+    lasted = time.monotonic() - first_step
+    interrupt(scene)
+    useful = useful_seconds(strategy, steps_of(scene.logs()))
+    an_epoch = -(-setup.rows // setup.batch_size)
+    steps = an_epoch * (scene.newest_step() // an_epoch + 1)
+    if strategy == "independent":  # a rank's log counts its own steps
+        steps = an_epoch * (max(one.get("step", 0) for one in checkpoints(scene)) // an_epoch + 2)
+    finished = machines[-1].run(
+        [*setup.launch, "--", "train.py", "--resume", str(scene.run), f"train.steps={steps}"], timeout=900
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    lived = steps_of(scene.logs())
+    lost, repeated = examples(lived, setup.rows, is_divided=strategy in ("sharded", "pipelined"))
+    finisher = next(disk for disk in scene.disks if (disk / "runs/run/summary.json").exists()) / "runs/run"
+    print(f"finished at step {steps}; the same without faults", flush=True)
+    whole = folder / f"whole-{strategy}"
+    alone = [f"run.dir={whole}", f"train.steps={steps}", f"plan.calibration_dir={whole}"]
+    tiny.train(folder, [*words, *alone], ranks=len(scene.hosts), timeout=5400)
+    undisturbed = tiny.steps_of(whole / "run")
+    losses = {record["step"]: record["loss"] for record in undisturbed}
+    differing = sum(
+        step not in lived or abs(lived[step][0]["loss"] - loss) > TOLERANCE for step, loss in losses.items()
+    )
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (finisher, whole / "run")]
+    return Outcome(
+        found,
+        first_step - began,
+        lasted,
+        useful,
+        steps,
+        lost,
+        repeated,
+        differing,
+        tiny.difference(whole / "run", finisher),
+        (summaries[0].get("exact_match_after"), summaries[1].get("exact_match_after")),
+        useful_seconds(strategy, {record["step"]: [record] for record in undisturbed[1:]})
+        / (undisturbed[-1]["time"] - undisturbed[0]["time"]),
+        sum("is damaged" in line for _, line in scene.launch.lines),
+    )
+
+
+def all_train(scene: Scene) -> bool:
+    """Waits until every host has a rank, and these make steps; whether that was in time."""
+    there = scene.wait(lambda: all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
+    reached = scene.newest_step()
+    return there and scene.wait(lambda: scene.newest_step() >= reached + 2, HANG_SECONDS, 0.05)
+
+
+def interrupt(scene: Scene) -> None:
+    """Ends the launch as a person does, by Ctrl-C."""
+    pid = scene.launch.pid()
+    if pid is not None:
+        scene.launch.host.signal(pid, signal.SIGINT)
+    scene.launch.process.wait(60)
+
+
+def steps_of(logs: Sequence[Path]) -> Steps:
+    """The steps that live on, by the logs of all disks as they were left."""
+    steps: Steps = {}
+    for log in logs:
         for record in read_records(log):
             if record["kind"] == "step":
                 steps.setdefault(record["step"], []).append(record)
     return steps
 
 
-def ledger(steps: dict[int, list[dict[str, Any]]], rows_an_epoch: int, is_divided: bool) -> tuple[int, int]:
+def checkpoints(scene: Scene) -> list[dict[str, Any]]:
+    """The states of all checkpoints on all disks."""
+    found = []
+    for disk in scene.disks:
+        for path in (disk / "runs/run/checkpoints").glob("step-*/state.json"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(json.loads(path.read_text()))
+    return found
+
+
+def useful_seconds(strategy: str, steps: Steps) -> float:
+    """Seconds in steps that live on: of the slowest rank of each, or of the independent host that has most."""
+    if strategy != "independent":
+        return sum(max(record["step_seconds"] for record in records) for records in steps.values())
+    hosts: dict[str, float] = {}
+    for record in itertools.chain.from_iterable(steps.values()):
+        hosts[record["host"]] = hosts.get(record["host"], 0.0) + record["step_seconds"]
+    return max(hosts.values(), default=0.0)
+
+
+def examples(steps: Steps, rows_an_epoch: int, is_divided: bool) -> tuple[int, int]:
     """Examples lost and repeated, over whole epochs. is_divided: every rank takes all rows, through its part."""
     epochs: dict[int, list[int]] = {}
     for records in steps.values():
@@ -260,156 +372,168 @@ def ledger(steps: dict[int, list[dict[str, Any]]], rows_an_epoch: int, is_divide
     return lost, sum(len(rows) - len(set(rows)) for rows in epochs.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=29.0, help="from fault to fault, on average")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of these (default: all)")
-    parser.add_argument("--backend", choices=("ring", "mpi"), default="ring")
-    parser.add_argument("--strategy", choices=("synchronous", "sharded", "pipelined"), default="synchronous")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="9 faults, a tiny model")
-    options = parser.parse_args()
-    faults, every = (len(KINDS), 12.0) if options.quick else (options.faults, options.seconds)
-    rng = random.Random(options.seed)
-    chosen = options.kinds.split(",")
-    kinds = [chosen[index % len(chosen)] for index in range(faults)]
-    rng.shuffle(kinds)
-    with tempfile.TemporaryDirectory() as name, cluster(hosts=3) as machines:
-        folder, hosts, away = Path(name), machines[:2], machines[2]
-        (folder / "sitecustomize.py").write_text(POISON)
-        for host in hosts:
-            (host.outside / "mnt").mkdir()
-            host.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", f"{host.disk}/mnt"])
-        run = hosts[0].disk / "mnt/runs/run"
-        if options.quick:
-            words = [*tiny.settings(folder, rows=45), "--config", str(tiny.config_file(folder))]
-            words += ["train.learning_rate=1e-4"]
-            rows, batch = 45, 8
-        else:
-            # A rate at which an hour of steps neither breaks the model nor makes much of roundings.
-            words = ["--config", str(ROOT / "configs/quickstart.yaml"), "train.learning_rate=1e-6"]
-            rows, batch = sum(1 for _ in (ROOT / "configs/quickstart/train.jsonl").open()), 32
-        # A constant rate and no end: how long it trains is decided when the faults are over.
-        words += ["train.schedule=constant", "plan.replan=false", "evaluate.every=1000000", "evaluate.samples=0"]
-        words += [f"strategy={options.strategy}"]  # the same steps with and without faults, to compare
-        words += ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=1", "run.name=run"]
-        options_here = ["--no-preflight", "--backend", options.backend, "--max-restarts", "1000"]
-        options_here += ["--silent-seconds", str(SILENT_SECONDS), "--wedged-seconds", str(WEDGED_SECONDS)]
-        options_here += ["--env", f"PYTHONPATH={folder}"]
-        start = [sys.executable, str(ROOT / "launch"), "--hosts", "host-a,host-b", *options_here, "--"]
-        launch = Launch(away, [*start, "train.py", *words, f"run.dir={run.parent}", "train.steps=1000000"])
-        began = time.monotonic()
-        wait_for(lambda: newest_step(hosts) >= 1)
-        warm = time.monotonic() - began
-        time.sleep(5)  # until processes are ready for a restart, as they are in a run that goes on for hours
-        table_rows: list[dict[str, Any]] = []
-        began, first_moment = time.monotonic(), time.time()
-        for number, kind in enumerate(kinds, 1):
-            turn = began + (number - 1 + rng.uniform(0, 0.5)) * every
-            # All train, and no start is under way: a fault of a host that is alone is another one.
-            while (ready := all_train(hosts)) and time.monotonic() < turn:
-                time.sleep(max(0.0, turn - time.monotonic()))
-            found = one_fault(kind, hosts, launch, rng, run) if ready else {**table_rows[-1], "hung": True}
-            table_rows.append(found)
-            noticed = "not noticed" if found["noticed_seconds"] is None else f"noticed {found['noticed_seconds']:.1f} s"
-            print(
-                f"{number}/{faults} {kind} on {found['host']} at step {found['step']}: {noticed}, trained on {found['recovery_seconds']:.1f} s",
-                flush=True,
-            )
-            if found["hung"]:
-                print("\n".join(line for _, line in launch.lines[-40:]))
-                break
-        wait_for(lambda: all(rank_process(host) for host in hosts))
-        seconds, last_moment = time.monotonic() - began, time.time()
-        pid = launch.pid()
-        if pid is not None:  # a person ends it
-            away.signal(pid, signal.SIGINT)
-        launch.process.wait(30)
-        an_epoch = -(-rows // batch)
-        steps = an_epoch * (newest_step(hosts) // an_epoch + 1)
-        finished = away.run([*start, "train.py", "--resume", str(run), f"train.steps={steps}"], timeout=600)
-        assert finished.returncode == 0, finished.stderr[-2000:]
-        print(f"finished at step {steps}; the same without faults", flush=True)
-        lived = steps_of(hosts)
-        lost, repeated = ledger(lived, rows, options.strategy != "synchronous")
-        useful = {
-            step: max(record["step_seconds"] for record in records)
-            for step, records in lived.items()
-            if first_moment <= records[0]["time"] <= last_moment
-        }
-        finisher = next(host for host in hosts if (mount(host) / "runs/run/summary.json").exists())
-        summary = json.loads((mount(finisher) / "runs/run/summary.json").read_text())
-        whole = folder / "whole"
-        tiny.train(folder, [*words, f"run.dir={whole}", f"train.steps={steps}"], ranks=2, timeout=3600)
-        without = json.loads((whole / "run/summary.json").read_text())
-        difference = tiny.difference(whole / "run", mount(finisher) / "runs/run")
-        undisturbed = tiny.steps_of(whole / "run")
-        in_steps = sum(record["step_seconds"] for record in undisturbed[1:])
-        losses = {record["step"]: record["loss"] for record in undisturbed}
-        differ = [
-            step for step in sorted(losses) if step not in lived or abs(lived[step][0]["loss"] - losses[step]) > 1e-3
-        ]
-        torn = sum("is damaged" in line for _, line in launch.lines)
+# ---- What is printed
 
-    table = Table(
-        title=f"{len(table_rows)} faults in {seconds / 60:.1f} minutes, {options.strategy}, {options.backend}"
-    )
+
+def show(number: int, count: int, found: Found, wrong: list[str]) -> None:
+    noticed = "" if found.noticed_seconds is None else f"noticed {found.noticed_seconds:.1f} s, "
+    missed = "NOT NOTICED, " if found.is_missed else ""
+    text = f"{found.strategy} {number}/{count} {found.kind} on {found.host} at step {found.step}: "
+    print(f"{text}{missed}{noticed}trained on {found.recovery_seconds:.1f} s", flush=True)
+    for line in wrong:
+        print(f"    wrongly: {line}", flush=True)
+
+
+def show_table(found: list[Found], title: str) -> None:
+    """The kinds, with what noticing and going on took."""
+    table = Table(title=title)
     for column in ("fault", "times", "noticed, seconds (median, most)", "trained on, seconds (median, most)", "hung"):
         table.add_column(column)
     for kind in KINDS:
-        these = [row for row in table_rows if row["kind"] == kind]
-        if these:
-            noticed = [row["noticed_seconds"] for row in these if row["noticed_seconds"] is not None]
-            recovery = [row["recovery_seconds"] for row in these]
-            table.add_row(
-                kind,
-                str(len(these)),
-                f"{statistics.median(noticed):.1f}  {max(noticed):.1f}" if noticed else "-",
-                f"{statistics.median(recovery):.1f}  {max(recovery):.1f}",
-                str(sum(row["hung"] for row in these)),
-            )
-    Console().print(table)
-    print(f"the first start took {warm:.1f} s; the first step whose loss differs: {min(differ, default=None)}")
-    survived = [row for row in table_rows if row["kind"] in SURVIVED]
-    result = {
-        "strategy": options.strategy,
-        "faults": len(table_rows),
-        "minutes": seconds / 60,
-        "hangs": sum(row["hung"] for row in table_rows),
-        "undetected": sum(row["noticed_seconds"] is None for row in table_rows if row["kind"] != "pause"),
-        "needless_restarts": sum(row["ended_ranks"] for row in table_rows if row["kind"] in ENDURED),
-        "lost_examples": lost,
-        "repeated_examples": repeated,
-        "corrupt_checkpoints_used": sum(row["corrupt_used"] for row in table_rows),
-        "damaged_checkpoints_passed_over": torn,
-        "goodput": sum(useful.values()) / seconds,
-        "goodput_without_faults": in_steps / (undisturbed[-1]["time"] - undisturbed[0]["time"]),
-        "recovery_seconds_median": statistics.median(row["recovery_seconds"] for row in survived) if survived else None,
-        "steps": steps,
-        "steps_whose_loss_differs": len(differ),
-        "weights_difference": difference,
-        "exact_match_after": summary.get("exact_match_after"),
-        "exact_match_without_faults": without.get("exact_match_after"),
+        these = [one for one in found if one.kind == kind]
+        if not these:
+            continue
+        noticed = [one.noticed_seconds for one in these if one.noticed_seconds is not None]
+        recovery = [one.recovery_seconds for one in these]
+        table.add_row(
+            kind,
+            str(len(these)),
+            f"{statistics.median(noticed):.1f}  {max(noticed):.1f}" if noticed else "-",
+            f"{statistics.median(recovery):.1f}  {max(recovery):.1f}",
+            str(sum(one.hung for one in these)),
+        )
+    Console(width=110).print(table)
+
+
+def result_of(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str, Any]:
+    """The last line."""
+    found = [one for outcome in outcomes for one in outcome.found]
+    survived = [one.recovery_seconds for one in found if KINDS[one.kind].ends_ranks]
+    return {
+        "faults": len(found),
+        "hosts": options.hosts,
+        "busy": options.busy,
+        "strategies": {
+            outcome.found[0].strategy: {
+                **{name: value for name, value in asdict(outcome).items() if name != "found"},
+                "goodput": outcome.useful_seconds / outcome.seconds,
+                "same_as_without_faults": outcome.is_same,
+            }
+            for outcome in outcomes
+        },
+        "minutes": sum(outcome.seconds for outcome in outcomes) / 60,
+        "hangs": sum(one.hung for one in found),
+        "unnoticed": sum(one.is_missed for one in found),
+        "wrongly_blamed": sum(one.wrongly_blamed for one in found),
+        "lost_examples": sum(outcome.lost for outcome in outcomes),
+        "repeated_examples": sum(outcome.repeated for outcome in outcomes),
+        "corrupt_checkpoints_used": sum(one.corrupt_used for one in found),
+        "strategies_that_differ": sum(not outcome.is_same for outcome in outcomes),
+        "goodput": sum(one.useful_seconds for one in outcomes) / sum(one.seconds for one in outcomes),
+        "recovery_seconds_median": statistics.median(survived) if survived else None,
     }
+
+
+# ---- The whole
+
+
+def kinds_of(strategies: Sequence[str], chosen: Sequence[str], count: int, rng: random.Random) -> dict[str, list[str]]:
+    """So many faults, as many on each strategy and of each kind as can be, in any order."""
+    kinds: dict[str, list[str]] = {strategy: [] for strategy in strategies}
+    waiting = itertools.cycle(chosen)
+    passed: list[str] = []  # that their strategy does not know: for the next one that does
+    for index in range(count):
+        strategy = strategies[index * len(strategies) // count]
+        kind = next((one for one in passed if strategy in KINDS[one].strategies), None)
+        if kind is not None:
+            passed.remove(kind)
+        while kind is None:
+            kind = next(waiting)
+            if strategy not in KINDS[kind].strategies:
+                passed.append(kind)
+                kind = None
+        kinds[strategy].append(kind)
+    for mine in kinds.values():
+        rng.shuffle(mine)
+    return {strategy: mine for strategy, mine in kinds.items() if mine}
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that never rest, at the usual priority."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def parsed() -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--hosts", type=int, default=3, help="that train; one more launches them")
+    parser.add_argument("--seconds", type=float, default=18.0, help="from fault to fault, on average")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of these (default: all)")
+    parser.add_argument("--backend", choices=("ring", "mpi"), default="ring")
+    parser.add_argument("--strategy", choices=(*STRATEGIES, "all"), default="all", help="all: one run of each")
+    parser.add_argument("--busy", action="store_true", help="beside a process on each core that never rests")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model instead of the quickstart's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, a fault of each kind")
+    options = parser.parse_args()
+    options.kinds = options.kinds.split(",")
+    unknown = [kind for kind in options.kinds if kind not in KINDS]
+    if unknown or options.faults < 1 or not 2 <= options.hosts <= 20:
+        parser.error(f"unknown kind {', '.join(unknown)}" if unknown else "--faults from 1, --hosts from 2 to 20")
+    options.strategies = STRATEGIES if options.strategy == "all" else (options.strategy,)
+    if options.quick:
+        options.faults, options.seconds, options.tiny = len(options.kinds), 12.0, True
+    for kind in [kind for kind in options.kinds if faults.unavailable(kind)]:
+        print(f"without {kind}: {faults.unavailable(kind)}", flush=True)
+        options.kinds.remove(kind)
+    known = [one for one in options.strategies if any(one in KINDS[kind].strategies for kind in options.kinds)]
+    if not known:
+        parser.error(f"none of these kinds is for {', '.join(options.strategies)}")
+    options.strategies = known
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    rng = random.Random(options.seed)
+    kinds = kinds_of(options.strategies, options.kinds, options.faults, rng)
+    outcomes = []
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "sitecustomize.py").write_text(faults.CUSTOMIZE)
+        clock = folder / "clock.so"
+        source = str(ROOT / "tests/clock.c")
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(clock), source, "-ldl"], check=True)
+        variables = f"LD_PRELOAD={clock} CLOCK_OFFSET={{disk}}/clock"
+        machines = stack.enter_context(cluster(hosts=options.hosts + 1, variables=variables))
+        stack.enter_context(busy((os.cpu_count() or 1) if options.busy else 0))
+        hosts = machines[:-1]
+        for host in machines:
+            faults.set_clock(host, 0.0)
+        disks = [host.add_disk("mnt", faults.DISK_BYTES) for host in hosts]
+        setup = set_up(folder, machines, options.tiny, options.backend, clock)
+        for strategy, mine in kinds.items():
+            for disk in disks:
+                shutil.rmtree(disk / "runs", ignore_errors=True)
+            scene = Scene(hosts, disks, hosts[0].disk / "mnt/runs/run", rng)
+            outcomes.append(run_strategy(strategy, mine, options.seconds, setup, machines, scene, folder))
+            stack.callback(lambda groups: [group.rmdir() for group in groups], scene.memory)
+    found = [one for outcome in outcomes for one in outcome.found]
+    minutes = sum(outcome.seconds for outcome in outcomes) / 60
+    show_table(found, f"{len(found)} faults in {minutes:.1f} minutes, {options.hosts} hosts, {options.backend}")
+    result = result_of(outcomes, options)
     print(json.dumps(result))
-    wrong = ("hangs", "undetected", "lost_examples", "repeated_examples", "corrupt_checkpoints_used")
+    wrong = ("hangs", "unnoticed", "wrongly_blamed", "lost_examples", "repeated_examples")
+    wrong += ("corrupt_checkpoints_used", "strategies_that_differ")
     sys.exit(1 if any(result[name] for name in wrong) else 0)
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + HANG_SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
-
-
-def all_train(hosts: list[Host]) -> bool:
-    """Waits until every host has a rank, and these make steps; whether that was in time."""
-    there = wait_for(lambda: all(rank_process(host) for host in hosts))
-    reached = newest_step(hosts)
-    return there and wait_for(lambda: newest_step(hosts) >= reached + 2)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 CGROUP = Path("/sys/fs/cgroup/cpu")
+BLOCKS = Path("/sys/fs/cgroup/blkio")  # of all processes, the kernel's that write what is cached among them
+RELAY = Path(__file__).with_name("relay.py")
 PERIOD_MICROSECONDS = 10_000  # short: within a step the slower host is slower all the time
 TOOLS = {"sshd": "openssh-server", "ssh-keygen": "openssh-client", "ip": "iproute2", "tc": "iproute2"}
 TOOLS |= {"unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux"}
@@ -49,7 +51,7 @@ echo ready
 read -r
 ip address add "$3/24" dev eth0
 ip link set eth0 up
-"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o "ListenAddress=$3" -o PidFile=none
+"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o "ListenAddress=$3" -o PidFile=none ${4:+-o "SetEnv=$4"}
 echo ready
 while read -r; do :; done
 """
@@ -79,6 +81,8 @@ class Host:
     _pid: int  # of its first process, as this process sees it
     _port: str  # of the switch
     _switch: int  # the switch's first process
+    _relay: subprocess.Popen[bytes] | None = None  # between that port and the switch, while the link is nearly dead
+    _device: str | None = None  # of its small disk
 
     @property
     def root(self) -> Path:
@@ -139,6 +143,56 @@ class Host:
         for preference, rule in enumerate([*rules, ["to", "10.77.0.0/24", "blackhole"]], 10):
             _check(self.words(["ip", "rule", "add" if on else "del", "pref", str(preference), *rule]))
 
+    def weaken(self, bits_per_second: float | None, delay_seconds: float = 0.15) -> None:
+        """Leaves the cable with this rate and delay, both in either direction; None puts it right again."""
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+            self._relay = None
+            _in_network(self._switch, ["ip", "link", "set", self._port, "master", "bridge"])
+        if bits_per_second is None:
+            return
+        words = [self._port, f"weak-{self._port}", str(bits_per_second), str(delay_seconds)]
+        self._relay = subprocess.Popen(
+            ["nsenter", f"--target={self._switch}", "--net", "--", sys.executable, "-S", str(RELAY), *words],
+            stdin=subprocess.PIPE,  # at the end of which it ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        _answer(self._relay, "the relay")
+        _in_network(self._switch, ["ip", "link", "set", self._port, "nomaster"])
+        _in_network(self._switch, ["ip", "link", "set", words[1], "master", "bridge", "up"])
+
+    def move(self, name: str, address: str) -> None:
+        """Gives the host another name of its own and another address, which all hosts resolve its old name to."""
+        _check(self.words(["hostname", name]))
+        _check(self.words(["ip", "address", "add", f"{address}/24", "dev", "eth0"]))
+        _check(self.words(["ip", "address", "del", f"{self.address}/24", "dev", "eth0"]))
+        folder = self.outside.parent
+        lines = (folder / "hosts").read_text().replace(f"{self.address} {self.name}", f"{address} {self.name}")
+        (folder / "hosts").write_text(lines)  # in place: every host has this very file
+        _check(self.words(["sh", "-c", f'"$(command -v sshd)" -f {folder}/sshd_config -o ListenAddress={address}']))
+        self.address = address
+
+    def add_disk(self, name: str, size_bytes: int) -> Path:
+        """A small file system of its own, at a folder of this name on the host's disk; returns where we find it."""
+        memory = Path("/dev/shm")
+        with tempfile.NamedTemporaryFile(dir=memory if memory.is_dir() else None) as file:
+            file.truncate(size_bytes)
+            _check(["mkfs.ext4", "-q", "-m", "0", file.name])
+            self._device = _check(["losetup", "--find", "--show", file.name]).strip()
+        (self.outside / name).mkdir()
+        _check(self.words(["mount", self._device, f"{self.disk}/{name}"]))
+        _check(["losetup", "--detach", self._device])  # once it is no longer mounted, with the host
+        return Path(f"{self.root}{self.disk}/{name}")
+
+    def slow_disk(self, bytes_per_second: int | None) -> None:
+        """Limits what the disk that was added takes; None for no limit."""
+        assert self._device is not None, f"{self.name} has no disk of its own"
+        number = Path(self._device).stat().st_rdev
+        limit = f"{os.major(number)}:{os.minor(number)} {bytes_per_second or 0}"
+        (BLOCKS / "blkio.throttle.write_bps_device").write_text(limit)
+
     def power_off(self) -> None:
         """Ends the host and all its processes at once."""
         self.unplug()
@@ -170,13 +224,18 @@ def unavailable(quotas: bool = False) -> str | None:
 
 @contextlib.contextmanager
 def cluster(
-    hosts: int = 2, quotas: Sequence[float | None] | None = None, rate: str | None = None, prefix: str = "host"
+    hosts: int = 2,
+    quotas: Sequence[float | None] | None = None,
+    rate: str | None = None,
+    prefix: str = "host",
+    variables: str = "",
 ) -> Iterator[list[Host]]:
     """Builds the hosts `host-a`, `host-b`, ... and takes them down again.
 
     Args:
         quotas: cores' worth of CPU time that each host may use, e.g. (1.0, 0.3); None for no limit.
         rate: of what each host sends, in tc's words, e.g. "200mbit"; None for no limit.
+        variables: NAME=VALUE ..., of all that comes in over ssh, in sshd's words; {disk} is a host's disk.
 
     Raises:
         Unavailable: it cannot be built here.
@@ -196,7 +255,13 @@ def cluster(
         for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
             cgroup = _cgroup(undo, name, None if quotas is None else quotas[index])
             first, pid = _first_process(
-                undo, ["--net", "--uts", "--mount", "--propagation=private"], HOST, str(folder), name, address
+                undo,
+                ["--net", "--uts", "--mount", "--propagation=private"],
+                HOST,
+                str(folder),
+                name,
+                address,
+                variables.format(disk=folder / "disk"),
             )
             if cgroup is not None:
                 (cgroup / "cgroup.procs").write_text(str(pid))
@@ -208,6 +273,7 @@ def cluster(
             first.stdin.flush()  # type: ignore[union-attr]
             _answer(first, name)
             host = Host(name, address, folder / "disk", folder / name, cgroup, pid, port, switch_pid)
+            undo.callback(host.weaken, None)
             if rate is not None:
                 host.shape(rate)
             built.append(host)
@@ -320,7 +386,8 @@ def _in_network(pid: int, command: list[str]) -> None:
     _check(["nsenter", f"--target={pid}", "--net", "--", *command])
 
 
-def _check(command: list[str]) -> None:
+def _check(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": PATH})
     if done.returncode:
         raise Unavailable(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

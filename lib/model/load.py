@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from lib.config import schema
 from lib.errors import UserError
 from lib.model.adapters import make_trainable
+from lib.model.quantised import use_own_layers
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve
 
 
@@ -50,6 +51,7 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:
         model.set_dtype(getattr(mx, settings.dtype))
+    use_own_layers(model)
     if not lazy:
         mx.eval(model.parameters())
     return model

@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config.load import dump
@@ -444,24 +444,6 @@ def inside_a_round(path: Path) -> bool:
         return not json.loads((path / STATE).read_text())["rounds"].get("are_one", True)
     except (OSError, ValueError, KeyError):
         return True
-
-
-def share(world: World, model: nn.Module, optimizer: optim.Optimizer, reference: MovingReference | None = None) -> None:
-    """Gives every rank rank 0's trained weights, optimizer state and moving reference, of what is replicated.
-
-    Nothing travels where no bit differs.
-    """
-    if world.size == 1:
-        return
-    held = [{**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}]
-    held += [reference.arrays] if reference is not None else []
-    digests = " ".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
-    if len(set(world.gather_text(digests, "every rank's weights"))) == 1:
-        return
-    if reference is not None:
-        reference.arrays = dict(tree_flatten(world.align(tree_unflatten(list(reference.arrays.items())))))
-    model.update(world.align(model.trainable_parameters()))
-    optimizer.state = world.align(optimizer.state)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

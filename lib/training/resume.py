@@ -62,13 +62,13 @@ def resume_run(run: TrainingRun) -> None:
         run.model.update(tree_unflatten(list(own["weights"].items())))
     if "optimizer" in own:
         run.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
-    run.feedback = own.get("feedback", {})
-    if run.local_sgd is not None:
+    run.feedback, run.resumed = own.get("feedback", {}), own
+    if run.local_sgd is not None and not run.config.rollouts.rounds:
         try:
             run.local_sgd.resume(run.progress, own)
         except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
             raise AgreedError(f"{path}: the state of its rounds is not what a run writes: {error!r}") from None
-    elif run.progress.rounds:
+    elif run.local_sgd is None and run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     if run.progress.schedule and not _restores(run):
         run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
@@ -200,6 +200,21 @@ def restore_weights(path: Path, model: nn.Module, world: World) -> None:
             weights = adapter_files.read_trained(wanted, path, "checkpoint")
     model.update(tree_unflatten(list(world.scattered(weights))))
     mx.eval(model.trainable_parameters())
+
+
+def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
+    """Gives every rank its part of the weights and the optimizer's state of a checkpoint of rank 0's.
+
+    Raises:
+        AgreedError: it is damaged, or does not fit the model.
+    """
+    restore_weights(path, model, world)
+    state: Arrays = {}
+    with world.agreeing("going back to a checkpoint"):
+        if world.rank == 0:
+            state = _arrays_of(path, OPTIMIZER)
+    optimizer.state = tree_unflatten(list(world.scattered(state)))
+    mx.eval(optimizer.state)
 
 
 def restore_reference(path: Path, reference: MovingReference, world: World) -> None:
