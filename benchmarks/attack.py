@@ -37,6 +37,7 @@ mpi_and_blas.prepare()
 
 SECONDS = 90
 MEMORY_BYTES = 1_500_000_000  # more than it had before the attack
+ADDRESS_BYTES = 10 * 2**30
 GROWN_BYTES = 500_000_000  # a process that has taken so much makes room for a fresh one: it would hide less
 
 
@@ -125,6 +126,7 @@ def _attack(names: list[str], folder: str, sending: Connection) -> None:
     from tests.attacks import prepare
 
     os.chdir(ROOT)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))  # or others would be ended for its memory
     known = attacks()
     with contextlib.redirect_stdout(io.StringIO()):
         prepare(Path(folder))

@@ -141,7 +141,7 @@ def reads_false_pages(folder: Path) -> str | None:
     return None
 
 
-def of_hub(files: dict[str, bytes], query: str = "") -> Attack:
+def of_hub(files: dict[str, bytes], query: str = "", may_run: bool = False) -> Attack:
     """A data set's repository, as a local folder."""
 
     def attack(folder: Path) -> str | None:
@@ -150,15 +150,18 @@ def of_hub(files: dict[str, bytes], query: str = "") -> Attack:
         for name, content in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
-        return of_words(f"data.train=hf://{root}{query}", f"data.cache_dir={folder}/evil-cache")(folder)
+        words = [f"data.train=hf://{root}{query}", f"data.cache_dir={folder}/evil-cache"]
+        if may_run and run_of("train.py", training(folder, *words))[0] == 0:
+            return None
+        return of_words(*words)(folder)
 
     return attack
 
 
 def of_card(front: str) -> Attack:
-    """The front matter of a README.md of a repository that has one file."""
+    """The front matter of a README.md of a repository that has one file: it may be read without its card."""
     rows = json.dumps({"prompt_ids": [2], "chosen_ids": [3], "rejected_ids": [4]}).encode()
-    return of_hub({"README.md": f"---\n{front}\n---\n".encode(), "b.jsonl": rows})
+    return of_hub({"README.md": f"---\n{front}\n---\n".encode(), "b.jsonl": rows}, may_run=True)
 
 
 def squeezed_list(folder: Path) -> str | None:

@@ -160,7 +160,7 @@ def download(base: Path, address: str) -> Story:
         return ["train.py", *words, *own]
 
     def outcome(folder: Path) -> dict[str, object]:
-        [shards] = (folder / "cache").glob("hub-*")
+        [shards] = (path for path in (folder / "cache").glob("hub-*") if path.is_dir())  # beside its lock
         return {"shards": digests(shards), "run": outcome_of_run(folder / "run")}
 
     known = {"HF_ENDPOINT": address, "HF_HOME": str(base / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}

@@ -153,7 +153,7 @@ def _card(data: bytes, folder: Path) -> None:
         try:
             hub_files.files_of_split(NAMES, data.decode("utf-8", "replace"), config, split)
         except ValueError as why:  # what open_stream makes one line of
-            str(why).encode()
+            str(UserError(why)).encode()
 
 
 def _hub_list(data: bytes, folder: Path) -> None:
