@@ -95,7 +95,7 @@ def write(folder: Path) -> list[Path]:
     summary = _summary(folder / "summary.json")
     report, curves, log = folder / REPORT, folder / CURVES, folder / "logs" / "rank-000.jsonl"
     files.write_atomically(report, _encoded(report_html(run, now, summary)))
-    if log.exists():  # not where the run's other logs were copied alone
+    if log.is_file():  # not where the run's other logs were copied alone
         pictures.plot_curves(log, curves)
     written = [report, *([curves] if curves.exists() else [])]
     if (folder / ADAPTER_WEIGHTS).exists():
