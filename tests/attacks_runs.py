@@ -275,7 +275,7 @@ ATTACKS: dict[str, Attack] = {
     "setting: run.name of another": of_setting("run.name", "../../../victim"),
     "setting: calibrations of another": of_setting("plan.calibration_dir", "{victim}"),
     "setting: a cache of another": of_setting("data.cache_dir", "{victim}"),
-    "setting: a sink that sends": of_setting("run.sinks", "[wandb]"),
+    "setting: a sink without its package": of_setting("run.sinks", "[wandb]"),
     "setting: two figures' pages": of_setting("run.pages", "3"),
     "setting: a key twice": of_folder(
         lambda run, victim: put(run / "config.yaml", (run / "config.yaml").read_text() + "run: {}\n")
