@@ -89,10 +89,11 @@ def outcome_of_run(run: Path) -> dict[str, object]:
 
 
 def of_output(out: str, words: Callable[[Path], list[str]], **own: Any) -> Story:
-    """A command that writes `out` in its folder, and refuses to where that is there: then it is done."""
+    """A command that writes `out` in its folder, and refuses to where that is there and nothing else: then it is done."""
 
     def command(folder: Path) -> list[str] | None:
-        return None if (folder / out).exists() else words(folder)
+        is_done = (folder / out).exists() and not (folder / f"{out}.partial").exists()
+        return None if is_done else words(folder)
 
     def outcome(folder: Path) -> dict[str, object]:
         left = sorted(path.name for path in folder.iterdir() if path.name not in (out, "cache"))

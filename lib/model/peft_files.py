@@ -170,7 +170,7 @@ class _Numbers(BaseModel):
 
     r: Annotated[int, Field(gt=0, lt=2**20)] = 8
     lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
-    use_rslora: bool = False
+    use_rslora: bool | None = False
     rank_pattern: dict[str, Annotated[int, Field(gt=0, lt=2**20)]] | None = None
     alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
 
