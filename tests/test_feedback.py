@@ -21,17 +21,16 @@ from lib.serve import command
 from lib.serve.backend_pool import Pool
 from lib.serve.feedback import Feedback, Label, open_file, row_of
 from lib.serve.gateway import Gateway
-from lib.serve.openai_requests import JSON, BackendRequest, Limits, RequestError, read
+from lib.serve.openai_requests import JSON, BackendRequest, RequestError, read
 from tests.tiny import ROOT
 
-LIMITS = Limits("tiny", max_prompt_tokens=100, max_tokens=50)
 QUICKSTART = ROOT / "configs/quickstart/model"
 MESSAGES = [{"role": "user", "content": "Add 1 and 2."}]
 
 
 def request(kind: Any = "chat", **body: Any) -> BackendRequest:
     asked = {"messages": MESSAGES} if kind == "chat" else {"prompt": "Add 1 and 2."}
-    return BackendRequest(kind, asked | body, False, False, "tiny")
+    return BackendRequest(kind, json.dumps(asked | body).encode(), False, False, "tiny")
 
 
 def answer(id: str = "chatcmpl-1", content: str | None = "3", finish_reason: str = "stop", **message: Any) -> JSON:
@@ -213,7 +212,10 @@ def test_half_a_row_that_a_kill_left_goes_and_is_said(tmp_path: Path, capsys: py
 
 
 def test_off_there_is_no_such_address_and_nothing_is_kept() -> None:
-    gateway = Gateway(ServeSettings(), LIMITS, None, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
+    async def read(*_: Any) -> Any:
+        raise AssertionError
+
+    gateway = Gateway(ServeSettings(), "tiny", read, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
     assert "/v1/feedback" not in gateway.routes and gateway.feedback is None
 
 

@@ -51,6 +51,8 @@ from lib.serve.request_reading import Told
 from lib.serve.tls_listener import Listener
 from lib.system import command_errors, model_folder
 
+FILES_BESIDE_CONNECTIONS = 1024  # of requests on backends, processes, libraries
+
 
 @command_errors.reported
 def main(arguments: list[str] | None = None) -> int:
@@ -91,7 +93,7 @@ def serve(settings: Config, run: Path | None) -> None:
         )
     name = options.name or (run or Path(settings.model.path)).resolve().name
     folder = model_folder.resolve(settings.model.path, settings.model.revision)
-    _allow_many_connections()
+    _allow_connections(options.max_connections + FILES_BESIDE_CONNECTIONS, options.max_connections)
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryRecords()])
     sockets = socket_folder()
     try:
@@ -285,12 +287,20 @@ def _read_keys_again(gateway: Gateway, path: Path) -> None:
         log("keys", error=str(error))
 
 
-def _allow_many_connections() -> None:
-    """Every client and every request on a backend is an open file; macOS grants 256 until it is asked for more."""
+def _allow_connections(files: int, connections: int) -> None:
+    """Every client and every request on a backend is an open file; macOS grants 256 until it is asked for more.
+
+    Raises:
+        UserError: the system does not grant as many.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 8192 if hard == resource.RLIM_INFINITY else min(8192, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != resource.RLIM_INFINITY and hard < files:
+        raise UserError(
+            f"serve.max_connections={connections} needs {files} open files, and this system allows {hard}: "
+            f"serve.max_connections={max(1, connections - (files - hard))}, or a higher `ulimit -Hn`"
+        )
+    if soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def _check(settings: Config, run: Path | None) -> None:

@@ -143,7 +143,7 @@ class Gateway:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 extra = [(b"x-request-id", exchange.id.encode())]
-                if self.is_draining or "transfer-encoding" in exchange.headers:
+                if self.is_draining or exchange.is_last or not exchange.is_whole:
                     extra.append((b"connection", b"close"))
                 message = {**message, "headers": [*message["headers"], *extra]}
             try:
