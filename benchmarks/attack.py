@@ -128,8 +128,9 @@ def _in_one_process(names: list[str], folder: Path, fell: dict[str, str]) -> tup
         process.join()
         return done, f"its process ended with status {process.exitcode}"
     finally:
+        assert process.pid is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):  # with what its attacks have started
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
 
