@@ -92,7 +92,7 @@ def of_output(out: str, words: Callable[[Path], list[str]], **own: Any) -> Story
     """A command that writes `out` in its folder, and refuses to where that is there and nothing else: then it is done."""
 
     def command(folder: Path) -> list[str] | None:
-        is_done = (folder / out).exists() and not (folder / f"{out}.partial").exists()
+        is_done = (folder / out).exists() and not any(path.name.startswith(f"{out}.") for path in folder.iterdir())
         return None if is_done else words(folder)
 
     def outcome(folder: Path) -> dict[str, object]:
@@ -132,6 +132,7 @@ def commands(base: Path, run: Path) -> dict[str, Story]:
         "scores": in_bulk("--out", *scores),
         "scores, two ranks": in_bulk("--out", *scores, ranks=2),
         "make pairs": in_bulk("--make-pairs", *made),
+        "against": in_bulk("--out", *made[:2], "--against", "base", "evaluate.judge=number"),
         "export, fused": export("fused"),
         "export, gguf": export("gguf"),
         "export, mlx": export("mlx"),
