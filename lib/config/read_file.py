@@ -34,7 +34,7 @@ def require_own(folder: Path) -> None:
             second name.
     """
     for path in folder.iterdir():
-        require_regular(path, "of the run's folder,")
+        require_regular(path, "the run's")
     for path in (folder / ".lock", folder / "logs", *folder.glob("logs/**/*")):
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()
