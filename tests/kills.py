@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -90,13 +91,15 @@ class Whole:
         return cls(_outcome(story, folder), traces, seconds)
 
 
-def play(name: str, story: Story, whole: Whole, folder: Path, rng: random.Random) -> Case:
-    """Kills a command again and again, until it ends by itself."""
+def play(name: str, story: Story, whole: Whole, folder: Path, rng: random.Random, ends: float = math.inf) -> Case:
+    """Kills a command again and again, until it ends by itself; from `ends` on (time.monotonic) nobody kills it."""
     case = Case(name)
     folder.mkdir(parents=True)
     try:
         while True:
             deaths, strike = _chosen(story, whole, folder, rng)
+            if time.monotonic() > ends:
+                deaths, strike = [death_of(folder, rank) for rank in range(story.ranks)], None
             began = time.monotonic()
             if live(story, folder, deaths, strike):
                 break
