@@ -1,6 +1,6 @@
 """Kills commands at random moments, gives them again, and compares every bit of their end with one that nobody killed.
 
-    python benchmarks/kill_resume.py --kills 1000          under an hour on two cores
+    python benchmarks/kill_resume.py --kills 1000          about an hour on two idle cores: 3 to 4 s for each
     python benchmarks/kill_resume.py --only pipelined      one of the stories of tests/kill_stories.py; --list names them
     python benchmarks/kill_resume.py --quick               about two minutes
 
