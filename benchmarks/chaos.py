@@ -145,7 +145,7 @@ def set_up(folder: Path, machines: Sequence[Host], is_tiny: bool, backend: str, 
     if is_tiny:
         rows, batch_size = 45, 8
         words = [*tiny.settings(folder, rows=rows), "--config", str(tiny.config_file(folder))]
-        words += ["train.learning_rate=1e-4", "evaluate.every=400"]
+        words += ["train.learning_rate=1e-4", "evaluate.every=40"]
     else:
         # A rate at which an hour of steps neither breaks the model nor makes much of roundings.
         words = ["--config", str(ROOT / "configs/quickstart.yaml"), "train.learning_rate=1e-6"]
