@@ -67,10 +67,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     """One run, from its configuration to the finished adapter."""
     from lib.dashboard import run_report
     from lib.evaluate.evaluator import Evaluator
+    from lib.rollouts import rounds
     from lib.training import reference_model, report
-    from lib.training.loop import Batches, TrainingLoop
+    from lib.training.loop import TrainingLoop
     from lib.training.resume import resume_run
-    from lib.training.step_retries import Learner
     from lib.training.summary import show_end
 
     launched = time.perf_counter()
@@ -90,24 +90,24 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Training: once in a while the model is evaluated, and a checkpoint is written -------------------------------
 
-    batches = Batches.prepare(run, references.data)
     evaluator = Evaluator(run, references.valid)
-    loop = TrainingLoop(run, Learner(run, batches.make), batches, evaluator)
-    if run.progress.step == 0:
-        run.progress.before = loop.evaluate()
-        evaluator.show_before()
-    loop.train()
+    if config.rollouts.rounds:
+        loop = rounds.train(run, evaluator)
+    else:
+        loop = TrainingLoop.over(run, references.data, evaluator)
+        if run.progress.step == 0:
+            run.progress.before = loop.evaluate()
+            evaluator.show_before()
+        loop.train()
     evaluator.show_after(loop.final_step)
 
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
 
-    summary = loop.finish(launched)
-    if summary is not None:
+    if (summary := loop.finish(launched)) is not None:
         if config.run.pages:
             run_report.write(run.folder)
         show_end(run.say, run.folder, summary)
-    if run.lock is not None:
-        run.lock.close()
+    run.close()
 
 
 def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> TrainingRun | None:
@@ -135,8 +135,8 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
         inputs = preload.inputs(config, say.line)
     data = inputs.data
     world.require_equal("tokenised training data", data.digest)
-    world.require_equal("held-out data or questions", digest_of(inputs.valid, inputs.questions))
-    steps = config.train.steps or config.train.epochs * -(-len(data) // config.train.global_batch_size)
+    world.require_equal("held-out data or questions", digest_of(inputs.valid or inputs.held_out, inputs.questions))
+    steps = config.steps_over(len(data))
 
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 

@@ -1,17 +1,20 @@
-"""Attacks by somebody else's files and words: what was tried, what held, what fell.
+"""Attacks by somebody else's files, words and connections: what was tried, what held, what fell.
 
-    python benchmarks/attack.py                    all of them, a few minutes
-    python benchmarks/attack.py --only alias       those with this in their names
-    python benchmarks/attack.py --quick            every third
+    python benchmarks/attack.py                    all of them, about ten minutes
+    python benchmarks/attack.py --only alias host  those with one of these in their names; --list names them
+    python benchmarks/attack.py --quick            every tenth
 
-Each attack (tests/attacks.py) runs in a process of its own, on a fresh run of a tiny model, and may take so many seconds
-and bytes and no more. The last line is one JSON object; the exit status is 1 where one fell.
+Each attack is a line of tests/attacks*.py, and may take so many seconds and bytes and no more. They run in processes that
+go on as long as nothing falls: one that hangs, dies or grows is ended, and the next goes on in a fresh one. The last line is
+one JSON object; the exit status is 1 where one fell.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -21,6 +24,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -31,68 +35,110 @@ from lib.system import mpi_and_blas
 
 mpi_and_blas.prepare()
 
-SECONDS = 60
+SECONDS = 90
 MEMORY_BYTES = 1_500_000_000  # more than it had before the attack
+GROWN_BYTES = 500_000_000  # a process that has taken so much makes room for a fresh one: it would hide less
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="TEXT", default="", help="attacks with this in their names")
-    parser.add_argument("--quick", action="store_true", help="every third attack")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", default=[""], help="attacks with one of these in their names"
+    )
+    parser.add_argument("--quick", action="store_true", help="every tenth attack")
     parser.add_argument("--seed", type=int, default=0, help="of the attacks' order")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="attacks at once")
+    parser.add_argument("--list", action="store_true", help="name the attacks")
     options = parser.parse_args()
-    from tests.attacks import ATTACKS, prepare
-
-    names = [name for name in ATTACKS if options.only in name][:: 3 if options.quick else 1]
+    names = [name for name in attacks() if any(text in name for text in options.only)][:: 10 if options.quick else 1]
+    if options.list:
+        print("\n".join(names))
+        return 0
     random.Random(options.seed).shuffle(names)
-    fell: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()):
-            prepare(Path(folder))
-        for name in names:
-            began = time.perf_counter()
-            why = outcome(name, Path(folder))
-            seconds = time.perf_counter() - began
-            print(
-                f"{'held' if why is None else 'FELL'}  {seconds:5.1f} s  {name}{'' if why is None else ': ' + why}",
-                flush=True,
-            )
-            if why is not None:
-                fell[name] = why
+    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+        parts = [names[start :: options.workers] for start in range(options.workers)]
+        fell = {name: why for part in pool.map(outcomes, parts) for name, why in part.items()}
     print(json.dumps({"tried": len(names), "held": len(names) - len(fell), "fell": len(fell), "which": fell}))
     return 1 if fell else 0
 
 
-def outcome(name: str, folder: Path) -> str | None:
-    """Why an attack fell, in a process of its own; None where the program held."""
+def attacks() -> dict[str, Callable[[Path], str | None]]:
+    """The attacks of all modules, by name."""
+    found: dict[str, Callable[[Path], str | None]] = {}
+    for path in sorted((ROOT / "tests").glob("attacks*.py")):
+        own = importlib.import_module(f"tests.{path.stem}").ATTACKS
+        assert not found.keys() & own.keys(), found.keys() & own.keys()
+        found |= own
+    return found
+
+
+def outcomes(names: list[str]) -> dict[str, str]:
+    """Why attacks fell, by name; each is told as it ends."""
+    fell: dict[str, str] = {}
+    left = list(names)
+    while left:
+        with tempfile.TemporaryDirectory(prefix="attack-") as folder:
+            done, fault = _in_one_process(left, Path(folder), fell)
+        if fault is not None:
+            _tell(left[done], fault, SECONDS, fell)
+            done += 1
+        left = left[done:]
+    return fell
+
+
+def _in_one_process(names: list[str], folder: Path, fell: dict[str, str]) -> tuple[int, str | None]:
+    """How many attacks a process went through, and why it did not get through the next one."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_attack, args=(name, str(folder), sending))
+    process = multiprocessing.get_context("spawn").Process(target=_attack, args=(names, str(folder), sending))
     process.start()
     sending.close()
+    done = 0
     try:
-        if not receiving.poll(SECONDS):
-            return f"it was not over after {SECONDS} s"
-        why: str | None = receiving.recv()
-        return why
+        if not receiving.poll(2 * SECONDS) or receiving.recv() is None:  # the run to be attacked
+            raise RuntimeError("no run could be prepared")
+        for name in names:
+            began = time.perf_counter()
+            if not receiving.poll(SECONDS):
+                return done, f"it was not over after {SECONDS} s"
+            why, grown = receiving.recv()
+            _tell(name, why, time.perf_counter() - began, fell)
+            done += 1
+            if grown > GROWN_BYTES:
+                break
+        return done, None
     except EOFError:
         process.join()
-        return f"its process ended with status {process.exitcode}"
+        return done, f"its process ended with status {process.exitcode}"
     finally:
         process.kill()
         process.join()
 
 
-def _attack(name: str, folder: str, sending: Connection) -> None:
-    from tests.attacks import ATTACKS
+def _tell(name: str, why: str | None, seconds: float, fell: dict[str, str]) -> None:
+    told = "" if why is None else ": " + " ".join(why.split())
+    print(f"{'held' if why is None else 'FELL'}  {seconds:5.1f} s  {name}{told}", flush=True)
+    if why is not None:
+        fell[name] = why
+
+
+def _attack(names: list[str], folder: str, sending: Connection) -> None:
+    from tests.attacks import prepare
 
     os.chdir(ROOT)
-    before = _peak_bytes()
-    try:
-        why = ATTACKS[name](Path(folder))
-    except BaseException as error:
-        why = f"{type(error).__name__}: {error}"
-    taken = _peak_bytes() - before
-    sending.send(f"it took {taken / 1e9:.1f} GB" if why is None and taken > MEMORY_BYTES else why)
+    known = attacks()
+    with contextlib.redirect_stdout(io.StringIO()):
+        prepare(Path(folder))
+    sending.send(folder)
+    start = _peak_bytes()
+    for name in names:
+        before = _peak_bytes()
+        try:
+            why = known[name](Path(folder))
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+        taken = _peak_bytes() - before
+        why = f"it took {taken / 1e9:.1f} GB" if why is None and taken > MEMORY_BYTES else why
+        sending.send((why, _peak_bytes() - start))
 
 
 def _peak_bytes() -> int:

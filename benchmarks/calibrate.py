@@ -53,7 +53,14 @@ from lib.plan import (
     calibration_checks,  # noqa: E402
     calibrator,  # noqa: E402
 )
-from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, BatchPoint, CurveKey, HostCalibration  # noqa: E402
+from lib.plan.calibration import (  # noqa: E402
+    MEMORY_HEADROOM,
+    BatchCurve,
+    BatchPoint,
+    CurveKey,
+    HostCalibration,
+    MeasuredProduct,
+)
 from lib.system import (
     hardware,  # noqa: E402
     mpi_and_blas,  # noqa: E402
@@ -104,6 +111,7 @@ class Prober:
     config: Config
     seconds: float  # of measuring, a point
     deadline: float = math.inf  # time.monotonic()
+    products: tuple[MeasuredProduct, ...] = ()  # of this host, which the measured steps go by
 
     def ask(self, kind: str, seconds: float | None = None, **request: Any) -> dict[str, Any] | str:
         """A probe's answer, or in a few words why there is none.
@@ -115,6 +123,7 @@ class Prober:
         seconds = min(seconds or self.seconds, max(0.5, left / 2))
         limit = min(4 * seconds + START_SECONDS, max(5.0, left + 5.0))
         request |= {"kind": kind, "seconds": seconds, "config": self.config.model_dump(mode="json")}
+        request["products"] = [product.model_dump(mode="json") for product in self.products]
         # To itself a probe is no rank of the world that this process belongs to.
         own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
         command = [sys.executable, str(PROBE), json.dumps(request)]
@@ -359,7 +368,7 @@ def measure_host(
         say.line(f"{path.name} is of another machine, {known.machine.device_name}: measured anew")
         known = None
 
-    def is_fresh(one: BatchCurve | HostCalibration | None) -> bool:
+    def is_fresh(one: BatchCurve | HostCalibration | MeasuredProduct | None) -> bool:
         return not options.refresh and one is not None and _is_fresh(one, versions, options.max_age_days)
 
     curves = {curve.key: curve for curve in known.curves} if known else {}
@@ -378,7 +387,10 @@ def measure_host(
     sizes = ladder(options.largest or max(32, config.train.global_batch_size), 2)
     lost: dict[int, str] = {}
     measured, probe_seconds = 0, 0.0
-    expected = (not rates) + len(stale) * (len(sizes) + 2 * options.rounds + 1)
+    products = {one.product: one for one in known.quantised_products} if known else {}
+    is_quantised = key.dtype.endswith("-bit")
+    wants_products = is_quantised and (bool(stale) or not products or not all(map(is_fresh, products.values())))
+    expected = (not rates) + wants_products + len(stale) * (len(sizes) + 2 * options.rounds + 1)
     with say.progress(f"calibrating {host}", expected) as advance:
 
         def ask(what: str, kind: str, **request: Any) -> dict[str, Any] | str:
@@ -396,6 +408,15 @@ def measure_host(
             ask("compiling kernels", "step", seconds=0.1, batch_size=1, micro_batches=[1], **asdict(first))
             deadline += max(0.0, probe_seconds - USUAL_SECONDS)
         prober = replace(prober, deadline=deadline)
+        if wants_products:
+            answer = ask("quantised products", "products", seconds=min(30.0, 10 * options.seconds))
+            if isinstance(answer, str):
+                say.labelled("warning", f"the products with quantised weights could not be measured: {answer}")
+            else:
+                now = {"measured_at": calibrator.time_now(), "versions": versions}
+                found_products = [MeasuredProduct.model_validate({**one, **now}) for one in answer["products"]]
+                products |= {one.product: one for one in found_products}
+        prober = replace(prober, products=tuple(products.values()))
         for one, shape in stale.items():
             row = asdict(shape)
 
@@ -446,12 +467,16 @@ def measure_host(
             else:
                 rates = {**answer, "measured_at": calibrator.time_now(), "versions": versions}
     kept = {"links": known.links, "ceilings": known.ceilings} if known else {}
-    found_here = HostCalibration(machine=identity, curves=tuple(curves.values()), **kept, **rates)
+    found_here = HostCalibration(
+        machine=identity, curves=tuple(curves.values()), quantised_products=tuple(products.values()), **kept, **rates
+    )
     curves_module.write_calibration(path, found_here)
     return found_here, {"measured": measured, "lost": lost, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _is_fresh(one: BatchCurve | HostCalibration, versions: Mapping[str, str], max_age_days: float) -> bool:
+def _is_fresh(
+    one: BatchCurve | HostCalibration | MeasuredProduct, versions: Mapping[str, str], max_age_days: float
+) -> bool:
     return calibrator.is_fresh(one.measured_at, one.versions, versions, max_age_days)
 
 

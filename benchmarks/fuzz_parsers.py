@@ -1,6 +1,6 @@
 """Every parser of files and requests against hypothesis: no traceback, and no more memory than its limit.
 
-    python benchmarks/fuzz_parsers.py --seconds 600         ten minutes each (tests/parsers.py has them)
+    python benchmarks/fuzz_parsers.py --minutes 10          ten minutes each; tests/parsers.py and model_parsers.py have them
     python benchmarks/fuzz_parsers.py --quick               six seconds each
     python benchmarks/fuzz_parsers.py --only parquet YAML
 
@@ -34,23 +34,29 @@ MEMORY_BYTES = 6 * 2**30  # of addresses; MLX and pyarrow take a third of it for
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600, help="for each parser (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=10, help="for each parser (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="6 seconds each")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these parsers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    seconds = 6 if options.quick else options.seconds
+    seconds = 6 if options.quick else 60 * options.minutes
     if options.one:
         return one(options.one, seconds, options.seed)
+    from tests.model_parsers import MODEL_PARSERS
     from tests.parsers import PARSERS
 
+    known = PARSERS | MODEL_PARSERS
+    if unknown := set(options.only or ()) - known.keys():
+        parser.error(f"no parser {', '.join(unknown)}; there are {', '.join(known)}")
     results = []
-    for name in options.only or PARSERS:
-        command = [sys.executable, __file__, "--one", name, "--seconds", str(seconds), "--seed", str(options.seed)]
+    for name in options.only or known:
+        command = [sys.executable, __file__, "--one", name, "--minutes", str(seconds / 60), "--seed", str(options.seed)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 300)
         lines = done.stdout.splitlines()
         found = json.loads(lines[-1]) if done.returncode == 0 and lines else {"tried": 0, "fell": 1, "memory_bytes": 0}
+        if done.returncode:
+            print(f"its process ended with status {done.returncode}: {lines[-1:]}")
         print(
             f"{name:12} {found['tried']:9,} tried {found['fell']:4} fell {found['memory_bytes'] / 1e6:8.0f} MB at most"
         )
@@ -64,28 +70,16 @@ def main() -> int:
 
 def one(name: str, seconds: float, seed: int) -> int:
     """Fuzzes one parser; prints what it found as JSON."""
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
-    from hypothesis import strategies as st
-
-    from tests.parsers import PARSERS, refuses_or_reads
+    from tests.model_parsers import MODEL_PARSERS
+    from tests.parsers import PARSERS, fuzz, refuses_or_reads
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    parser, tried, faults = PARSERS[name], 0, dict[str, str]()
+    parser, tried, faults = (PARSERS | MODEL_PARSERS)[name], 0, dict[str, str]()
     ends, draw = time.monotonic() + seconds, random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
 
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(st.data())
-        def attack(data: st.DataObject) -> None:
+        def take(content: bytes) -> None:
             nonlocal tried
-            content = data.draw(parser.inputs)
             if time.monotonic() > ends:
                 return
             tried += 1
@@ -97,7 +91,7 @@ def one(name: str, seconds: float, seed: int) -> int:
                 faults.setdefault(place.partition(": ")[0], f"{place}\n    {content[:300]!r}")
 
         while time.monotonic() < ends:
-            seeded(draw.randrange(2**32))(attack)()
+            fuzz(parser, EXAMPLES, take, draw.randrange(2**32))
     for fault in faults.values():
         print(fault, file=sys.stderr)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

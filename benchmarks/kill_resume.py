@@ -1,25 +1,32 @@
-"""Kills a training at random moments, with SIGKILL, resumes it, and compares every bit with a run that nobody killed.
+"""Kills commands at random moments, gives them again, and compares every bit of their end with one that nobody killed.
 
-    python benchmarks/kill_resume.py --kills 200        about ten minutes on two cores
-    python benchmarks/kill_resume.py --quick            about a minute
+    python benchmarks/kill_resume.py --kills 1000          under an hour on two cores
+    python benchmarks/kill_resume.py --only pipelined      one of the stories of tests/kill_stories.py; --list names them
+    python benchmarks/kill_resume.py --quick               about two minutes
 
-A run is started, killed, resumed and killed again, until it has finished; then its losses, its rows and its final
-weights are compared. Most kills come a random time after a random number of further records, so anywhere in training,
-evaluation and the writing of checkpoints; one in eight comes while the process starts. The last line is one JSON object.
+Training on one rank and in every strategy, evaluation of files by one and two ranks, pairs that are made, exports, a download
+from a stand-in of a hub, and a server with its clients. Most deaths come at a moment that a whole life has shown: just before
+a rename, a flush, a lock ..., or up to 0.3 s after it; one in six at any time. It is SIGKILL for one rank, for the launcher, or for
+both. After each death all processes of the command have to be gone, and a port free; at the end weights, losses, rows, outputs
+and the names of all files have to be those of the whole life. The last line is one JSON object; exit status 1 where one differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import concurrent.futures
+import contextlib
+import io
+import itertools
 import json
+import os
 import random
-import subprocess
+import shutil
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -35,96 +42,109 @@ from lib.system import mpi_and_blas  # noqa: E402
 
 mpi_and_blas.prepare()
 
-from tests import tiny  # noqa: E402
+from tests import test_hub  # noqa: E402
+from tests.kill_stories import hub_files, stories  # noqa: E402
+from tests.kills import Case, Fault, Story, Whole, play  # noqa: E402
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="12 kills")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="stories with one of these in their names")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after that")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="commands at once")
+    parser.add_argument("--list", action="store_true", help="name the stories")
+    parser.add_argument("--quick", action="store_true", help="30 kills")
     options = parser.parse_args()
-    wanted = 12 if options.quick else options.kills
-    rng, started, rows = random.Random(options.seed), time.perf_counter(), []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = [
-            *tiny.settings(folder, rows=45),
-            "train.steps=60",
-            "checkpoint.every=3",
-            "evaluate.every=7",
-            "model.dropout=0.1",
-            "--config",
-            str(tiny.config_file(folder)),
-        ]
-        subprocess.run(command(words, folder / "runs" / "whole"), check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-        reference = outcome(folder / "runs" / "whole")
-        kills = 0
-        while kills < wanted:
-            run = folder / "runs" / f"run{len(rows)}"
-            moments: list[str] = []
-            while not finish_or_kill(words, run, rng, moments):
-                kills += 1
-            rows.append({"kills": len(moments), "moments": moments, "identical": outcome(run) == reference})
-            print(f"{kills}/{wanted} kills, {sum(not row['identical'] for row in rows)} runs differ", flush=True)
+    test_hub.REPOSITORIES["kills"] = (hub_files(), {})
+    began, wanted = time.monotonic(), 30 if options.quick else options.kills
+    with tempfile.TemporaryDirectory(prefix="kills-") as name, test_hub.served() as hub:
+        folder = Path(name).resolve()
+        with contextlib.redirect_stdout(io.StringIO()):
+            all_ = stories(folder / "base", hub)
+        wanted_names = [name for name in all_ if any(text in name for text in options.only or [""])]
+        if options.list or not wanted_names:
+            print("\n".join(all_))
+            return 0 if options.list else 2
+        cases = Campaign({name: all_[name] for name in wanted_names}, folder, options.seed, wanted)
+        cases.run(options.workers, began + options.seconds)
+    return show(cases.cases, time.monotonic() - began, options.seed)
+
+
+class Campaign:
+    """Cases of every story in turn, until so many kills.
+
+    Args:
+        folder: for all of their files.
+        wanted: kills.
+    """
+
+    def __init__(self, all_: dict[str, Story], folder: Path, seed: int, wanted: int):
+        self.stories, self.folder, self.seed, self.wanted = all_, folder, seed, wanted
+        self.cases: list[Case] = []
+        self._wholes: dict[str, Whole | str] = {}
+        self._locks = {name: threading.Lock() for name in all_}
+        self._numbers = itertools.count()
+
+    @property
+    def kills(self) -> int:
+        return sum(len(case.moments) for case in self.cases)
+
+    def run(self, workers: int, ends: float) -> None:
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            for done in [pool.submit(self._work, ends) for _ in range(workers)]:
+                done.result()
+
+    def _work(self, ends: float) -> None:
+        names = list(self.stories)
+        while self.kills < self.wanted and time.monotonic() < ends:
+            number = next(self._numbers)
+            case = self._play(names[number % len(names)], number)
+            self.cases.append(case)
+            what = "FELL" if case.fault else "same"
+            print(
+                f"{self.kills:5} kills  {what}  {case.story}: {'; '.join(case.moments)} {case.fault or ''}", flush=True
+            )
+
+    def _play(self, name: str, number: int) -> Case:
+        story = self.stories[name]
+        with self._locks[name]:
+            if name not in self._wholes:
+                try:
+                    self._wholes[name] = Whole.of(story, self.folder / f"whole-{list(self.stories).index(name)}")
+                except Fault as fault:
+                    self._wholes[name] = f"its whole life: {fault}"
+        whole = self._wholes[name]
+        if isinstance(whole, str):
+            return Case(name, fault=whole)
+        folder = self.folder / f"case-{number}"
+        case = play(name, story, whole, folder, random.Random(f"{self.seed} {name} {number}"))
+        shutil.rmtree(folder, ignore_errors=True)
+        return case
+
+
+def show(cases: list[Case], seconds: float, seed: int) -> int:
+    """The table, and the line of JSON; the exit status."""
+    kills, fell = sum(len(case.moments) for case in cases), [case for case in cases if case.fault]
     table = Table(title=f"{kills} kills")
-    for column in ("run", "killed", "last record before each kill", "bit-identical"):
-        table.add_column(column)
-    for i, row in enumerate(rows):
-        table.add_row(str(i), str(row["kills"]), ", ".join(row["moments"]), "yes" if row["identical"] else "NO")
+    for column in ("story", "cases", "kills", "differ"):
+        table.add_column(column, justify="left" if column == "story" else "right")
+    by_story: dict[str, dict[str, int]] = {}
+    for case in cases:
+        row = by_story.setdefault(case.story, {"cases": 0, "kills": 0, "differ": 0})
+        row["cases"] += 1
+        row["kills"] += len(case.moments)
+        row["differ"] += case.fault is not None
+    for name, row in by_story.items():
+        table.add_row(name, *map(str, row.values()))
     Console().print(table)
-    different = sum(not row["identical"] for row in rows)
-    print(
-        json.dumps(
-            {"kills": kills, "runs": len(rows), "different_runs": different, "seconds": time.perf_counter() - started}
-        )
-    )
-    sys.exit(1 if different else 0)
-
-
-def command(words: list[str], run: Path) -> list[str]:
-    start = ["--resume", str(run)] if (run / "config.yaml").exists() else [*words, f"run.name={run.name}"]
-    return [sys.executable, str(ROOT / "train.py"), *start]
-
-
-def finish_or_kill(words: list[str], run: Path, rng: random.Random, moments: list[str]) -> bool:
-    """Starts the run or resumes it; True if it finished by itself, False if it was killed, with the moment noted."""
-    log = run / "logs" / "rank-000.jsonl"
-    early, records, jitter = rng.random() < 1 / 8, rng.randint(1, 25), rng.uniform(0, 0.05)
-    process = subprocess.Popen(
-        command(words, run), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    if early:
-        time.sleep(rng.uniform(0, 2))
-    else:
-        # The log is first cut back to a checkpoint: what counts is how far it goes beyond its shortest.
-        shortest = length = lines(log)
-        while process.poll() is None and length < shortest + records:
-            time.sleep(0.002)
-            length = lines(log)
-            shortest = min(shortest, length)
-        time.sleep(jitter)
-    if process.poll() is None:
-        process.kill()
-        process.communicate()
-        last = json.loads(log.read_bytes().split(b"\n")[-2]) if lines(log) else {"kind": "loading"}
-        moments.append("starting" if early else f"{last['kind']} {last.get('step', '')}".strip())
-        return False
-    _, errors = process.communicate()
-    if process.returncode:
-        sys.exit(f"a resumed run failed with status {process.returncode}: {errors}")
-    return True
-
-
-def lines(log: Path) -> int:
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def outcome(run: Path) -> Any:
-    """The final weights' digest, and each step's loss and rows."""
-    digest = hashlib.sha256((run / "adapters.safetensors").read_bytes()).hexdigest()
-    return digest, [(record["step"], record["loss"], record["rows"]) for record in tiny.steps_of(run)]
+    for case in fell:
+        print(f"{case.story}, killed at {'; '.join(case.moments)}: {case.fault}")
+    figures = {"kills": kills, "cases": len(cases), "differ": len(fell), "seconds": round(seconds, 1), "seed": seed}
+    print(json.dumps({**figures, "stories": by_story}))
+    return 1 if fell else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

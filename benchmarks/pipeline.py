@@ -2,10 +2,12 @@
 
     python benchmarks/pipeline.py              about fifteen minutes on two cores, as root, on Linux
     python benchmarks/pipeline.py --quick      about three minutes: one link, one width, fewer steps
+    python benchmarks/pipeline.py --rounds 3 --rates 1gbit --hidden 256     every way three times, medians of the rounds
 
 Two hosts made of network namespaces (tests/cluster.py), the second with a third of the first one's CPU time, over MLX's ring.
-On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick); then the same model trains
-pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. The bound of the schedule is 1F1B played
+On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick) and the same model trains
+pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. The hosts are calibrated again before every
+run, because a shared machine is faster in one minute than in the next: a promise is judged by the minute that it knew. The bound of the schedule is 1F1B played
 with the seconds that each rank's steps computed (lib/plan/pipeline_schedule.py), without any link: what no order of the same
 passes on these two hosts can be much faster than. Predicted is the step that the plan promised before the run. Bytes are those
 that rank 0 sent in a step; the formula's are the activations at the cut, one way, for the micro-batches of the step. The last
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"], help="of the link, in tc's words")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256], help="widths of the model")
     parser.add_argument("--quota", type=float, default=1 / 3, help="cores' worth of CPU time of the second host")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of every way; the table has their medians")
     parser.add_argument("--steps", type=int, default=None, help="of a run (default 12)")
     parser.add_argument("--quick", action="store_true", help="the first rate and width, two other cuts, 5 steps")
     options = parser.parse_args()
@@ -90,28 +93,35 @@ def on_link(rate: str, hidden: int, options: argparse.Namespace, steps: int) -> 
     ways: list[tuple[str, list[int] | None, int]] = [("pipelined", None, PAIRS), ("sharded", [3, 1], PAIRS)]
     others = OTHERS[:2] if options.quick else OTHERS
     ways += [("pipelined", *other) for other in others]
-    rows = []
+    found: dict[int, list[dict[str, Any]]] = {number: [] for number in range(len(ways))}
     with cluster(hosts=2, quotas=(1.0, options.quota), rate=rate) as hosts:
         for host in hosts:
             write_inputs(host.outside, hidden, options.seed)
-        on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], ["--folder={disk}/calibration"], PORT)
-        for number, (strategy, shares, size) in enumerate(ways, 1):
+        for run in range(options.rounds * len(ways)):
+            strategy, shares, size = ways[run % len(ways)]
+            port, calibration = PORT + 20 * run, f"calibration-{run}"
+            on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], [f"--folder={{disk}}/{calibration}"], port)
             count = max(WARM + 2, steps // 3) if strategy == "sharded" else steps
             words = [f"strategy={strategy}", f"train.steps={count}", f"train.seed={options.seed}"]
-            words += [f"run.name=way-{number}", f"plan.micro_batch_sizes=[{size}]"]
+            words += [f"run.name=way-{run}", f"plan.micro_batch_sizes=[{size}]"]
             words += [f"plan.shares={json.dumps(shares)}"] if shares else []
-            on_ring(
-                hosts,
-                ["train.py"],
-                ["run.dir={disk}/runs", "plan.calibration_dir={disk}/calibration", *words],
-                PORT + 10 * number,
-            )
-            logs = [host.outside / f"runs/way-{number}/logs/rank-{rank:03d}.jsonl" for rank, host in enumerate(hosts)]
-            rows.append(
-                {"rate": rate, "hidden": hidden, "strategy": strategy, "pairs": size, **figures(hidden, size, logs)}
-            )
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+            words += ["run.dir={disk}/runs", f"plan.calibration_dir={{disk}}/{calibration}"]
+            on_ring(hosts, ["train.py"], words, port + 10)
+            logs = [host.outside / f"runs/way-{run}/logs/rank-{rank:03d}.jsonl" for rank, host in enumerate(hosts)]
+            row = {"rate": rate, "hidden": hidden, "strategy": strategy, "pairs": size, **figures(hidden, size, logs)}
+            found[run % len(ways)].append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    return [median_of(of_way) for of_way in found.values()]
+
+
+def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The round whose step took the median time, with the medians of what is compared with it."""
+    middle = sorted(rounds, key=lambda row: row["step_seconds"])[(len(rounds) - 1) // 2]
+    compared = [key for key in ("predicted_of_measured", "of_bound") if key in middle]
+    return middle | {
+        key: statistics.median(row[key] for row in rounds if row.get("blocks") == middle.get("blocks"))
+        for key in compared
+    }
 
 
 def figures(hidden: int, size: int, logs: list[Path]) -> dict[str, Any]:
@@ -133,6 +143,8 @@ def figures(hidden: int, size: int, logs: list[Path]) -> dict[str, Any]:
     }
     plan = json.loads((logs[0].parents[1] / "plan.json").read_text())
     row["predicted_seconds"] = next(way["step_seconds"] for way in plan["predictions"] if way["chosen"])
+    if row["predicted_seconds"]:
+        row["predicted_of_measured"] = row["predicted_seconds"] / seconds
     if plan["strategy"] == "pipelined":
         micro_batches = PAIRS * MICRO_BATCHES // size
         halves = [
@@ -165,7 +177,7 @@ def show(rows: list[dict[str, Any]], quota: float) -> None:
             str(row.get("in_flight", "-")),
             f"{row['pairs_per_second']:.3g}",
             f"{row['step_seconds']:.3g}",
-            f"{row['predicted_seconds'] / row['step_seconds']:.2f}" if row["predicted_seconds"] else "-",
+            f"{row['predicted_of_measured']:.2f}" if "predicted_of_measured" in row else "-",
             " ".join(f"{one:.2f}" for one in row["compute_seconds"]),
             " ".join(f"{one:.2f}" for one in row["wait_seconds"]),
             f"{row['of_bound']:.1%}" if "of_bound" in row else "-",

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,19 @@ from lib.errors import UserError  # noqa: E402
 from lib.model import (
     adapters,  # noqa: E402
     load,  # noqa: E402
+    quantised,  # noqa: E402
+    quantised_products,  # noqa: E402
 )
 from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
+from lib.plan import calibration  # noqa: E402
+from lib.plan.calibration import MeasuredProduct  # noqa: E402
 from lib.training import losses  # noqa: E402
 from lib.training import reference_model as scoring  # noqa: E402
 from lib.training.step import make_optimizer, make_step  # noqa: E402
 
 ENOUGH = 0.01  # of the median: its standard error, where measuring stops
 LEAST_ROUNDS = 5
+TOKENS = tuple(2**n for n in range(1, 13))  # that products with quantised weights are tried with, until it is decided
 
 
 def measure(runs: dict[int, Callable[[], Any]], seconds: float) -> dict[int, list[float]]:
@@ -114,7 +120,7 @@ def step_batches(
     share = config.data.shared_prompts and not cannot_share_prompts(model)
     multiple = length_multiple(config.data)
     parts = [examples(size, request, config) for size in sizes]
-    has_reference = losses.needs_reference(config.train.loss)
+    has_reference = losses.needs_reference(config.train)
 
     mismatched = losses.needs_mismatched(config.train.loss)
 
@@ -228,6 +234,66 @@ def passes(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def products(request: dict[str, Any]) -> dict[str, Any]:
+    """From how many tokens on this host multiplies faster by dequantised weights, for each kind of the model's layers.
+
+    Returns:
+        products: [{"product", "dequantise_from"}], of lib/model/quantised_products.py; those that time was left for.
+    """
+    config = Config.model_validate(request["config"])
+    wanted = quantised.products_of(load.load(config.model, config.train.seed, lazy=True))
+    deadline = time.perf_counter() + request["seconds"]
+    found = []
+    for index, product in enumerate(wanted):
+        seconds = (deadline - time.perf_counter()) / (len(wanted) - index)
+        if (chosen := break_even(product, seconds)) is not None:
+            found.append({"product": asdict(product), "dequantise_from": asdict(chosen)})
+    return {"products": found}
+
+
+def break_even(product: quantised_products.Product, seconds: float) -> quantised_products.DequantiseFrom | None:
+    """When to dequantise the weights of such products; None if the time was too short to see that in both passes."""
+    layer = quantised.layer_of(product)
+    dtype = getattr(mx, product.dtype)
+    times: dict[tuple[str, str], dict[int, float]] = {
+        (way, direction): {} for way in ("packed", "dequantised") for direction in ("forward", "backward")
+    }
+    ways = {"packed": quantised_products.NEVER, "dequantised": quantised_products.ALWAYS}
+    began = time.perf_counter()
+
+    def is_decided(direction: str) -> bool:
+        """Two rungs in a row were faster."""
+        last = list(times["packed", direction])[-2:]
+        return len(last) == 2 and all(times["dequantised", direction][n] < times["packed", direction][n] for n in last)
+
+    for tokens in TOKENS:
+        x, dy = (mx.random.normal((tokens, 1, width)).astype(dtype) for width in (product.inputs, product.outputs))
+        experts = mx.sort(mx.arange(tokens) % product.experts) if product.experts else None
+
+        def run(
+            way: str, direction: str, x: mx.array = x, dy: mx.array = dy, experts: mx.array | None = experts
+        ) -> None:
+            quantised_products.go_by({product: ways[way]})
+            call = layer if experts is None else lambda x: layer(x, experts, sorted_indices=True)
+            mx.eval(call(x) if direction == "forward" else mx.vjp(call, [x], [dy])[1])
+
+        open_ones = [direction for direction in ("forward", "backward") if not is_decided(direction)]
+        if not open_ones:
+            break
+        if time.perf_counter() - began > seconds:
+            return None
+        runs = {(way, each): partial(run, way, each) for way in ways for each in open_ones}
+        mx.eval(x, dy)
+        for key, taken in measure(runs, seconds / len(TOKENS)).items():
+            times[key][tokens] = float(np.median(taken))
+    quantised_products.go_by({})
+    chosen = [
+        quantised_products.faster_from(times["packed", each], times["dequantised", each])
+        for each in ("forward", "backward")
+    ]
+    return quantised_products.DequantiseFrom(*chosen)
+
+
 def machine(request: dict[str, Any]) -> dict[str, Any]:
     """Matrix multiplication and copying: {"gflops", "memory_bytes_per_second"}."""
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16  # the fast type there
@@ -263,7 +329,8 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     try:
-        kinds = {"step": step, "rounds": rounds, "passes": passes, "machine": machine}
+        kinds = {"step": step, "rounds": rounds, "passes": passes, "products": products, "machine": machine}
+        calibration.use_quantised_products(map(MeasuredProduct.model_validate, REQUEST.get("products", [])))
         answer = kinds[REQUEST["kind"]](REQUEST)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -71,7 +71,7 @@ def main() -> None:
                 address, drawn = (report.as_uri(), "1") if is_report else (dashboard, DRAWN)
                 too_wide[name] = shoot(page, address, options.out / f"{name}.webp", width, theme, drawn)
             page.note()
-            own = (dashboard, "file:", "data:", "blob:", "chrome:")
+            own = (dashboard.partition("/?")[0], "file:", "data:", "blob:", "chrome:")
             elsewhere = [url for url in page.requests if not url.startswith(own)]
             print("\n".join(str(options.out / f"{name}.webp") for name in too_wide))
             print(json.dumps({"complaints": page.complaints, "elsewhere": elsewhere, "too_wide_pixels": too_wide}))

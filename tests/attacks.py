@@ -78,7 +78,7 @@ def refused(program: str, words: list[str], told: str = "") -> str | None:
     return "what a terminal obeys is in the message" if lines[0] != shown(lines[0]) else None
 
 
-def _training(folder: Path, *words: str) -> list[str]:
+def training(folder: Path, *words: str) -> list[str]:
     runs = ["run.name=attacked", f"run.dir={folder / 'attacked'}", "train.steps=1", "evaluate.samples=0"]
     return [*tiny.settings(folder), *runs, "--config", str(tiny.config_file(folder)), *words]
 
@@ -88,7 +88,7 @@ def of_words(*words: str, told: str = "") -> Attack:
 
     def attack(folder: Path) -> str | None:
         shutil.rmtree(folder / "attacked", ignore_errors=True)
-        return refused("train.py", _training(folder, *(word.replace("{d}", str(folder)) for word in words)), told)
+        return refused("train.py", training(folder, *(word.replace("{d}", str(folder)) for word in words)), told)
 
     return attack
 
@@ -123,7 +123,7 @@ def of_table(table: Callable[[], pyarrow.Table]) -> Attack:
 
 
 @contextlib.contextmanager
-def _copy_of_run(folder: Path) -> Iterator[Path]:
+def copy_of_run(folder: Path) -> Iterator[Path]:
     copy = folder / "copies" / "run"
     shutil.rmtree(copy.parent, ignore_errors=True)
     shutil.copytree(folder / "runs/done", copy)
@@ -134,12 +134,12 @@ def of_run(program: str, setting: str, value: str, *words: str) -> Attack:
     """A run's folder whose config.yaml allows what only the user may: nothing of it runs, one line says so."""
 
     def attack(folder: Path) -> str | None:
-        with _copy_of_run(folder) as run:
+        with copy_of_run(folder) as run:
             marker = folder / "code-has-run"
             for place in (run, *(run / "checkpoints").iterdir()):
-                _set(place / "config.yaml", setting, value.format(marker=marker))
+                set_in(place / "config.yaml", setting, value.format(marker=marker))
                 if (place / MANIFEST).exists():
-                    _agree(place)
+                    agree(place)
             given = [word.format(run=run, d=folder) for word in words]
             fault = refused(program, given, told=f"{setting}=")
             return "its code has run" if marker.exists() else fault
@@ -147,7 +147,7 @@ def of_run(program: str, setting: str, value: str, *words: str) -> Attack:
     return attack
 
 
-def _set(path: Path, setting: str, value: str) -> None:
+def set_in(path: Path, setting: str, value: str) -> None:
     """Changes a setting of a config.yaml."""
     stored = yaml.safe_load(path.read_text())
     section, _, name = setting.partition(".")
@@ -155,7 +155,7 @@ def _set(path: Path, setting: str, value: str) -> None:
     path.write_text(yaml.safe_dump(stored))
 
 
-def _agree(checkpoint: Path) -> None:
+def agree(checkpoint: Path) -> None:
     """Makes a manifest right again: it shows damage, and proves no author."""
     hashes = {file.name: file_sha256(file) for file in checkpoint.iterdir() if file.name != MANIFEST}
     (checkpoint / MANIFEST).write_text(json.dumps(hashes))
@@ -165,10 +165,10 @@ def of_state(change: Callable[[dict[str, Any]], Any]) -> Attack:
     """A state.json that somebody changed, with hashes that agree: the checkpoint before it is taken, or one line said."""
 
     def attack(folder: Path) -> str | None:
-        with _copy_of_run(folder) as run:
+        with copy_of_run(folder) as run:
             newest = max((run / "checkpoints").iterdir())
             (newest / STATE).write_text(json.dumps(change(json.loads((newest / STATE).read_text()))))
-            _agree(newest)
+            agree(newest)
             status, out, errors = run_of("train.py", ["--resume", str(run), "train.steps=3"])
             if status not in (0, 2) or "Traceback" in errors:
                 return f"status {status}: {errors[-300:]}"
@@ -181,7 +181,7 @@ def of_summary(change: dict[str, Any]) -> Attack:
     """A summary.json that somebody changed, as the pages read it."""
 
     def attack(folder: Path) -> str | None:
-        with _copy_of_run(folder) as run:
+        with copy_of_run(folder) as run:
             stored = json.loads((run / "summary.json").read_text())
             (run / "summary.json").write_text(json.dumps(stored | change))
             status, _, errors = run_of("lib.dashboard", ["--export", str(run)])
@@ -195,7 +195,7 @@ def of_summary(change: dict[str, Any]) -> Attack:
 
 def resumes_a_link(folder: Path) -> str | None:
     """--resume of a link goes on with the run that it leads to, and makes no other."""
-    with _copy_of_run(folder) as run:
+    with copy_of_run(folder) as run:
         link = folder / "a-link"
         link.unlink(missing_ok=True)
         link.symlink_to(run)
@@ -223,7 +223,7 @@ def keeps_finite_checkpoints(folder: Path) -> str | None:
     """Weights that are not finite push out no checkpoint, and become no adapter."""
     run = folder / "attacked" / "attacked"
     shutil.rmtree(run, ignore_errors=True)
-    words = _training(folder, "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", "train.schedule=constant")
+    words = training(folder, "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", "train.schedule=constant")
     words += ["train.optimizer=sgd", "train.learning_rate=1e308", "train.max_grad_norm=null"]
     status, _, errors = run_of("train.py", words)
     for file in run.rglob("*.safetensors"):
@@ -235,7 +235,7 @@ def keeps_finite_checkpoints(folder: Path) -> str | None:
 
 def marks_up_the_card(folder: Path) -> str | None:
     """Samples and names reach the model card as text."""
-    with _copy_of_run(folder) as run:
+    with copy_of_run(folder) as run:
         log = run / "logs" / "rank-000.jsonl"
         sample = {"prompt": "x\r# Owned\x0b<img src=x>\u2028[a](javascript:b)", "before": "\x1b[31m", "after": "b"}
         record = {"kind": "samples", "time": 2e9, "rank": 0, "host": "a", "step": 1, "samples": [sample]}

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from lib.config import load
@@ -303,6 +305,24 @@ PARSERS: dict[str, Parser] = {
         _checkpoint,
     ),
 }
+
+
+def fuzz(parser: Parser, examples: int, take: Callable[[bytes], None], seed: int | None = None) -> None:
+    """Has hypothesis make so many inputs of a parser, and gives each to `take`; by default the same in every run."""
+
+    @settings(
+        max_examples=examples,
+        derandomize=seed is None,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def attack(data: st.DataObject) -> None:
+        take(data.draw(parser.inputs))
+
+    (attack if seed is None else seeded(seed)(attack))()
 
 
 def refuses_or_reads(parser: Parser, data: bytes, folder: Path) -> None:

@@ -117,16 +117,14 @@ def test_ranks_reach_the_queue_over_the_network_and_strangers_do_not(
     queue = Dispatcher(journal(tmp_path, chunks=30))
     server = Server(queue, everywhere=False)
     address = server.address
-    with socket.create_connection(("127.0.0.1", address["port"])) as stranger, stranger.makefile("rwb") as file:
-        file.write(json.dumps({"secret": "0" * 32, "rank": 1}).encode() + b"\n")
-        file.flush()
-        assert file.readline() == b""
+    with pytest.raises(UserError, match="rank 1 reaches rank 0 at none of"):  # nor does it learn the secret
+        Remote({**address, "secret": "0" * 64}, 1, 1.0)
     monkeypatch.setattr(work_queue, "CONNECT_SECONDS", 0.1)
     silent = socket.create_connection(("127.0.0.1", address["port"]))  # a port scanner, which says nothing
     killed = Remote(address, 2, 10.0)
     first = killed.next(None, [])
     assert first == 0 and killed.next(first, lines(first)) == 1
-    killed._file.close()  # a process that is killed: the system closes its connections
+    killed._channel.close()  # a process that is killed: the system closes its connections
     threads = [threading.Thread(target=work, args=(Remote(address, rank, 10.0), lines)) for rank in (0, 1)]
     for thread in threads:
         thread.start()

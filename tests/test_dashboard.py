@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lib.dashboard import charts, run_report
+from lib.dashboard import app, charts, run_report
 from lib.dashboard.figures import figures
 from lib.dashboard.history import RunHistory
 from lib.system import mpi_and_blas
@@ -120,12 +120,17 @@ def check_figures(page: chromium.Page, run: Path) -> None:
             assert bars[part] == pytest.approx(sum(recent) / len(recent))
 
 
+def origin(address: str) -> str:
+    """An address that the dashboard printed, without its token."""
+    return address.partition("/?")[0]
+
+
 def check_manners(page: chromium.Page, address: str) -> None:
     """Nothing wrong on the console, no request to another host, fits a telephone, works by keyboard and in the dark."""
     page.note()
     assert page.complaints == []
     requests = [url for url in page.requests if not url.startswith(("data:", "blob:", "chrome:"))]
-    assert requests and all(url.startswith(address) for url in requests), requests
+    assert requests and all(url.startswith(origin(address)) for url in requests), requests
     assert page.run("document.querySelectorAll('.modebar').length") == 0, "no buttons, so none to any cloud"
     for width in (390, 1440):
         page.resize(width)
@@ -144,13 +149,19 @@ def check_manners(page: chromium.Page, address: str) -> None:
 
 def test_only_who_asks_for_this_machine_by_name_is_answered(tmp_path: Path) -> None:
     with served("--runs", tmp_path, "--host", "0.0.0.0") as address:
-        port = int(address.rsplit(":", 1)[1])
+        port, token = re.findall(r":(\d+)/\?token=(\S+)", address)[0]
 
-        def ask(host: str, path: str = "/") -> http.client.HTTPResponse:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            connection.request("GET", path, headers={"Host": host})
+        def ask(host: str, path: str = "/", cookie: str = token) -> http.client.HTTPResponse:
+            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+            connection.request("GET", path, headers={"Host": host, "Cookie": f"{app.COOKIE}-{port}={cookie}"})
             return connection.getresponse()
 
+        for path in ("/", "/_dash-layout", "/?token=", "/?token=x", f"/?token={token}x"):
+            refused = ask(f"127.0.0.1:{port}", path, cookie="x")
+            assert refused.status == 401 and b"token" in refused.read(), path
+        let_in = ask(f"127.0.0.1:{port}", f"/?token={token}", cookie="")
+        assert let_in.status == 302 and let_in.headers["Location"] == "/", "no token stays in the browser's address"
+        assert all(word in let_in.headers["Set-Cookie"] for word in (token, "HttpOnly", "SameSite=Strict"))
         good = ask(f"127.0.0.1:{port}")
         assert good.status == 200 and "default-src 'self'" in (good.headers["Content-Security-Policy"] or "")
         assert not re.search(rb"https?://(?!127\.0\.0\.1)", good.read())
@@ -166,7 +177,7 @@ def test_a_port_that_is_taken_or_a_folder_that_is_none_is_one_line(tmp_path: Pat
         return done.stderr
 
     with served("--runs", tmp_path) as address:
-        assert "give another --port" in told("--port", address.rsplit(":", 1)[1])
+        assert "give another --port" in told("--port", origin(address).rsplit(":", 1)[1])
     assert "is not a run's folder" in told(str(tmp_path / "nowhere"))
 
 

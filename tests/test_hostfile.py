@@ -118,7 +118,11 @@ def test_any_text_gives_hosts_or_one_line(text: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path, told in ((tmp_path / "none", "No such file"), (tmp_path, "directory"), (tmp_path / "binary", "not text")):
+    for path, told in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "directory"),
+        (tmp_path / "binary", "not UTF-8 text"),
+    ):
         with pytest.raises(UserError, match=told):
             hostfile.read(path)
 

@@ -22,6 +22,7 @@ ROOMS = [
     ("plan",),
     ("training",),
     ("evaluate",),
+    ("rollouts",),
     ("dashboard", "launch", "export"),
     ("serve",),
 ]

@@ -215,13 +215,13 @@ def test_every_loss_is_covered() -> None:
     alone, summed = get_args(TrainSettings.model_fields["loss"].annotation)
     assert set(get_args(alone)) == {"sft", *PREFERENCE_LOSSES, *UNPAIRED_LOSSES}
     assert get_args(summed)[0] is LossTerm and set(get_args(LossTerm)) == {"sft", *PREFERENCE_LOSSES}
-    assert [n for n in PREFERENCE_LOSSES if not needs_reference(n)] == ["simpo", "orpo", "cpo"]
+    assert [n for n in PREFERENCE_LOSSES if not needs_reference(TrainSettings(loss=n))] == ["simpo", "orpo", "cpo"]
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_reference_free_losses_take_no_reference(name: str) -> None:
     policy, reference = to_arrays(ragged_pairs(3))
-    if needs_reference(name):
+    if needs_reference(TrainSettings(loss=name)):
         with pytest.raises(AssertionError, match="needs reference"):
             preference_losses(terms(name), policy, None, LossOptions(**OPTIONS))
         return

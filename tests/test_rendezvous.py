@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,17 @@ import pytest
 from lib.errors import UserError
 from lib.launch import command, rendezvous
 from lib.launch.hostfile import Host
+from lib.system import handshake, key_file
 from tests.cluster import Host as Machine
 from tests.test_launch import words
 
 HOSTS = tuple(Host(name, addresses=("127.0.0.1",)) for name in ("mac-a", "mac-b", "mac-c"))
 COMMANDS = ("COME FIRST", "COME SECOND")
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+def meeting(port: int, limit_seconds: float, key: bytes = KEY) -> rendezvous.Meeting:
+    return rendezvous.Meeting(port, limit_seconds, key, Path("THE KEY"))
 
 
 @pytest.fixture
@@ -32,9 +39,9 @@ class Desk:
     def __init__(self, port: int):
         self.port, self.notes = port, {host.name: [] for host in HOSTS}  # type: ignore[var-annotated]
 
-    def sit(self, place: int, limit_seconds: float = 20, hosts: tuple[Host, ...] = HOSTS) -> asyncio.Task[None]:
+    def sit(self, place: int, hosts: tuple[Host, ...] = HOSTS, key: bytes = KEY) -> asyncio.Task[bytes]:
         note = self.notes[HOSTS[place].name].append
-        gathering = rendezvous.gather(hosts, HOSTS[place], self.port, limit_seconds, COMMANDS, note)
+        gathering = rendezvous.gather(hosts, HOSTS[place], meeting(self.port, 20, key), COMMANDS, note)
         return asyncio.ensure_future(gathering)
 
     async def said(self, place: int, text: str) -> None:
@@ -57,7 +64,8 @@ def test_each_says_who_is_missing_and_all_go_on_together(port: int) -> None:
         await asyncio.sleep(0.2)
         assert not early.done() and not first.done()
         late = desk.sit(2)
-        await asyncio.wait_for(asyncio.gather(early, first, late), 5)
+        secrets = await asyncio.wait_for(asyncio.gather(early, first, late), 5)
+        assert len(set(secrets)) == 1 and secrets[0] != KEY, "the ranks of all have one secret, which is this run's"
         with socket.create_server(("127.0.0.1", port)):
             pass  # rank 0 can listen here at once
 
@@ -83,6 +91,39 @@ def test_one_that_goes_away_is_waited_for_again_and_a_stranger_is_nobody(port: i
     asyncio.run(story())
 
 
+def test_who_has_another_key_is_nobody_and_learns_it(port: int) -> None:
+    desk, two = Desk(port), HOSTS[:2]
+
+    async def story() -> None:
+        first, foreign = desk.sit(0, hosts=two), desk.sit(1, hosts=two, key=bytes(32))
+        await desk.said(1, f"what listens at 127.0.0.1:{port} has another key than THE KEY; copy the primary's")
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(handshake.STRANGERS + 10)]
+        assert not first.done() and not foreign.done()
+        foreign.cancel()
+        await asyncio.wait_for(asyncio.gather(first, desk.sit(1, hosts=two)), handshake.STRANGER_SECONDS - 1)
+        for _, writer in silent:
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_a_key_is_made_once_for_this_user_alone_and_waited_for(tmp_path: Path) -> None:
+    path, notes = tmp_path / "config" / "key", []
+    with pytest.raises(UserError, match="key file .*: No such file or directory; copy it from the machine that has it"):
+        rendezvous.key_of(path, False, 0.2, notes.append)
+    key = rendezvous.key_of(path, True, 0.2, notes.append)
+    assert rendezvous.key_of(path, True, 0.2, notes.append) == rendezvous.key_of(path, False, 0.2, notes.append) == key
+    assert len(key) == 64 and path.stat().st_mode & 0o777 == 0o600 and list(path.parent.iterdir()) == [path]
+    assert [note.split()[0] for note in notes] == ["waiting", "made"]
+    path.chmod(0o644)
+    with pytest.raises(UserError, match=r"others may read or change it \(mode 0644\); chmod 600"):
+        rendezvous.key_of(path, True, 0.2, print)
+    path.chmod(0o600)
+    path.write_text("guess me\n")
+    with pytest.raises(UserError, match="it holds 8 characters, not one line of 32 or more"):
+        rendezvous.key_of(path, True, 0.2, print)
+
+
 def test_a_primary_that_is_started_again_finds_its_secondaries(port: int) -> None:
     desk, two = Desk(port), HOSTS[:2]
 
@@ -102,9 +143,9 @@ def test_a_primary_that_is_started_again_finds_its_secondaries(port: int) -> Non
 
 def test_nobody_waits_longer_than_the_limit(port: int) -> None:
     with pytest.raises(rendezvous.Absent, match="mac-b, mac-c did not come within the time of --wedged-seconds"):
-        asyncio.run(rendezvous.gather(HOSTS, HOSTS[0], port, 0.2, COMMANDS, print))
+        asyncio.run(rendezvous.gather(HOSTS, HOSTS[0], meeting(port, 0.2), COMMANDS, print))
     with pytest.raises(rendezvous.Absent, match=f"mac-a, the primary, did not come .* port {port}"):
-        asyncio.run(rendezvous.gather(HOSTS, HOSTS[1], port, 0.2, COMMANDS, print))
+        asyncio.run(rendezvous.gather(HOSTS, HOSTS[1], meeting(port, 0.2), COMMANDS, print))
 
 
 def test_other_hosts_and_a_taken_port_are_the_users_to_mend(port: int) -> None:
@@ -131,9 +172,15 @@ def test_the_command_for_the_others_is_this_one_with_the_other_role() -> None:
 
 def test_three_machines_by_hand_with_one_that_comes_late(three_hosts: list[Machine]) -> None:
     show = ["sh", "-c", "cat $MLX_HOSTFILE; echo"]
+    key = three_hosts[0].disk.parent / "by-hand-key"  # on a disk that all of them see
+
+    def role_words(role: str, *options: str) -> list[str]:
+        return words(three_hosts, "--role", role, "--key", str(key), *options)
 
     def start(place: int, role: str, *options: str) -> Any:
-        return three_hosts[place].start([*words(three_hosts, "--role", role, *options), *show])
+        return three_hosts[place].start([*role_words(role, *options), *show])
+
+    key_file.make(key)
 
     hands = [start(0, "primary"), start(2, "secondary")]
     line = hands[0].stderr.readline()
@@ -143,7 +190,7 @@ def test_three_machines_by_hand_with_one_that_comes_late(three_hosts: list[Machi
     for hand in hands:
         output, errors = hand.communicate(timeout=60)
         assert hand.returncode == 0 and output.count("10.77.0.") == 3, output + errors
-    alone = three_hosts[0].run([*words(three_hosts, "--role", "primary", "--wedged-seconds", "1"), *show])
+    alone = three_hosts[0].run([*role_words("primary", "--wedged-seconds", "1"), *show])
     assert alone.returncode == 1 and alone.stderr.count("\n") == 2 and "did not come" in alone.stderr, alone
     waiting = start(1, "secondary")
     assert "waiting for host-a, the primary" in waiting.stderr.readline()

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from lib.distributed import ring_start
 from lib.errors import UserError
+from lib.system import handshake
 from tests.tiny import ROOT
 
 
@@ -27,13 +29,18 @@ def free_addresses(count: int) -> list[tuple[str, int]]:
         return [("127.0.0.1", one.getsockname()[1]) for one in sockets]
 
 
+SECRET = b"of this run"
+
+
 def meet(addresses: Sequence[tuple[str, int]], order: Sequence[int], pause: float) -> dict[int, float]:
     """When each rank went on, in seconds since the last of them began."""
     ended: dict[int, float] = {}
 
     def run(rank: int) -> None:
-        ring_start.wait_for_ring(rank, addresses)
+        met = ring_start.meet(rank, [[address] for address in addresses], SECRET)
         ended[rank] = time.monotonic()
+        texts = met.messages.gather(f"rank {rank}".encode())
+        assert texts == [f"rank {other}".encode() for other in range(len(addresses))]
 
     threads = []
     for rank in order:
@@ -56,7 +63,7 @@ def test_ranks_may_start_in_any_order_and_none_goes_on_alone(count: int) -> None
         assert ended[count - 1] > 0, "which connects first"
 
 
-def test_strangers_are_passed_over() -> None:
+def test_strangers_are_passed_over_and_delay_nobody() -> None:
     addresses = free_addresses(3)
     over = threading.Event()
 
@@ -64,36 +71,88 @@ def test_strangers_are_passed_over() -> None:
         while not over.is_set():
             with contextlib.suppress(OSError), socket.create_connection(address, timeout=1) as stranger:
                 stranger.settimeout(0.2)
-                if says == b"echo":
-                    stranger.sendall(stranger.recv(100))
+                if says == b"another run's":
+                    handshake.connect(address, b"of another run", "rank 2 calls rank 0", 1.0)
                 elif says:
                     stranger.sendall(says)
                 stranger.recv(1)
             time.sleep(0.05)
 
-    kinds = (b"GET / HTTP/1.0\r\n\r\n", b"", ring_start.CALL, ring_start.REPLY, b"echo")
+    kinds = (b"GET / HTTP/1.0\r\n\r\n", b"", handshake.GREETING, handshake.GREETING + bytes(32), b"another run's")
     strangers = [
         threading.Thread(target=disturb, args=pair, daemon=True) for pair in itertools.product(addresses, kinds)
     ]
     for stranger in strangers:
         stranger.start()
     try:
-        meet(addresses, (2, 1, 0), pause=0.3)
+        assert max(meet(addresses, (2, 1, 0), pause=0.3).values()) < handshake.STRANGER_SECONDS, "one was waited for"
     finally:
         over.set()
         for stranger in strangers:
             stranger.join(5)
 
 
+def test_who_relays_what_ranks_send_is_found_out_unless_the_user_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local user who took a port, or a tunnel: it hands on every byte, the proofs among them."""
+    real = free_addresses(2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        relayed = ("127.0.0.1", taken.getsockname()[1])
+
+        def relay() -> None:
+            while True:
+                with contextlib.suppress(OSError):
+                    one = taken.accept()[0]
+                    threading.Thread(
+                        target=splice, args=(one, socket.create_connection(real[1], 2)), daemon=True
+                    ).start()
+
+        threading.Thread(target=relay, daemon=True).start()
+
+        def both() -> list[BaseException | None]:
+            found: dict[int, BaseException | None] = {}
+
+            def run(rank: int, nodes: list[list[tuple[str, int]]]) -> None:
+                try:
+                    found[rank] = None
+                    ring_start.meet(rank, nodes, SECRET)
+                except UserError as error:
+                    found[rank] = error
+
+            views = ([[real[0]], [relayed]], [[real[0]], [real[1]]])
+            threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(views)]
+            for thread in threads:
+                thread.start()
+            threads[0].join(20)
+            return [found[0]]
+
+        (error,) = both()
+        assert error is not None and "relays" in str(error) and "TANDEM_RELAYED=1" in str(error)
+        monkeypatch.setenv(ring_start.RELAYED, "1")
+        real[:] = free_addresses(2)
+        assert both() == [None]
+
+
+def splice(one: socket.socket, other: socket.socket) -> None:
+    """Hands on all bytes between two connections, both ways."""
+    with one, other, contextlib.suppress(OSError):
+        while True:
+            for ready in select.select([one, other], [], [], 20)[0]:
+                piece = ready.recv(65536)
+                if not piece:
+                    return
+                (other if ready is one else one).sendall(piece)
+
+
 def test_an_address_that_is_not_this_hosts_is_one_line() -> None:
     with pytest.raises(UserError, match=r"cannot listen at 192.0.2.7:32323: .*--starting-port") as error:
-        ring_start.wait_for_ring(1, [("127.0.0.1", 1), ("192.0.2.7", 32323)])
+        ring_start.meet(1, [[("127.0.0.1", 1)], [("192.0.2.7", 32323)]], SECRET)
     assert "\n" not in str(error.value)
 
 
 def test_mlxs_ring_of_three_comes_up_whoever_is_late(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
-    path.write_text(json.dumps([[f"{host}:{port}"] for host, port in free_addresses(3)]))
+    ports = [f"{host}:{port}" for host, port in free_addresses(6)]
+    path.write_text(json.dumps([ports[:2], ports[2:4], ports[4:]]))  # two connections between neighbours
     code = (
         "from lib.system import mpi_and_blas; mpi_and_blas.prepare()\n"
         "import mlx.core as mx; from lib.distributed import world as worlds\n"

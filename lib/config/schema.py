@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lib.config.evaluate_settings import EvaluateSettings
+from lib.config.rollout_settings import RolloutSettings, rounds_are_impossible
 from lib.config.section import Gigabytes, Natural, NonNegative, Positive, PositiveFloat, Seconds, Section, Size
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
@@ -315,6 +316,7 @@ class Config(Section):
     model: ModelSettings
     data: DataSettings
     train: TrainSettings = TrainSettings()
+    rollouts: RolloutSettings = RolloutSettings()
     strategy: Literal["auto", "independent", "synchronous", "sharded", "pipelined"] = "auto"
     """How the machines work together: `synchronous` sums the gradients of every step, `independent` trains on each its
     own pairs and merges now and then, `sharded` gives each a part of every block, `pipelined` gives each some of the
@@ -372,8 +374,10 @@ class Config(Section):
                 )
                 + "take average or outer"
             )
-        if self.train.reference_sync_steps is not None:
+        if self.reference_sync_steps is not None:
             self._reference_can_move()
+        if why_not := rounds_are_impossible(self):
+            raise ValueError(why_not)
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:
@@ -399,6 +403,21 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_are_read_whole(self) -> Config:
+        """Of train.loss=grpo: completions of a policy that has moved on are no measure of it."""
+        if self.record_kind != "group":
+            return self
+        for name, is_given in (("valid", self.data.valid), ("holdout", self.data.holdout)):
+            if is_given:
+                raise ValueError(
+                    f"data.{name} is not for train.loss=grpo, which has no held-out loss: leave it out, "
+                    "and measure answers to the questions of evaluate.answers"
+                )
+        if self.data.streaming:
+            raise ValueError("data.streaming is not for train.loss=grpo, whose groups are read whole; leave it out")
+        return self
+
     def _parts_are_possible(self) -> None:
         """Of sharded and pipelined runs: every rank has a part of one model."""
         if self.plan.shares is not None and 0 in self.plan.shares:
@@ -415,15 +434,15 @@ class Config(Section):
             raise ValueError("sync.compression=topk is not for activations: with strategy=pipelined take bf16 or int8")
 
     def _reference_can_move(self) -> None:
+        setting = "rollouts.reference_every" if self.rollouts.rounds else "train.reference_sync_steps"
         if self.model.reference != "initial":
             raise ValueError(
-                "train.reference_sync_steps moves the reference along with the policy, "
+                f"{setting} moves the reference along with the policy, "
                 f"but model.reference={self.model.reference} is another model; leave one of them out"
             )
         if self.strategy == "independent":
             raise ValueError(
-                "train.reference_sync_steps is not for strategy=independent: each rank would follow itself; "
-                "take synchronous"
+                f"{setting} is not for strategy=independent: each rank would follow itself; take synchronous"
             )
         alpha = self.train.reference_mixup_alpha
         if self.model.method != "full" and alpha is not None and alpha < 1:
@@ -450,5 +469,23 @@ class Config(Section):
             )
 
     @property
-    def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
+    def steps_per_round(self) -> int:
+        """Optimizer steps of a round of rollouts."""
+        return self.rollouts.steps or -(-self.rollouts.prompts // self.train.global_batch_size)
+
+    def steps_over(self, rows: int) -> int:
+        """Optimizer steps of a run over so many rows."""
+        if self.rollouts.rounds:
+            return self.rollouts.rounds * self.steps_per_round
+        return self.train.steps or self.train.epochs * -(-rows // self.train.global_batch_size)
+
+    @property
+    def reference_sync_steps(self) -> int | None:
+        """Steps after which the reference follows the policy; None for never."""
+        if self.rollouts.rounds and self.rollouts.reference_every is not None:
+            return self.rollouts.reference_every * self.steps_per_round
+        return self.train.reference_sync_steps
+
+    @property
+    def record_kind(self) -> Literal["preference", "unpaired", "sft", "group"]:
         return self.train.record_kind

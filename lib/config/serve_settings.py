@@ -31,13 +31,16 @@ class ServeSettings(Section):
     concurrency: Positive = 32
     """Requests that one backend decodes at once; more wait in the gateway."""
     max_queue: Natural = 256
-    """Requests that may wait; what comes beyond them is refused (429)."""
+    """Requests that may wait; what comes beyond them is refused (429), of the key that has most of them."""
     max_connections: Positive = 1024
-    """Open connections, idle ones included; what comes beyond them is closed."""
+    """Open connections, from the first packet on. One more takes the place of the longest idle one; where none is idle
+    it is closed."""
+    max_connections_per_address: Positive | None = None
+    """Of these, connections of one address (of IPv6: of one /64 network); by default half of serve.max_connections."""
     max_body_bytes: Positive = 1_000_000
     """Largest body of a request."""
     max_prompt_tokens: Positive = 8192
-    """Longest prompt, by the model's tokenizer, the few tokens of the chat template left out."""
+    """Longest prompt, in tokens as the model sees them: through its chat template, with its tools."""
     max_tokens: Positive = 2048
     """Longest completion, and what a request gets that names no limit."""
     read_seconds: Seconds = 10.0
@@ -73,3 +76,8 @@ class ServeSettings(Section):
     """Most memory for completions that may still be labelled; the oldest go first."""
     feedback_per_minute: Positive = 120
     """Most labels of one key in a minute; what comes beyond them is refused (429)."""
+
+    @property
+    def most_of_address(self) -> int:
+        """Connections of one address."""
+        return self.max_connections_per_address or max(1, self.max_connections // 2)

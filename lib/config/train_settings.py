@@ -24,17 +24,19 @@ PreferenceLoss = Literal[
     "cpo",
 ]
 UnpairedLoss = Literal["kto", "bco"]
+GroupLoss = Literal["grpo"]
 REFERENCE_FREE_LOSSES: frozenset[PreferenceLoss] = frozenset({"simpo", "orpo", "cpo"})
 LossTerm = Literal[PreferenceLoss, "sft"]  # of a sum of losses
-Loss = Literal["sft", PreferenceLoss, UnpairedLoss] | tuple[LossTerm, ...]
+Loss = Literal["sft", PreferenceLoss, UnpairedLoss, GroupLoss] | tuple[LossTerm, ...]
 
 
 class TrainSettings(Section):
     """The optimisation."""
 
     loss: Loss = "sigmoid"
-    """`sft`, a preference loss, `kto` or `bco` for completions with a label each, or a sum of preference losses and
-    sft, e.g. [sigmoid, bco_pair, sft]; docs/options.md has each one's paper."""
+    """`sft`, a preference loss, `kto` or `bco` for completions with a label each, `grpo` for groups of a policy's own
+    completions with a reward each, or a sum of preference losses and sft, e.g. [sigmoid, bco_pair, sft];
+    docs/options.md has each one's paper."""
     loss_weights: tuple[PositiveFloat, ...] | None = None
     """Weights of a sum of losses, e.g. [0.8, 0.2, 1.0]; by default 1 each."""
     use_weighting: bool = False
@@ -45,8 +47,9 @@ class TrainSettings(Section):
     reference_mixup_alpha: Annotated[float, Field(gt=0, le=1)] | None = None
     """How far it goes: alpha times the policy plus (1 - alpha) times itself. By default 0.6 with model.method=full; of
     adapters, whose mean is none of the weights, all the way: 1."""
-    beta: PositiveFloat = 0.1
-    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo)."""
+    beta: NonNegative = 0.1
+    """Strength of the preference (DPO's beta; the weight of the odds ratio in orpo; of the divergence from the
+    reference in grpo, where 0 asks for no reference)."""
     desirable_weight: PositiveFloat = 1.0
     """Weight of desirable completions in kto and bco. Rows times weight should be about equal for both labels, so that
     the rarer one counts."""
@@ -62,6 +65,20 @@ class TrainSettings(Section):
     """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
     cpo_alpha: NonNegative = 1.0
     """Weight of the likelihood term of cpo."""
+    loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] = "grpo"
+    """What grpo divides the loss of all tokens by: each completion's length, then their number (grpo); the number times
+    train.max_completion_length (dr_grpo); the number of tokens of the step (bnpo, dapo)."""
+    advantages: Literal["standardized", "centered", "leave_one_out"] = "standardized"
+    """What grpo makes of a completion's reward: less the mean of its group, divided by their deviation
+    (standardized) or not (centered, Dr. GRPO); less the mean of the others (leave_one_out, RLOO)."""
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Of grpo: a ratio to the sampling policy below 1 - epsilon, or above 1 + train.epsilon_high, is clipped."""
+    epsilon_high: PositiveFloat | None = None
+    """The upper side; by default train.epsilon, e.g. 0.28 in DAPO."""
+    temperature: PositiveFloat = 1.0
+    """Of grpo: the temperature that the completions were sampled with."""
+    max_completion_length: Positive | None = None
+    """Of loss_type=dr_grpo: the most tokens that a completion could have had."""
     epochs: Positive = 1
     """Passes over the training records; train.steps overrules it."""
     steps: Positive | None = None
@@ -110,10 +127,12 @@ class TrainSettings(Section):
     cost more padding."""
 
     @property
-    def record_kind(self) -> Literal["preference", "unpaired", "sft"]:
+    def record_kind(self) -> Literal["preference", "unpaired", "sft", "group"]:
         """What a record of the data is."""
         if self.loss == "sft":
             return "sft"
+        if self.loss in get_args(GroupLoss):
+            return "group"
         return "unpaired" if self.loss in get_args(UnpairedLoss) else "preference"
 
     @property
@@ -136,6 +155,7 @@ class TrainSettings(Section):
                 "the global batch that the learning rate was chosen for"
             )
         self._sum_is_possible()
+        self._groups_are_possible()
         terms = [name for name, _ in self.loss_terms]
         if self.label_smoothing and not {"sigmoid", "robust"} & {*terms}:
             raise ValueError(
@@ -160,6 +180,23 @@ class TrainSettings(Section):
                 f"not {self.loss_name}; leave them at 1"
             )
         return self
+
+    def _groups_are_possible(self) -> None:
+        if self.record_kind != "group":
+            if self.beta == 0:
+                raise ValueError(f"train.beta=0 is for grpo alone, not {self.loss_name}; give a number above 0")
+            names = ("loss_type", "advantages", "epsilon", "epsilon_high", "temperature", "max_completion_length")
+            for name in names:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"train.{name} is for train.loss=grpo, not {self.loss_name}; leave it out")
+            return
+        if self.beta == 0 and self.reference_sync_steps is not None:
+            raise ValueError("train.reference_sync_steps moves the reference, and train.beta=0 asks for none")
+        if (self.loss_type == "dr_grpo") != (self.max_completion_length is not None):
+            raise ValueError(
+                "train.loss_type=dr_grpo and train.max_completion_length belong together: "
+                "it divides by the most tokens that a completion could have had, e.g. 256; give both or neither"
+            )
 
     def _sum_is_possible(self) -> None:
         if isinstance(self.loss, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +35,12 @@ THEME = """(clicks, theme) => {
 }"""
 
 
-def make_app(watcher: Watcher) -> Any:
-    """The Dash application.
+COOKIE = "tandem-dashboard"  # and the port: browsers send a host's cookies to all of its ports
+UNKNOWN = "This dashboard answers who has its token: open the whole address that `python -m lib.dashboard` printed.\n"
+
+
+def make_app(watcher: Watcher, token: str) -> Any:
+    """The Dash application, for whoever has the token: in the address (?token=), then in a cookie.
 
     Raises:
         UserError: Dash is not installed.
@@ -62,7 +67,28 @@ def make_app(watcher: Watcher) -> Any:
         return response
 
     app.server.after_request(guard)
+    _ask_for_token(app.server, token)
     return app
+
+
+def _ask_for_token(server: Any, token: str) -> None:
+    from flask import make_response, redirect, request
+
+    def cookie() -> str:
+        return f"{COOKIE}-{request.host.rpartition(':')[2]}"
+
+    def refuse_strangers() -> Any:
+        given = request.args.get("token")
+        if hmac.compare_digest((given or request.cookies.get(cookie(), "")).encode(), token.encode()):
+            if given is None:
+                return None
+            response = redirect(request.path)  # the address that stays in the browser holds no token
+            response.set_cookie(cookie(), token, httponly=True, samesite="Strict")
+            return response
+        return make_response(UNKNOWN, 401, {"Content-Type": "text/plain"})
+
+    # Before what Dash itself asks of a request.
+    server.before_request_funcs.setdefault(None, []).insert(0, refuse_strangers)
 
 
 def _callbacks(dash: ModuleType, app: Any, watcher: Watcher) -> None:

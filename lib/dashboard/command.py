@@ -1,12 +1,13 @@
 """The dashboard: runs as they go, in a browser.
 
-    python -m lib.dashboard                          the newest run of runs/, at http://127.0.0.1:8050
+    python -m lib.dashboard                          the newest run of runs/, at the address that it prints
     python -m lib.dashboard runs/A runs/B            these, compared
     python -m lib.dashboard --export runs/A          writes report.html, curves.png, model card; serves nothing
 
 It reads the logs that ranks write (./launch brings those of other hosts along), so it may be started and ended at any
-time, on the launching machine. All that the page needs comes from this process. It has no password: it listens on the
-loopback only; from elsewhere, `ssh -L 8050:127.0.0.1:8050 HOST`.
+time, on the launching machine. All that the page needs comes from this process. The printed address holds a token of
+this process, without which nobody is answered. It listens on the loopback only; from elsewhere,
+`ssh -L 8050:127.0.0.1:8050 HOST`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -40,11 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(path)
         return 0
     watcher = Watcher(Path(options.runs), [Path(run) for run in options.run])
-    app = make_app(watcher)
+    token = secrets.token_urlsafe(24)
+    app = make_app(watcher, token)
     is_empty = not options.run and not runs_in(Path(options.runs))
     note = f"dashboard: no run in {options.runs}/ yet; one that starts is shown" if is_empty else None
     with contextlib.suppress(KeyboardInterrupt):
-        _serve(app, options.host, options.port, note)
+        _serve(app, options.host, options.port, token, note)
     return 0
 
 
@@ -71,13 +74,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _serve(app: Any, host: str, port: int, note: str | None = None) -> None:
-    """Serves until it is interrupted; `note` is printed below the address.
+def _serve(app: Any, host: str, port: int, token: str, note: str | None = None) -> None:
+    """Serves until it is interrupted; `note` is printed below the address, which holds the token.
 
     Raises:
         UserError: the port is taken.
     """
-    from werkzeug.serving import make_server
+    from lib.dashboard.bounded_server import BoundedServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     try:
@@ -87,13 +90,13 @@ def _serve(app: Any, host: str, port: int, note: str | None = None) -> None:
             f"cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); give another --port"
         ) from None
     port = listener.getsockname()[1]
-    server = make_server(host, port, app.server, threaded=True, fd=listener.fileno())
+    server = BoundedServer(host, port, app.server, fd=listener.fileno())
     # A page of somebody else's that names this address by its own domain gets no answer (DNS rebinding).
     names = [host] if host not in ("", "0.0.0.0") else own_addresses()
     app.server.config["TRUSTED_HOSTS"] = ["localhost", "127.0.0.1", "[::1]", *names]
-    print(f"dashboard: http://{host}:{port}    (Ctrl-C ends it)", flush=True)
+    print(f"dashboard: http://{host}:{port}/?token={token}    (Ctrl-C ends it)", flush=True)
     if note:
         print(note, flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"dashboard: whoever reaches {host}:{port} can read it; there is no password", file=sys.stderr)
+        print("dashboard: what it shows, and its token, travel unencrypted; ssh -L does better", file=sys.stderr)
     server.serve_forever()

@@ -11,10 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from lib.config import read_file
 from lib.config.schema import DataSettings
 from lib.data.record_formats import JSON, Chat, Message, Unusable
 from lib.data.text_tokens import Tokenizer
 from lib.errors import UserError
+from lib.system.time_limit import limited
 
 # Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
 SENTINEL = "qZ7sentinelZ7q"
@@ -37,6 +39,8 @@ RESERVED = frozenset(
     {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
     | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
 )
+LARGEST_TEMPLATE = 2**20  # bytes
+RENDER_SECONDS = 30.0  # for some conversations, each of which takes a millisecond
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -66,8 +70,8 @@ def template_of(settings: DataSettings) -> str | None:
     if isinstance(settings.chat_template, bool):
         return None
     try:
-        return Path(settings.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file.read_text(Path(settings.chat_template), "data.chat_template", LARGEST_TEMPLATE)
+    except OSError as error:
         raise UserError(f"data.chat_template={settings.chat_template}: cannot be read: {error}") from None
 
 
@@ -189,13 +193,14 @@ class ChatTemplate:
         return result
 
     def _apply(self, conversations: list[list[Message]], options: JSON) -> list[str | Unusable]:
-        try:
-            texts = self.tokenizer.apply_chat_template(conversations, **options)
-            if isinstance(texts, list) and len(texts) == len(conversations):
-                return texts
-        except Exception:  # One conversation that the template refuses: find it below.
-            pass
-        return [self._apply_once(conversation, options) for conversation in conversations]
+        with limited(RENDER_SECONDS, f"the chat template, on {len(conversations):,} conversations,"):
+            try:
+                texts = self.tokenizer.apply_chat_template(conversations, **options)
+                if isinstance(texts, list) and len(texts) == len(conversations):
+                    return texts
+            except Exception:  # One conversation that the template refuses: find it below.
+                pass
+            return [self._apply_once(conversation, options) for conversation in conversations]
 
     def _apply_once(self, conversation: list[Message], options: JSON) -> str | Unusable:
         try:

@@ -61,6 +61,10 @@ class Batch:
     """uint32 [N, 2]: of the noise on each token's embedding; None for none (lib/training/neftune.py)."""
     noise_scales: np.ndarray | None = None
     """float32 [N]: of the noise."""
+    rewards: np.ndarray | None = None
+    """float32 [b, K], of groups (lib/data/groups.py); 0 for completions without a scored token."""
+    sampling_logps: np.ndarray | None = None
+    """float32 [b, K, C], of groups: of the scored tokens, under the policy that sampled them; 0 where masked."""
 
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
@@ -77,6 +81,8 @@ class Batch:
             "mask",
             "noise_keys",
             "noise_scales",
+            "rewards",
+            "sampling_logps",
         )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -121,6 +127,7 @@ def collate(
         is_used = np.arange(shape.length) < sequences.suffix_lengths(shape)[:, None]
         ragged_indices = _with_padding(np.where(is_used, suffix_indices, -1), shape, -1)
         ragged_uses = _invert(ragged_indices, shape.suffix_tokens, shape.uses)
+    mask = _with_padding(mask, shape, False)
     return Batch(
         rows=np.array([e.row for e in examples], np.int64),
         prefix_length=shape.prefix,
@@ -133,11 +140,13 @@ def collate(
         scored=scored,
         targets=targets,
         logp_indices=_with_padding(logp_indices, shape, 0).astype(np.int32),
-        mask=_with_padding(mask, shape, False),
+        mask=mask,
         completion_tokens=int(sequences.scored.sum()),
         computed_tokens=len(tokens),
         real_tokens=int(need["tokens"]),
         labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
+        rewards=_rewards(examples, mask),
+        sampling_logps=_sampling_logps(examples, sequences, mask),
     )
 
 
@@ -237,6 +246,26 @@ def _scored(
         scored[where] = np.where(positions < prefix, in_prefix, in_suffix)
         targets[where] = completion[scored_indices]
     return scored, targets, logp_indices, mask
+
+
+def _rewards(examples: Sequence[Example], mask: np.ndarray) -> np.ndarray | None:
+    """Batch's `rewards`."""
+    if examples[0].rewards is None:
+        return None
+    rewards = np.zeros(mask.shape[:2], np.float32)
+    rewards[: len(examples)] = np.stack([e.rewards for e in examples if e.rewards is not None])
+    return rewards
+
+
+def _sampling_logps(examples: Sequence[Example], sequences: _Sequences, mask: np.ndarray) -> np.ndarray | None:
+    """Batch's `sampling_logps`."""
+    if examples[0].sampling_logps is None:
+        return None
+    of_sequences = [logps for e in examples for logps in e.sampling_logps or ()]
+    scored = [logps[at] for logps, at in zip(of_sequences, sequences.scored_indices, strict=True)]
+    laid_out = np.zeros(mask.shape, np.float32)
+    laid_out[mask] = np.concatenate(scored)
+    return laid_out
 
 
 def _with_padding(array: np.ndarray, shape: BatchShape, filler: int) -> np.ndarray:

@@ -46,6 +46,10 @@ class Example:
     """Of unpaired feedback: whether the completion is desirable."""
     learnt: tuple[np.ndarray, ...] | None = None
     """bool [C_k] each: the tokens that are trained on; None for all."""
+    rewards: np.ndarray | None = None
+    """float32 [K], of a group (lib/data/groups.py); 0 for a completion of which no token is learnt."""
+    sampling_logps: tuple[np.ndarray, ...] | None = None
+    """float32 [C_k] each, of a group: the log-probability of each token under the policy that sampled it."""
 
     @classmethod
     def of(cls, row: int, pieces: Sequence[np.ndarray], label: bool | None = None) -> Example:

@@ -7,11 +7,13 @@ folder, and words in the names of files and folders say of which split they are.
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,8 +23,9 @@ import yaml
 from lib.config.plain_yaml import PlainLoader
 from lib.data import record_files
 from lib.data.parquet import read_parquet
-from lib.data.record_formats import JSON, Unusable
+from lib.data.record_formats import JSON, LINE_BYTES, Unusable
 from lib.errors import UserError
+from lib.system import patterns
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet")
 # A split by the words that name it in files and folders.
@@ -33,6 +36,8 @@ SPLIT_WORDS = {
 }
 # Where the hub keeps what it has made of data sets that come in other forms: CONFIG/SPLIT/0000.parquet.
 CONVERTED = "refs/convert/parquet"
+PIECE_BYTES = 2**20  # of a file that is one list
+BETWEEN = ", \t\r\n"  # two of its records
 
 
 class Repository:
@@ -189,7 +194,7 @@ def _matches(name: str, pattern: str) -> bool:
         crossing.get(part) or (fnmatch.translate(part)[4:-3] if part.startswith("[") else re.escape(part))
         for part in parts
     )
-    return re.fullmatch(expression, name) is not None
+    return patterns.is_match(expression, name)
 
 
 def _is_data(name: str) -> bool:
@@ -253,12 +258,34 @@ def _records(path: str, file: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]
         start = lines.read(1)
         while start.isspace():
             start = lines.read(1)
-        lines.seek(0)
         if start == b"[":
-            records = json.loads(lines.read())
-            yield from (
-                (row, record if isinstance(record, dict) else Unusable("no {...}"))
-                for row, record in enumerate(records, 1)
-            )
+            yield from _records_of_list(cast(IO[bytes], lines))
             return
+        lines.seek(0)
     yield from ((line, record) for line, _, _, record in record_files.scan_json_lines(cast(IO[bytes], lines)))
+
+
+def _records_of_list(stream: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]]:
+    """The records of a list behind its opening bracket; one of them is in memory, and a piece of the file."""
+    read, decode = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")().decode
+    text, at, row, ends = "", 0, 1, False
+    while True:
+        while text[at : at + 1] and text[at] in BETWEEN:
+            at += 1
+        if text[at : at + 1] == "]":
+            return
+        try:
+            record, at = read(text, at)
+        except (ValueError, RecursionError) as error:
+            if ends or len(text) - at > LINE_BYTES or isinstance(error, RecursionError):
+                yield row, Unusable(f"no record of at most {LINE_BYTES:,} bytes: {error}")
+                return
+            try:
+                piece = stream.read(PIECE_BYTES)
+                text, at, ends = text[at:] + decode(piece, final=not piece), 0, not piece
+            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as damage:
+                yield row, Unusable(f"the file is damaged: {damage}")
+                return
+            continue
+        yield row, record if isinstance(record, dict) else Unusable("no {...}")
+        row += 1

@@ -11,6 +11,7 @@ from lib.config.schema import Config
 from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, few_shapes, need_of, real_tokens
 from lib.data.collate import Batch, collate_trained
 from lib.data.dataset import Dataset, Sized
+from lib.data.prompts import Prompts
 from lib.data.row_order import epoch_order, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.system.metal import Pace
@@ -38,7 +39,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        data: Dataset | StreamedDataset,
+        data: Dataset | StreamedDataset | Prompts,
         reference: np.ndarray | None,
         config: Config,
         length_multiple: int,

@@ -2,15 +2,17 @@
 
 A page of parquet can say in a few bytes that one text of megabytes stands in a million rows. So texts that a file keeps
 once are kept once here as well, and are counted before they become Python's; row groups that declare much more than
-their bytes can hold are refused.
+their bytes can hold are refused, and so are pages that are larger than their row group declares (parquet_pages.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from lib.data.parquet_pages import Chunk, FalsePage, HonestPages
 from lib.data.record_formats import JSON, LINE_BYTES, Unusable
 from lib.errors import UserError
 
@@ -33,7 +35,7 @@ def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -
         raise UserError(f"{file}: reading parquet needs pyarrow; run pip install pyarrow") from error
     line, unpacked = 0, 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with _opened(file) as raw, pyarrow.parquet.ParquetFile(raw) as table:
             names, metadata = table.schema_arrow.names, table.metadata
         wanted = [name for name in names if known is None or name in known]
         if (why := _expansion(metadata, wanted)) is not None:
@@ -42,8 +44,8 @@ def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -
         packed = sum(column.total_compressed_size for _, column in _columns(metadata, wanted))
         # Not read in advance: a row group may be of any size.
         options = {"read_dictionary": _kept_once(metadata, wanted), "pre_buffer": False, "buffer_size": 2**20}
-        with pyarrow.parquet.ParquetFile(file, **options) as table:
-            for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
+        with _opened(file) as raw, _of_pages(raw, metadata, wanted, options) as table:
+            for batch in table.iter_batches(batch_size=_batch_rows(metadata, wanted), columns=wanted):
                 unpacked += sum(map(_bytes, batch.columns))
                 if unpacked > max(PLAIN_BYTES, MOST_EXPANSION * packed):
                     why = f"{unpacked:,} bytes up to row {line + batch.num_rows:,} come of {packed:,} in the file"
@@ -52,10 +54,48 @@ def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -
                 for values in _rows(batch, wanted):
                     line += 1
                     yield line, values if isinstance(values, Unusable) else dict.fromkeys(names) | values
+    except FalsePage as lie:
+        yield line + 1, Unusable(f"{lie}: no data does")
     except (pyarrow.ArrowException, OSError, RecursionError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk, not of the file's content
             raise
         yield line + 1, Unusable(f"not a readable parquet file: {(str(error).splitlines() or ['damaged'])[0]}")
+
+
+def _opened(file: Path | IO[bytes]) -> contextlib.AbstractContextManager[IO[bytes]]:
+    """The file, to be read from its beginning; one that was open stays so."""
+    if isinstance(file, Path):
+        return file.open("rb")
+    file.seek(0)
+    return contextlib.nullcontext(file)
+
+
+def _of_pages(
+    file: IO[bytes], metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str], options: dict[str, Any]
+) -> pyarrow.parquet.ParquetFile:
+    """The same file, none of whose pages is larger than the footer says.
+
+    Raises:
+        FalsePage: when such a page is read.
+    """
+    import pyarrow.parquet
+
+    chunks = []
+    for group, column in _columns(metadata, wanted):
+        begin = min(offset for offset in (column.dictionary_page_offset, column.data_page_offset) if offset)
+        name, end = f"{column.path_in_schema!r} of row group {group}", begin + column.total_compressed_size
+        chunks.append(Chunk(name, begin, end, column.total_uncompressed_size, column.num_values))
+    return pyarrow.parquet.ParquetFile(HonestPages(file, chunks), **options)
+
+
+def _batch_rows(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) -> int:
+    """So many rows at once that texts which each repeat the one before (DELTA_BYTE_ARRAY) fit when written out."""
+    longest = [
+        column.total_uncompressed_size  # of one text, at most
+        for _, column in _columns(metadata, wanted)
+        if "DELTA_BYTE_ARRAY" in column.encodings
+    ]
+    return max(1, min(BATCH_ROWS, PLAIN_BYTES // max(1, max(longest)))) if longest else BATCH_ROWS
 
 
 def _expansion(metadata: pyarrow.parquet.FileMetaData, wanted: Collection[str]) -> str | None:

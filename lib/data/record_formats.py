@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from lib.config.schema import DataSettings
 
-RecordKind = Literal["preference", "unpaired", "sft", "prompt"]
+RecordKind = Literal["preference", "unpaired", "sft", "prompt", "group"]
 JSON = dict[str, Any]
 """A record as its file has it: any columns."""
 

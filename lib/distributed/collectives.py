@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.distributed import heartbeat
+from lib.distributed.checked_sums import CheckedSums
 from lib.system.network import host_name
 
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
@@ -34,7 +35,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Collectives:
-    """What ranks do with arrays together; `group` is None in a world of one."""
+    """What ranks do with arrays together; `group` is None in a world of one, `checks` where the backend has none."""
 
     rank: int = 0
     size: int = 1
@@ -43,6 +44,7 @@ class Collectives:
     timeout_seconds: float = 600.0
     backend: str = ""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    checks: CheckedSums | None = field(default=None, compare=False)
 
     def all_sum(self, array: mx.array, what: str) -> mx.array:
         """The sum over all ranks, evaluated. `what` names the wait if it never ends."""
@@ -52,6 +54,8 @@ class Collectives:
         with self.deadline(what):
             total = mx.distributed.all_sum(array, group=self.group, stream=self.stream)
             mx.eval(total)
+            if self.checks is not None:
+                self.checks.note_sum(what, array, total)
         self.traffic.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         return total
 
@@ -67,6 +71,8 @@ class Collectives:
             with self.deadline(what):
                 together = mx.distributed.all_gather(flat, group=self.group, stream=self.stream)
                 mx.eval(together)
+                if self.checks is not None:
+                    self.checks.note_gather(what, flat, together)
             self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
             for rank, theirs in enumerate(together.reshape(self.size, -1)):
                 gathered[rank] += unpacked(theirs, own)

@@ -1,86 +1,149 @@
-"""The ranks of a ring wait for each other before MLX connects them, in whatever order they were started.
+"""The ranks of a ring find their neighbours, prove to each other that they are of one run, and connect.
 
-MLX's last rank connects to the first, the first then to the second, and so on; a rank that is refused asks again after
-1, 2, 4, 8 and 16 s, and then gives up. So a greeting goes round first: rank 0 calls rank 1, which then calls rank 2,
-and the last one calls rank 0. Once rank 0 has been called, every rank is there and about to listen.
+MLX's ring takes whoever connects first. So it is given nobody's address: each rank connects to its neighbours by itself
+(lib/system/handshake.py), at the ring's own addresses and ports, which a firewall lets through, and MLX's ring gets
+these connections (lib/distributed/ring_sockets.py). Strangers are passed over, whenever they come and whatever they
+say. Nothing listens any more once all are there.
 
-Each rank is called by the one before it only, at its first address: MLX's configurator gives a host of a Thunderbolt
-ring the address that faces its previous neighbour, which no other host reaches. Callers and listeners use the ring's
-own ports, which a firewall lets through. A connection counts when both ends have said their words: strangers are passed
-over, and no call is left over that MLX could take for a neighbour's.
+A rank is called by the one before it only: MLX's configurator gives a host of a Thunderbolt ring the address that faces
+its previous neighbour, which no other host reaches. Whoever is early calls again until the other one is there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
+from lib.distributed.peer_messages import PeerMessages
 from lib.errors import UserError
+from lib.system.handshake import Channel, Listener, NotTrusted, connect
 
 Address = tuple[str, int]
 
 
-CALL, REPLY = b"tandem: ready?\n", b"tandem: ready.\n"
-AGAIN_SECONDS = 0.02  # between two calls; also from the last call until MLX's listener is there
-CONNECT_SECONDS = 1.0
-STRANGER_SECONDS = 1.0  # for one that connects to say its word
-REPLY_SECONDS = 5.0  # several strangers may be heard out first
+AGAIN_SECONDS = 0.02  # between two calls
+CONNECT_SECONDS = 5.0
+FOREIGN_SECONDS = 3.0  # of nobody but strangers at a neighbour's address, then a line says so
+RELAYED = "TANDEM_RELAYED"  # set by who has NAT or a tunnel between hosts: then ends of a connection look unlike
+NO_SECRET = b""  # of ranks that nobody gave one: the steps then only tell them from other programs
+SAME_SECRET = "calls again; without ./launch, TANDEM_KEY_FILE has to name the same line on every host"
 
 
-def wait_for_ring(rank: int, addresses: Sequence[Address]) -> None:
+@dataclass
+class Neighbours:
+    """What a rank has once all are there: connections for MLX, in its order, and channels for messages."""
+
+    before: list[socket.socket]
+    after: list[socket.socket]
+    messages: PeerMessages
+
+
+def meet(rank: int, nodes: Sequence[Sequence[Address]], secret: bytes) -> Neighbours:
     """Returns when every rank of the ring has called this function; its caller bounds the wait.
 
+    Args:
+        nodes: every rank's addresses; each is for one connection from the rank before.
+        secret: of the run, or NO_SECRET.
+
     Raises:
-        UserError: this rank cannot listen at its address.
+        UserError: this rank cannot listen at its address, or somebody relays what comes from a neighbour.
     """
-    following = addresses[(rank + 1) % len(addresses)]
-    if rank == 0:
-        _call(following)
-        _be_called(addresses[0])
-        return
-    _be_called(addresses[rank])
-    _call(following)
-    if rank == len(addresses) - 1:
-        time.sleep(AGAIN_SECONDS)
+    size = len(nodes)
+    following = (rank + 1) % size
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1, "ring"))
+        heard, said = f"rank {(rank - 1) % size} calls rank {rank}", f"rank {rank} calls rank {following}"
+        listeners = [stack.enter_context(Listener(_listening(address), secret, heard)) for address in nodes[rank]]
+        # The first connection is for messages, the others are MLX's.
+        accepting = pool.submit(_accept, [listeners[0], *listeners])
+        targets = [nodes[following][0], *nodes[following]]
+        after = [_call(address, secret, said, index, accepting) for index, address in enumerate(targets)]
+        before = accepting.result()
+    messages = PeerMessages(rank, size, before[0], after[0])
+    messages.gather(b"")
+    return Neighbours([one.connection for one in before[1:]], [one.connection for one in after[1:]], messages)
 
 
-def _be_called(address: Address) -> None:
-    """Listens until the rank before this one has called."""
+def _listening(address: Address) -> socket.socket:
     try:
-        listener = socket.create_server(address, reuse_port=True)
+        return socket.create_server(address)
     except OSError as error:
         raise UserError(
             f"this rank cannot listen at {address[0]}:{address[1]}: {error.strerror}; in the host file give an address "
             "that this host has, or another port by --starting-port"
         ) from None
-    with listener:
-        while True:
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(STRANGER_SECONDS)
-                if _received(connection, CALL):
-                    connection.sendall(REPLY)
-                    if _received(connection, CALL):
-                        return
 
 
-def _call(address: Address) -> None:
-    """Calls a rank until it answers."""
+def _accept(listeners: Sequence[Listener]) -> list[Channel]:
+    """The connections of the rank before this one, in their order; where a call breaks off, it comes again.
+
+    Raises:
+        UserError: somebody relays them.
+    """
+    channels: list[Channel] = []
+    while len(channels) < len(listeners):
+        channel = listeners[len(channels)].accept()
+        with contextlib.suppress(OSError, json.JSONDecodeError, LookupError, TypeError):
+            channel.connection.settimeout(CONNECT_SECONDS)
+            call = json.loads(channel.receive())
+            if call["index"] == len(channels):
+                ends = _ends(channel.connection)[::-1]
+                channel.send(json.dumps(ends).encode())
+                _refuse_relay(call["ends"], ends)
+                channel.receive()  # it has seen the same
+                channel.connection.settimeout(None)
+                channels.append(channel)
+                continue
+        channel.close()
+    return channels
+
+
+def _call(address: Address, secret: bytes, purpose: str, index: int, accepting: Future[list[Channel]]) -> Channel:
+    """One connection to the rank after this one, which is called until it answers."""
+    began, is_told = time.monotonic(), False
     while True:
-        with contextlib.suppress(OSError), socket.create_connection(address, timeout=CONNECT_SECONDS) as connection:
-            connection.settimeout(REPLY_SECONDS)
-            connection.sendall(CALL)
-            if _received(connection, REPLY):
-                connection.sendall(CALL)
-                return
+        if accepting.done() and (error := accepting.exception()) is not None:
+            raise error
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            try:
+                channel = connect(address, secret, purpose, CONNECT_SECONDS)
+            except NotTrusted as distrusted:
+                if not is_told and time.monotonic() - began > FOREIGN_SECONDS:
+                    is_told = True
+                    print(
+                        f"warning: {address[0]}:{address[1]}: {distrusted}; {SAME_SECRET}", file=sys.stderr, flush=True
+                    )
+                raise
+            channel.connection.settimeout(CONNECT_SECONDS)
+            ends = _ends(channel.connection)
+            channel.send(json.dumps({"index": index, "ends": ends}).encode())
+            _refuse_relay(ends, json.loads(channel.receive()))
+            channel.send(b"")
+            channel.connection.settimeout(None)
+            return channel
         time.sleep(AGAIN_SECONDS)
 
 
-def _received(connection: socket.socket, words: bytes) -> bool:
-    """Whether these words, and nothing else, come in."""
-    text = b""
-    while len(text) < len(words) and (piece := connection.recv(len(words) - len(text))):
-        text += piece
-    return text == words
+def _ends(connection: socket.socket) -> list[list[object]]:
+    """Address and port of this end of a connection, and of the other."""
+    return [list(connection.getsockname()[:2]), list(connection.getpeername()[:2])]
+
+
+def _refuse_relay(called: list[list[object]], answered: list[list[object]]) -> None:
+    """Makes sure that nobody takes a connection's bytes in and sends them on: he could read and change them.
+
+    called, answered: the caller's end and the listener's, as the caller sees them, and as the listener does.
+    """
+    if called != answered and not os.environ.get(RELAYED):
+        before, after = (" to ".join(f"{host}:{port}" for host, port in ends) for ends in (called, answered))
+        raise UserError(
+            f"somebody relays what ranks send each other: a connection that goes from {before} arrives as one from "
+            f"{after}; if that is your own NAT or tunnel, give --env {RELAYED}=1"
+        )

@@ -16,9 +16,11 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.distributed import heartbeat, ring_start
+from lib.distributed import heartbeat, ring_sockets, ring_start
+from lib.distributed.checked_sums import CheckedSums, different
 from lib.distributed.collectives import Collectives, buckets
-from lib.errors import AgreedError, UserError, shown
+from lib.distributed.run_secret import run_secret
+from lib.errors import AgreedError, Stopped, UserError, shown
 from lib.model.partition import Holders, Part
 from lib.system.mpi_and_blas import Launch
 from lib.system.network import distinct_names, host_name, machine_id
@@ -34,7 +36,7 @@ class World(Collectives):
 
     def alone(self) -> World:
         """A world of this rank by itself, for work that no other takes part in."""
-        return replace(self, rank=0, size=1, group=None)
+        return replace(self, rank=0, size=1, group=None, checks=None)
 
     def gather_text(self, text: str, what: str = "a message from every rank") -> list[str]:
         """Every rank's text, cut at 1,024 bytes, in rank order."""
@@ -81,6 +83,31 @@ class World(Collectives):
                 f"rank {', '.join(others)} has another {what} than rank 0; "
                 "copy the same files and settings to every host"
             )
+
+    def check_exchanges(self) -> None:
+        """Makes sure that nothing was changed on its way between ranks, of all that was summed and gathered so far.
+
+        Raises:
+            Stopped: something was; names it.
+        """
+        if self.checks is not None:
+            with self.deadline("the check of what ranks exchanged"):
+                self.checks.compare()
+
+    def require_identical(self, what: str, digest: str) -> None:
+        """Makes sure that all ranks hold the same, by digests that nobody between them can forge (over ring).
+
+        Raises:
+            Stopped: names the first rank that holds something else, and its host.
+        """
+        if self.checks is not None:
+            with self.deadline(f"every rank's {what}"):
+                self.checks.require_equal(what, digest)
+            return
+        held = [text.split() for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
+        for rank, (theirs, host) in enumerate(held):
+            if theirs != held[0][0]:
+                raise Stopped(different(what, rank, host))
 
     @property
     def workers(self) -> World:
@@ -211,9 +238,12 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
-    with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
+    with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"), contextlib.ExitStack() as stack:
         if launch.backend == "ring":
-            ring_start.wait_for_ring(launch.rank, _ring_addresses())
+            secret = run_secret() or ring_start.NO_SECRET
+            met = ring_start.meet(launch.rank, _ring_addresses(), secret)
+            stack.enter_context(ring_sockets.given_to_mlx(launch.rank, launch.size, met.before, met.after))
+            world = replace(world, checks=CheckedSums(met.messages, secret))
         group = mx.distributed.init(backend=launch.backend, strict=True)
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
@@ -221,13 +251,14 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
             f"rank {group.rank()} of {group.size()}; is the MPI that launched this the one in MLX_MPI_LIBNAME "
             f"({os.environ.get('MLX_MPI_LIBNAME', 'unset')})?"
         )
-    return World(launch.rank, launch.size, group, stream, timeout_seconds, launch.backend or "")
+    return replace(world, group=group)
 
 
-def _ring_addresses() -> list[tuple[str, int]]:
-    """Every rank's first address in the file that the ring reads."""
+def _ring_addresses() -> list[list[tuple[str, int]]]:
+    """Every rank's addresses in the file that the ring reads."""
     ranks = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
-    return [(host, int(port)) for host, _, port in (addresses[0].rpartition(":") for addresses in ranks)]
+    split = [[address.rpartition(":") for address in addresses] for addresses in ranks]
+    return [[(host, int(port)) for host, _, port in addresses] for addresses in split]
 
 
 def neighbour_pairs(world: World) -> dict[int, Collectives]:

@@ -43,6 +43,7 @@ from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
+from lib.system.mpi_and_blas import launch_environment
 from lib.training import losses, reference_model
 from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
@@ -63,11 +64,19 @@ class FileFigures(TypedDict):
 
 
 def pull(
-    kind: str, key: str, items: Sized, out: Path, settings: Config, world: World, do: Callable[[range], Lines]
+    kind: str,
+    key: str,
+    items: Sized,
+    out: Path,
+    settings: Config,
+    world: World,
+    do: Callable[[range], Lines],
+    chunk_rows: int | None = None,
 ) -> FileFigures | None:
     """Lines for all rows, in order, into `out`: by all ranks, each once; what an earlier try finished is taken.
 
-    key: digest of all that the lines depend on. do: makes lines for some rows.
+    key: digest of all that the lines depend on. do: makes lines for some rows. chunk_rows: that a rank takes at a time;
+    by default evaluate.batch_size.
 
     Returns:
         On rank 0, the figures for people and machines; elsewhere nothing.
@@ -75,14 +84,15 @@ def pull(
     Raises:
         AgreedError, UserError: on one rank, so on all.
     """
-    size, total = settings.evaluate.batch_size, len(items)
+    size, total = chunk_rows or settings.evaluate.batch_size, len(items)
     say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
     server = dispatcher = None
     with world.agreeing(f"opening {out}"):
         if world.rank == 0:
             dispatcher = Dispatcher(opened_journal(out, key, chunks))
-            server = Server(dispatcher, everywhere=True) if world.size > 1 else None
+            is_spread = launch_environment().local_size < world.size
+            server = Server(dispatcher, everywhere=is_spread) if world.size > 1 else None
     before = 0 if dispatcher is None else int(dispatcher.journal.done.sum())
     if before:
         say.line(f"{before:,} of {chunks:,} chunks are there already")

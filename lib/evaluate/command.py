@@ -32,7 +32,7 @@ from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
 from lib.data.mismatched import with_mismatched
 from lib.distributed import sharded_model
-from lib.distributed.world import World, start
+from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, harness_tasks, win_rate
 from lib.evaluate.answers import exact_match, greedy
@@ -44,6 +44,7 @@ from lib.model import (
     adapters,
 )
 from lib.model import load as load_module
+from lib.plan import calibration
 from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
 from lib.training.find_checkpoint import find
@@ -59,6 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
     with world.agreeing("the configuration"):
         settings = _read_config(options)
     world = dataclasses.replace(world, timeout_seconds=settings.sync.timeout_seconds)
+    hosts = host_names(world)
+    with world.agreeing("reading the calibration"):
+        own = calibration.own_calibration(Path(settings.plan.calibration_dir), hosts, world.rank)
+        calibration.use_quantised_products(own.quantised_products if own else ())
     _work_of(options)(settings, options, world)
     return 0
 
@@ -89,7 +94,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         questions = load_questions(settings, tokenizer)
     world.require_equal("data or questions", digest_of(dataset, questions))
     wants_reference = settings.train.loss != "sft" and (
-        options.per_pair is not None or losses.needs_reference(settings.train.loss)
+        options.per_pair is not None or losses.needs_reference(settings.train)
     )
     parts, world = parts_of_model(settings, world)
     shares = [1] * world.workers.size

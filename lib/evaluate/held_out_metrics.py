@@ -14,6 +14,7 @@ import numpy as np
 from lib.config.schema import Config
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
+from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.system import files
 from lib.training import baseline, losses, reference_model
@@ -27,7 +28,7 @@ def policy_logps(
     return reference_model.dataset_logps(model, dataset, world, shares, settings)
 
 
-def digest_of(valid: Dataset | None, questions: list[Question]) -> str:
+def digest_of(valid: Dataset | Prompts | None, questions: list[Question]) -> str:
     """Of all that a run is judged by."""
     return hashlib.sha256(repr([valid and valid.digest, questions]).encode()).hexdigest()
 

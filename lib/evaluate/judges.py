@@ -19,6 +19,7 @@ import numpy as np
 
 from lib.data.record_formats import ANSWER
 from lib.errors import UserError
+from lib.system import patterns
 
 NUMBER = r"(?<![\d.])(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"  # "10-5" has 10 and 5
 
@@ -53,9 +54,13 @@ class Judge(Protocol):
 
 
 def extract(pattern: str, text: str) -> str | None:
-    """The first group (the whole, where there is none) of the pattern's last match, or None."""
-    matches = list(re.finditer(pattern, text, re.MULTILINE))
-    return matches[-1].group(min(1, matches[-1].re.groups)).strip() if matches else None
+    """The first group (the whole, where there is none) of the pattern's last match, or None.
+
+    Raises:
+        UserError: the search takes too long.
+    """
+    found = patterns.last_match(pattern, text)
+    return None if found is None else found.strip()
 
 
 def same_number(text: str, answer: str) -> bool:

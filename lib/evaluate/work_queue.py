@@ -1,14 +1,14 @@
 """Chunks of a file's rows, pulled by ranks at their own pace: each is done once, whoever does it, and kept on disk.
 
-Rank 0 has the queue and the journal; others reach it over TCP, where a line of JSON goes each way for every chunk. When
-nothing is left to begin, an idle rank begins what another has not finished, and the first result counts: a slow,
-stopped or dead rank costs at most the chunk in its hands.
+Rank 0 has the queue and the journal; others reach it over TCP, where both ends prove that they know the run's secret
+(lib/system/handshake.py) and a message of JSON goes each way for every chunk. When nothing is left to begin, an idle
+rank begins what another has not finished, and the first result counts: a slow, stopped or dead rank costs at most the
+chunk in its hands.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -17,16 +17,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from io import BufferedRWPair
 from pathlib import Path
 from typing import Protocol, TypedDict
 
 import numpy as np
 
+from lib.distributed.run_secret import run_secret
 from lib.errors import UserError
-from lib.system import files, network
+from lib.system import files, handshake, network
 
 CONNECT_SECONDS = 5.0
+PURPOSE = "the work queue"
 Lines = list[str]
 
 
@@ -204,14 +205,13 @@ class Address(TypedDict):
     """Where the queue is, for other processes."""
 
     port: int
-    secret: str
+    secret: str  # in hexadecimal digits; "" where the run's ranks have one already
     hosts: list[str]
 
 
 class Request(TypedDict, total=False):
-    """A line of JSON to the queue: first who asks, then what it finished, or met."""
+    """A message to the queue: first who asks, then what it finished, or met."""
 
-    secret: str
     rank: int
     finished: int | None
     lines: Lines
@@ -219,9 +219,8 @@ class Request(TypedDict, total=False):
 
 
 class Answer(TypedDict, total=False):
-    """A line of JSON from the queue: first its proof, then a chunk, or what some rank met."""
+    """A message from the queue: a chunk, or what some rank met."""
 
-    proof: str
     chunk: int | None
     fault: str
 
@@ -230,51 +229,44 @@ class Server:
     """Lets other processes at the queue. Only those that know the secret are heard."""
 
     def __init__(self, dispatcher: Dispatcher, everywhere: bool):
-        self.dispatcher, self.secret = dispatcher, secrets.token_hex(16)
-        self._socket = socket.create_server(("" if everywhere else "127.0.0.1", 0))
+        self.dispatcher = dispatcher
+        self._told = "" if run_secret() else secrets.token_hex(32)
+        listening = socket.create_server(("" if everywhere else "127.0.0.1", 0))
+        self._listener = handshake.Listener(listening, _secret(self._told), PURPOSE)
         self._connections: list[threading.Thread] = []
         threading.Thread(target=self._accept, name="queue", daemon=True).start()
 
     @property
     def address(self) -> Address:
         """What a Remote needs to know."""
-        return {"port": self._socket.getsockname()[1], "secret": self.secret, "hosts": network.own_addresses()}
+        return {"port": self._listener.port, "secret": self._told, "hosts": network.own_addresses()}
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                connection, _ = self._socket.accept()
-                thread = threading.Thread(target=self._serve, args=(connection,), name="queue", daemon=True)
+                channel = self._listener.accept()
+                thread = threading.Thread(target=self._serve, args=(channel,), name="queue", daemon=True)
                 thread.start()
                 self._connections.append(thread)
 
-    def _serve(self, connection: socket.socket) -> None:
-        rank = None
+    def _serve(self, channel: handshake.Channel) -> None:
+        rank, connection = None, channel.connection
         # A host that is off says nothing: the system notices within a minute, and its chunk goes to another.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        with (
-            contextlib.suppress(OSError, ValueError, KeyError, TypeError),
-            connection,
-            connection.makefile("rwb") as file,
-        ):
-            connection.settimeout(CONNECT_SECONDS)  # a stranger who says nothing would be waited for at the end
-            hello = json.loads(file.readline(1000))
-            if not secrets.compare_digest(str(hello["secret"]), self.secret):
-                return
-            rank = int(hello["rank"])
-            _send(file, {"proof": _proof(self.secret)})
-            connection.settimeout(None)
-            while line := file.readline():
-                asked = json.loads(line)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection:
+            rank = int(_received(channel)["rank"])
+            while True:
+                asked = _received(channel)
                 try:
                     if "fault" in asked:
                         self.dispatcher.fail(asked["fault"])
-                    _send(file, {"chunk": self.dispatcher.next(rank, asked.get("finished"), asked.get("lines", []))})
+                    chunk = self.dispatcher.next(rank, asked.get("finished"), asked.get("lines", []))
+                    channel.send(json.dumps({"chunk": chunk}).encode())
                 except UserError as error:
-                    _send(file, {"fault": str(error)})
+                    channel.send(json.dumps({"fault": str(error)}).encode())
         if rank is not None:
             self.dispatcher.lose(rank)
 
@@ -283,9 +275,7 @@ class Server:
         deadline = time.monotonic() + seconds
         for thread in self._connections:
             thread.join(max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._socket.close()
+        self._listener.close()
 
 
 class Remote:
@@ -296,14 +286,13 @@ class Remote:
     """
 
     def __init__(self, address: Address, rank: int, timeout_seconds: float):
+        secret = _secret(address["secret"])
         for host in address["hosts"]:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                connection = socket.create_connection((host, address["port"]), CONNECT_SECONDS)
-                self._file = connection.makefile("rwb")
-                _send(self._file, {"secret": address["secret"], "rank": rank})
-                if json.loads(self._file.readline())["proof"] == _proof(address["secret"]):
-                    connection.settimeout(timeout_seconds)
-                    return
+            with contextlib.suppress(OSError):
+                self._channel = handshake.connect((host, address["port"]), secret, PURPOSE, CONNECT_SECONDS)
+                self._channel.connection.settimeout(timeout_seconds)
+                self._channel.send(json.dumps({"rank": rank}).encode())
+                return
         raise UserError(
             f"rank {rank} reaches rank 0 at none of {', '.join(address['hosts'])}, port {address['port']}; "
             "open the firewall between them"
@@ -320,20 +309,21 @@ class Remote:
 
     def _ask(self, request: Request) -> Answer:
         try:
-            _send(self._file, request)
-            answer: Answer = json.loads(self._file.readline())
+            self._channel.send(json.dumps(request).encode())
+            answer: Answer = json.loads(self._channel.receive())
             return answer
         except (OSError, ValueError):
             raise UserError("rank 0, which has the queue, is gone; start again, what is finished is kept") from None
 
 
-def _send(file: BufferedRWPair, message: Request | Answer) -> None:
-    file.write(json.dumps(message).encode() + b"\n")
-    file.flush()
+def _received(channel: handshake.Channel) -> Request:
+    request: Request = json.loads(channel.receive())
+    return request
 
 
-def _proof(secret: str) -> str:
-    return hashlib.sha256(f"{secret} queue".encode()).hexdigest()
+def _secret(told: str) -> bytes:
+    """What the queue and its ranks prove themselves by: the run's secret; where nobody gave it one, the queue's own."""
+    return handshake.derived(bytes.fromhex(told) or run_secret() or b"", PURPOSE)
 
 
 def work(queue: Queue, do: Callable[[int], Lines]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lib.distributed import run_secret
 from lib.launch import patience, rank_faults, reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
 from lib.launch.agent_messages import RankProcess, Start
@@ -73,6 +74,7 @@ class Attempt:
         links: dict[str, Link] | None = None,
         standbys: bool | None = False,
         names: HostNames | None = None,
+        secret: bytes | None = None,
     ):
         """Says what is to be started, and how.
 
@@ -82,12 +84,14 @@ class Attempt:
                 By default all are ended with this one.
             standbys: whether the hosts get processes ready for another attempt; None: where one of them is a Mac.
             names: those of an earlier attempt, which stay.
+            secret: by which the ranks know each other, where other launchers start some of them; else a fresh one.
         """
         self.job, self.console = job, console
         self.hosts_to_start = [here] if here else list(job.hosts)
         self.links: dict[str, Link] = {} if links is None else links
         self.keeps_links, self.standbys = links is not None, standbys
         self.names = names or HostNames()
+        self.secret = secret or secrets.token_bytes(32)
         # Not in TMPDIR, which may differ: mpirun's ranks look for their host's agent where the first host has its own.
         self.address = f"/tmp/tandem-{secrets.token_hex(8)}"
         self.world = WorldState(job, console, self.address)
@@ -156,7 +160,7 @@ class Attempt:
             request = Start(
                 address=self.address,
                 processes=processes,
-                files=files,
+                files={**files, run_secret.FILE: self.secret.hex()},
                 directory=self.job.directory,
                 silent_seconds=max(LEAST_SILENCE_SECONDS, self.job.silent_seconds),
                 nice=self.job.nice,
@@ -222,7 +226,8 @@ class Attempt:
         if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or world.run is None or waited <= limit / 2:
             self.probing = None
         elif self.probing is None:
-            seconds = patience.work_limit(max(reachable_hosts.PROBE_SECONDS, limit / 2), world.load())
+            # The kernel takes connections on a busy host as on any other; only who asks and who answers may be late.
+            seconds = patience.silence_limit(max(reachable_hosts.PROBE_SECONDS, limit / 2), world.usual_lateness())
             probe = reachable_hosts.reach_each_other(self.job, self.links, self.job.hosts, seconds)
             self.probing = asyncio.ensure_future(probe)
         elif self.probing.done() and (reached := self.probing.result()) is not None and len(reached) < len(world.hosts):

@@ -65,11 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job = replace(job, environment={**_columns(job), **job.environment})
     console = Console(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
+        secret = None
         if here is not None and len(job.hosts) > 1:
-            commands = role_commands(words)
-            port, limit_seconds = job.starting_port, job.wedged_seconds
-            asyncio.run(rendezvous.gather(job.hosts, here, port, limit_seconds, commands, console.note))
-        return asyncio.run(supervise(job, console, options.max_restarts, options.restart_with, here))
+            key = rendezvous.key_of(options.key, here == job.hosts[0], job.wedged_seconds, console.note)
+            meeting = rendezvous.Meeting(job.starting_port, job.wedged_seconds, key, options.key)
+            secret = asyncio.run(rendezvous.gather(job.hosts, here, meeting, role_commands(words), console.note))
+        return asyncio.run(supervise(job, console, options.max_restarts, options.restart_with, here, secret))
     except UserError as error:  # an address that does not resolve
         console.note(f"error: {error}")
         return 2

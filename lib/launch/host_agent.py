@@ -13,6 +13,8 @@ Only the standard library is imported: an agent is there in a tenth of a second.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import platform
@@ -31,9 +33,10 @@ from lib.launch import agent_messages
 from lib.launch.agent_messages import PING_SECONDS, RankProcess, Start
 from lib.launch.host_ranks import Ranks, open_process, process_state, signal_group, write_message
 from lib.launch.patience import Load, Punctuality, silence_limit
-from lib.system import network, os_commands
+from lib.system import handshake, network, os_commands
 
 LOOK_SECONDS = 0.1  # between looks at the ranks; on a Mac, where each is a program that is run, SECONDS
+PROBE = "whether hosts reach each other"
 HOST_FILE = "host"  # in the agent's folder: the name that the launcher fixed for this machine
 
 
@@ -111,11 +114,13 @@ class Agent:
             return len(self.standbys)
         if question == "listen":  # at a port of the run's, which a firewall may refuse
             self._stop_listening()
-            port = int(fields["port"])
-            self.listener = await asyncio.start_server(lambda _, writer: writer.close(), port=port)
+            port, token = int(fields["port"]), bytes.fromhex(fields["token"])
+            self.listener = await asyncio.start_server(functools.partial(_prove, token), port=port)
             return port
-        connecting = asyncio.open_connection(fields["address"], fields["port"])
-        _, writer = await asyncio.wait_for(connecting, fields["seconds"])
+        async with asyncio.timeout(fields["seconds"]):
+            reader, writer = await asyncio.open_connection(fields["address"], fields["port"])
+            steps = handshake.calling(bytes.fromhex(fields["token"]), PROBE)
+            await handshake.over_streams(steps, reader, writer)
         writer.close()
         return "reached"
 
@@ -174,6 +179,13 @@ class Agent:
             if shutil.which("sudo") is None or subprocess.run(command, capture_output=True).returncode:
                 text = f"--nice {nice} needs root or sudo without a password; goes on at usual priority"
                 write_message(self.writer, "warning", text=text)
+
+
+async def _prove(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Shows another host's agent that it reaches this one, and nobody else anything."""
+    with contextlib.suppress(OSError):
+        await handshake.over_streams(handshake.answering(token, PROBE), reader, writer)
+    writer.close()
 
 
 async def serve() -> None:

@@ -22,11 +22,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lib.config import read_file
 from lib.errors import UserError
 from lib.system.network import likeliest_first
 
 BACKENDS = ("ring", "mpi", "jaccl", "jaccl-ring", "nccl")
 MOST_SLOTS = 1024
+LARGEST_FILE = 2**20  # bytes
 SSH_SECONDS = 5  # for ssh to read its own configuration
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 DEVICE = re.compile(r"[A-Za-z0-9_.-]+")
@@ -68,13 +70,11 @@ def read(path: Path) -> Hosts:
         UserError: it cannot be read, or something in it is wrong: one line that says where, and the remedy.
     """
     try:
-        text = path.read_bytes().decode()
+        text = read_file.read_text(path, "host file", LARGEST_FILE)
     except OSError as error:
         raise UserError(
             f"host file {path}: {error.strerror}; hostfile.example shows one, and ./launch --hosts A,B needs none"
         ) from None
-    except UnicodeDecodeError:
-        raise UserError(f"host file {path} is not text; hostfile.example shows one") from None
     return parse(text, f"host file {path}")
 
 
@@ -240,11 +240,11 @@ def _name(name: str, where: str) -> str:
 
 
 def _slots(text: str, where: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:9]) <= MOST_SLOTS:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text.lstrip("0")[:9] or 0) <= MOST_SLOTS:
         raise UserError(
             f"{where}: {_short(text)} slots; a host takes 1 to {MOST_SLOTS} ranks (leave out a host that takes none)"
         )
-    return int(text)
+    return int(text.lstrip("0"))
 
 
 def _own_address(name: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from lib.launch import hostfile, topology
 from lib.launch.hostfile import Hosts
 from lib.launch.job import ROOT, Job
 from lib.launch.supervisor import MAC_RESTARTS
+from lib.system import key_file
 
 ROLES = ("primary", "secondary")
 LIMITS = {"max_restarts": (0, 10**6), "connections_per_ip": (1, 16), "starting_port": (1024, 65000)}
@@ -91,6 +92,8 @@ def _add_restarts_and_ranks(parser: argparse.ArgumentParser) -> None:
     copied = "first copy this (`.`: the project) to every host, by rsync"
     add("--sync", action="append", default=[], metavar="PATH", help=copied)
     add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
+    key = "with --role: the file of the key by which machines know each other, the same on all (default: %(default)s)"
+    add("--key", type=Path, metavar="FILE", default=key_file.usual(), help=key)
     add("--nice", type=int, metavar="N", help="priority of the ranks; below 0 needs root or sudo")
     connections = "connections between neighbours (default: %(default)s)"
     add("--connections-per-ip", type=int, default=1, metavar="N", help=connections)

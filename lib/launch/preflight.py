@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -171,10 +172,11 @@ async def _measure_links(
 ) -> dict[tuple[str, str], LinkReport]:
     """Every two hosts that will connect, one pair after the other, at the ports of the run where they are free."""
     listening: dict[str, LinkReport] = {}
+    token = secrets.token_hex(32)
     for host in hosts:
         process = processes[host.name]
-        answer = await _ask_link(process, {"listen": next(iter(ports[host.name]), 0)})
-        listening[host.name] = answer if "port" in answer else await _ask_link(process, {"listen": 0})
+        answer = await _ask_link(process, {"listen": next(iter(ports[host.name]), 0), "token": token})
+        listening[host.name] = answer if "port" in answer else await _ask_link(process, {"listen": 0, "token": token})
     links: dict[tuple[str, str], LinkReport] = {}
     for one, other in links_to_measure(job, hosts):
         try:
@@ -184,7 +186,7 @@ async def _measure_links(
             continue
         port = listening[other.name].get("port", 0)
         for address in other.addresses or (named,):  # the worst of its links is the one that counts
-            link = await _ask_link(processes[one.name], {"address": address, "port": port})
+            link = await _ask_link(processes[one.name], {"address": address, "port": port, "token": token})
             link["address"] = address
             slowest = links.get((one.name, other.name), {"bytes_per_second": float("inf")})
             if "error" not in slowest and link.get("bytes_per_second", 0.0) < slowest["bytes_per_second"]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 from lib.errors import UserError
 from lib.launch import hostfile, topology
@@ -15,6 +16,15 @@ from lib.launch.job import Job
 from lib.launch.topology import Pair
 
 PROBE_SECONDS = 1.2  # for a host to take a connection: the kernel asks once more after a second
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a host listens, what the two ends prove themselves by, and how long the one that connects may take."""
+
+    port: int
+    token: str
+    seconds: float
 
 
 async def addresses_of(host: Host, hosts: Sequence[Host]) -> list[str]:
@@ -31,11 +41,11 @@ async def addresses_of(host: Host, hosts: Sequence[Host]) -> list[str]:
     return list(dict.fromkeys(addresses))
 
 
-async def first_address(link: Link, other: Host, hosts: Sequence[Host], port: int, seconds: float) -> str | None:
+async def first_address(link: Link, other: Host, hosts: Sequence[Host], door: Door) -> str | None:
     """The first address at which a host that listens takes a connection from another one, whose agent is asked."""
     for address in await addresses_of(other, hosts):
         try:
-            await link.ask("probe", seconds + 1.0, address=address, port=port, seconds=seconds)
+            await link.ask("probe", door.seconds + 1.0, address=address, **asdict(door))
         except ConnectionError:
             continue
         return address
@@ -50,16 +60,20 @@ async def reach_each_other(
     seconds: for one to take a connection. A host of a ring that the one before it reaches at another address than the
     first of the host file gets that address. None where a host cannot listen, so that nothing is known.
     """
-    port = job.starting_port
+    token = secrets.token_hex(32)
+    doors = [Door(job.starting_port + index, token, seconds) for index in range(len(hosts))]
     try:
         await asyncio.gather(
-            *(links[host.name].ask("listen", seconds + 1.0, port=port + index) for index, host in enumerate(hosts))
+            *(
+                links[host.name].ask("listen", seconds + 1.0, port=door.port, token=token)
+                for host, door in zip(hosts, doors, strict=True)
+            )
         )
     except ConnectionError:
         return None
 
     async def probed(pairs: Sequence[Pair]) -> dict[Pair, str]:
-        probes = [first_address(links[hosts[i].name], hosts[j], hosts, port + j, seconds) for i, j in pairs]
+        probes = [first_address(links[hosts[i].name], hosts[j], hosts, doors[j]) for i, j in pairs]
         answers = zip(pairs, await asyncio.gather(*probes), strict=True)
         return {pair: address for pair, address in answers if address is not None}
 

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import functools
 import os
+import secrets
 import signal
 import threading
 import time
@@ -57,10 +58,13 @@ async def supervise(
     max_restarts: int | None = 0,
     restart_with: str = "all",
     here: Host | None = None,
+    secret: bytes | None = None,
 ) -> int:
     """Runs the command to its end, starting it again as often as it may be; returns the exit status.
 
-    max_restarts: None for what suits the hosts' systems.
+    Args:
+        max_restarts: None for what suits the hosts' systems.
+        here, secret: as Attempt has them.
     """
     interrupts: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -69,7 +73,7 @@ async def supervise(
     for number in (signal.SIGINT, signal.SIGTERM, *hangups):
         loop.add_signal_handler(number, interrupts.put_nowait, int(number))
     links: dict[str, Link] = {}  # an agent that is there need not be reached again
-    attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0)
+    attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0, secret=secret)
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
     fault_before: Fault | None = None
@@ -207,15 +211,16 @@ async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple
 
 async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[Host, ...]) -> bool:
     """Whether a missing host takes connections at the run's ports from one that trains; then it prepares standbys."""
-    job, training = attempt.job, {one.name for one in attempt.job.hosts}
+    job, training, token = attempt.job, {one.name for one in attempt.job.hosts}, secrets.token_hex(32)
     before = [one.name for one in reversed(topology.in_ring_order(host, everyone)) if one.name in training]
     asking = attempt.links.get(before[0] if job.backend == "ring" else job.hosts[0].name)
     port = job.starting_port + job.size  # beyond those where ranks listen now
     try:
-        await link.ask("listen", ANSWER_SECONDS, port=port)
+        await link.ask("listen", ANSWER_SECONDS, port=port, token=token)
         if asking is None or asking.closed:
             return False
-        if await reachable_hosts.first_address(asking, host, job.hosts, port, reachable_hosts.PROBE_SECONDS) is None:
+        door = reachable_hosts.Door(port, token, reachable_hosts.PROBE_SECONDS)
+        if await reachable_hosts.first_address(asking, host, job.hosts, door) is None:
             return False
     except ConnectionError:
         return False

@@ -83,6 +83,10 @@ class WorldState:
             if rank.stopped_since is not None:
                 rank.stopped_since += absent_seconds
 
+    def usual_lateness(self) -> float:
+        """Of the messages of the host where it is longest, in seconds."""
+        return max((host.usual_lateness for host in self.hosts.values()), default=0.0)
+
     def load(self) -> float:
         """Processes that want each core of the busiest host."""
         return max((host.load for host in self.hosts.values()), default=1.0)

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from lib.config import schema
 from lib.errors import UserError
 from lib.model.adapters import make_trainable
+from lib.model.quantised import use_own_layers
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve
 
 
@@ -41,12 +42,16 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
             f"model.path {settings.path}: no model*.safetensors in the folder "
             "(model.random_init=true draws new weights)"
         ) from None
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
+        why = (str(error).splitlines() or [""])[0]
+        plain = isinstance(error, ValueError | RuntimeError)
+        told = why if plain else f"{type(error).__name__}: {why}"
+        raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {told}") from None
     if settings.attention_window is not None:
         _narrow(model, settings.attention_window, settings.path)
     if settings.dtype is not None:
         model.set_dtype(getattr(mx, settings.dtype))
+    use_own_layers(model)
     if not lazy:
         mx.eval(model.parameters())
     return model

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from lib.model.quantised import dequantised_once
 from lib.model.tensor_parallel import VocabularyPart
 from lib.model.token_stream import (
     Replaced,
@@ -50,9 +51,28 @@ def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tupl
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
-    aligned = _summed(logps - _log_square_sums(model, mx.stop_gradient(hidden)), inputs)
+    with dequantised_once(model, len(hidden), hidden):
+        log_square_sums = _log_square_sums(model, mx.stop_gradient(hidden))
+    aligned = _summed(logps - log_square_sums, inputs)
     weights = mx.exp(aligned / mx.maximum(inputs["mask"].sum(axis=-1), 1))
     return _summed(logps, inputs), mx.stop_gradient(weights)
+
+
+def completion_token_logps(
+    model: nn.Module, inputs: StreamInputs, temperature: float = 1.0
+) -> tuple[mx.array, mx.array]:
+    """Log-probability of each completion token, and the entropy where it was chosen: float32 [b, K, C] each, in nats.
+
+    Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient. Of a model that
+    ranks hold in stages the last one gets the result, as with `completion_logps`.
+    """
+    hidden = _scored_states(model, inputs)
+    if hidden is None:
+        return mx.zeros(inputs["mask"].shape), mx.zeros(inputs["mask"].shape)
+    with dequantised_once(model, len(hidden), hidden):
+        logps, entropies = token_logps_and_entropies(model, hidden, inputs["targets"], temperature)
+    taken = [mx.take(figures, inputs["logp_indices"]) for figures in (logps, entropies)]
+    return mx.where(inputs["mask"], taken[0], 0.0), mx.where(inputs["mask"], taken[1], 0.0)
 
 
 def _scored_states(model: nn.Module, inputs: StreamInputs) -> mx.array | None:
@@ -73,13 +93,14 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
     Of a whole model in evaluation mode.
     """
     states = hidden_states(model, inputs, getattr(model, "attention_window", None))
-    hidden, head = mx.take(states, inputs["scored"], axis=0), _head(model)
+    hidden, head = mx.take(states, inputs["scored"], axis=0), head_of(model)
     logps: list[mx.array] = []
     are_likeliest: list[mx.array] = []
-    for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
-        logits = head(_after(h, logps[-1:]))
-        logps.append(_logps(logits, t))
-        are_likeliest.append(mx.argmax(logits, axis=-1) == t)
+    with dequantised_once(model, len(hidden), hidden):
+        for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
+            logits = head(_after(h, logps[-1:]))
+            logps.append(_logps(logits, t))
+            are_likeliest.append(mx.argmax(logits, axis=-1) == t)
     of_tokens, likeliest = (mx.take(mx.concatenate(each), inputs["logp_indices"]) for each in (logps, are_likeliest))
     mask = inputs["mask"]
     return mx.where(mask, of_tokens, 0.0).sum(axis=-1), mx.where(mask, likeliest, True).all(axis=-1)
@@ -99,7 +120,12 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     (arXiv:2410.10989, section 3.2): d logp / d hidden does not depend on what comes after. A head that is
     trained makes its logits a second time.
     """
-    head, part = _head(model), getattr(model, "vocabulary_part", None)
+    with dequantised_once(model, len(hidden), hidden):
+        return _token_logps(model, head_of(model), hidden, targets)
+
+
+def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
+    part = getattr(model, "vocabulary_part", None)
     if part is not None:
         return _logps_of_parts(model, part, head, part.ranks.sum_backward(hidden), targets)
     chunks = _chunks(hidden, targets, head(hidden[:1]).shape[-1])
@@ -110,15 +136,67 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
         if model.training and not is_frozen(model):
             outputs.append(_logps(head(h), t))
         elif model.training:
-            outputs.append(_logps_and_slope(head, h, t, outputs[-1:]))
+            outputs.append(_logps_and_logits(head, h, t, outputs[-1:])[0])
         else:
             outputs.append(_logps(head(_after(h, outputs[-1:])), t))
     return mx.concatenate(outputs)
 
 
+def token_logps_and_entropies(
+    model: nn.Module, hidden: mx.array, targets: mx.array, temperature: float
+) -> tuple[mx.array, mx.array]:
+    """`token_logps` of softmax(logits / temperature), and the entropy of each of these: float32 [M] each, in nats.
+
+    The entropies carry no gradient. Beside a frozen head they are made of the logits that are there; else their logits
+    are made a second time, if anybody evaluates them.
+    """
+    head = head_of(model)
+    if temperature != 1:
+        unscaled = head
+        head = lambda hidden: unscaled(hidden).astype(mx.float32) / temperature  # noqa: E731
+    part = getattr(model, "vocabulary_part", None)
+    if part is not None or not (model.training and is_frozen(model)):
+        return _token_logps(model, head, hidden, targets), _entropies(model, head, mx.stop_gradient(hidden))
+    logps: list[mx.array] = []
+    entropies: list[mx.array] = []
+    for h, t in _chunks(hidden, targets, head(hidden[:1]).shape[-1]):
+        of_chunk, logits = _logps_and_logits(head, h, t, [*logps[-1:], *entropies[-1:]])
+        logps.append(of_chunk)
+        entropies.append(-_mean_logp(logits)[0])
+    return mx.concatenate(logps), mx.stop_gradient(mx.concatenate(entropies))
+
+
+def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """The mean log-probability under the probabilities themselves, and the log partition function: float32 [M] each."""
+    wide = logits.astype(mx.float32)
+    partition = mx.logsumexp(wide, axis=-1, keepdims=True)
+    probabilities = mx.exp(wide - partition)
+    mean = mx.where(probabilities > 0, probabilities * (wide - partition), 0.0).sum(axis=-1)
+    return mean, partition.squeeze(-1)
+
+
+def _entropies(model: nn.Module, head: Head, hidden: mx.array) -> mx.array:
+    """The entropy of the next token, float32 [M], without ever holding all logits. hidden: [M, D]."""
+    part = getattr(model, "vocabulary_part", None)
+    size = head(hidden[:1]).shape[-1] if part is None else part.size
+    outputs: list[mx.array] = []
+    for h, _ in _chunks(hidden, hidden, size):
+        h = _after(h, outputs[-1:])
+        if part is None:
+            outputs.append(-_mean_logp(head(h))[0])
+            continue
+        with part.own_logits():
+            figures = mx.stack(_mean_logp(head(h)))
+        own_row = (mx.arange(part.ranks.size) == part.ranks.rank)[None, :, None]
+        means, partitions = part.ranks.sum_forward(mx.where(own_row, figures[:, None], 0.0))  # [ranks, M] each
+        weights = mx.softmax(partitions, axis=0)
+        outputs.append(-(weights * (means + partitions)).sum(axis=0) + mx.logsumexp(partitions, axis=0))
+    return mx.concatenate(outputs)
+
+
 def _log_square_sums(model: nn.Module, hidden: mx.array) -> mx.array:
     """log sum_v pi(v)^2 over the vocabulary, float32 [M]; without ever holding all logits. hidden: [M, D]."""
-    head, part = _head(model), getattr(model, "vocabulary_part", None)
+    head, part = head_of(model), getattr(model, "vocabulary_part", None)
     size = head(hidden[:1]).shape[-1] if part is None else part.size
     outputs: list[mx.array] = []
     for h, _ in _chunks(hidden, hidden, size):
@@ -181,11 +259,15 @@ def _logps_and_slope_of_logits(logits: mx.array, targets: mx.array) -> tuple[mx.
     return logps, _slope(probabilities, targets).astype(logits.dtype)
 
 
-def _logps_and_slope(head: Head, hidden: mx.array, targets: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+def _logps_and_logits(
+    head: Head, hidden: mx.array, targets: mx.array, earlier: Sequence[mx.array]
+) -> tuple[mx.array, mx.array]:
+    """Log-probabilities whose gradient is made with them, float32 [M]; and the logits, [M, V], without any."""
     still = _after(mx.stop_gradient(hidden), earlier)
-    logps, by_logits = _logps_and_slope_of_logits(head(still), targets)
+    logits = head(still)
+    logps, by_logits = _logps_and_slope_of_logits(logits, targets)
     _, (slope,) = mx.vjp(head, [still], [by_logits])
-    return _known(hidden, logps, slope)
+    return _known(hidden, logps, slope), logits
 
 
 def _known(hidden: mx.array, logps: mx.array, slope: mx.array) -> mx.array:
@@ -234,11 +316,12 @@ def _checkpointed(
         parameters, hidden = list(primals[: len(names)]), primals[len(names) :]
         totals: list[mx.array] = []
         by_hidden: list[mx.array] = []
-        for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
-            inputs = [*parameters, _after(h, [*by_hidden[-1:], *totals])]
-            _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
-            totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
-            by_hidden.append(slopes[-1])
+        with dequantised_once(model, sum(map(len, targets)), hidden[0]):
+            for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
+                inputs = [*parameters, _after(h, [*by_hidden[-1:], *totals])]
+                _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
+                totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
+                by_hidden.append(slopes[-1])
         return [*totals, *by_hidden]
 
     return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)
@@ -293,7 +376,7 @@ def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> 
     return (is_target - mx.exp(logits.astype(mx.float32) - partition[:, None])).astype(logits.dtype)
 
 
-def _head(model: nn.Module) -> Head:
+def head_of(model: nn.Module) -> Head:
     """The model from its backbone's output on: [M, D] ➜ [M, V]."""
     place = backbone_of(model)
     if place is None:

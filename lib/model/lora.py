@@ -10,6 +10,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tuner.lora import LoRALinear
 
+from lib.model.quantised import QuantisedLinear, matrix_for_gradient
+
 
 class LowRankLinear(LoRALinear):
     """LoRA that costs little more than the linear layer, with mlx-lm's parameters: `lora_a` [in, r], `lora_b` [r, out].
@@ -54,7 +56,12 @@ def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
     def products(x: mx.array, a: mx.array, *bs: mx.array) -> tuple[mx.array, ...]:
         low = x @ a
         lows = mx.split(low, ends, axis=1)
-        return *(mx.addmm(linear(x), own, b) for linear, own, b in zip(linears, lows, bs, strict=True)), low
+        ys: list[mx.array] = []
+        for linear, own, b in zip(linears, lows, bs, strict=True):
+            # One after another: of quantised layers no two weights are dequantised at a time.
+            given = mx.depends([x], ys[-1:])[0] if ys and isinstance(linear, QuantisedLinear) else x
+            ys.append(mx.addmm(linear(given), own, b))
+        return *ys, low
 
     @products.vjp
     def products_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
@@ -75,8 +82,9 @@ def _input_gradient(linears: Sequence[nn.Module], x: mx.array, dys: Sequence[mx.
     """The sum of the gradients that frozen linear layers pass on to their common input."""
     total = None
     for linear, dy in zip(linears, dys, strict=True):
-        if total is not None and type(linear) is nn.Linear:
-            total = mx.addmm(total, dy, linear.weight)
+        weight = matrix_for_gradient(linear, dy, after=dy if total is None else total)
+        if weight is not None:
+            total = dy @ weight if total is None else mx.addmm(total, dy, weight)
         else:
             _, (dx,) = mx.vjp(linear, [x], [dy])
             total = dx if total is None else total + dx

@@ -40,6 +40,8 @@ class StreamInputs(TypedDict, total=False):
     mask: Required[mx.array]
     noise_keys: mx.array
     noise_scales: mx.array
+    rewards: mx.array
+    sampling_logps: mx.array
 
 
 def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
@@ -65,7 +67,7 @@ def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
         with Replaced(*place, _noisy(place[0][place[1]], keys, scales)):
             return hidden_states(model, silent, window)
     if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
-        hidden = _run_backbone(model, tokens.reshape(rows * completions, -1))
+        hidden = run_backbone(model, tokens.reshape(rows * completions, -1))
     else:
         stream = Stream(
             inputs["offsets"],
@@ -76,7 +78,7 @@ def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = N
             inputs.get("suffix_uses"),
             window,
         )
-        hidden = _run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
+        hidden = run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
     return hidden.reshape(len(tokens), -1)
 
 
@@ -255,15 +257,15 @@ def _attention_of(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def scaled_dot_product_attention(
         queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **options: Any
     ) -> mx.array:
-        if isinstance(cache, Stream):
+        if hasattr(cache, "attend"):
             return cache.attend(queries, keys, values, **options)
         return original(queries, keys, values, cache=cache, **options)
 
     return scaled_dot_product_attention
 
 
-def _accept_streams(model: nn.Module) -> None:
-    """Lets the attention of the model's family recognise a stream by its type; other caches are used as before."""
+def accept_streams(model: nn.Module) -> None:
+    """Lets the attention of the model's family leave it to caches that attend by themselves; others are as before."""
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         if getattr(module, "scaled_dot_product_attention", None) is base.scaled_dot_product_attention:
             attention = _attention_of(base.scaled_dot_product_attention)
@@ -276,7 +278,7 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
     It is tried, on random tokens: recurrent layers, or an attention of the family's own, show there. A rank that holds
     a stage of the model tries its own blocks.
     """
-    _accept_streams(model)
+    accept_streams(model)
     prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
     mask = mx.ones((1, 2, 1))
     rows: StreamInputs = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
@@ -308,12 +310,12 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
         )
     finally:
         model.train(was_training)
-    if error <= _rounding_tolerance(model):
+    if error <= rounding_tolerance(model):
         return None
     return f"a stream of tokens would change its outputs by {error:.2g} of their norm"
 
 
-def _rounding_tolerance(model: nn.Module) -> float:
+def rounding_tolerance(model: nn.Module) -> float:
     """By how much of their norm two orders of the same operations may differ in hidden states."""
     if any(a.dtype not in (mx.float32, mx.uint32) for _, a in tree_flatten(model.parameters())):
         return 0.03
@@ -331,7 +333,7 @@ def is_frozen(model: nn.Module) -> bool:
     return not parameters_outside_blocks(model)
 
 
-def _run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array:
+def run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array:
     """The backbone's output, called as the model calls it; of a model without one, the model's."""
     place = backbone_of(model)
     if place is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lib.config.schema import Config
 from lib.environment import ROOT
 from lib.errors import UserError
+from lib.model.quantised_products import DequantiseFrom, Product, go_by
 from lib.system import files, network
 from lib.system.hardware import Machine
 
@@ -70,10 +71,10 @@ class CurveKey(_Record):
     dtype: str
     sequence_length: PositiveInt  # tokens that the model sees, prompt and completion, as padded
     gradient_checkpointing: bool = False
-    records: Literal["preference", "unpaired", "sft"] = "preference"  # a pair is two rows of the model's, others one
+    records: Literal["preference", "unpaired", "sft", "group"] = "preference"  # a pair is two rows of the model's
 
     def __str__(self) -> str:
-        kind = {"preference": "", "unpaired": ", unpaired", "sft": ", SFT"}[self.records]
+        kind = {"preference": "", "unpaired": ", unpaired", "sft": ", SFT", "group": ", groups"}[self.records]
         recomputed = ", gradient checkpointing" if self.gradient_checkpointing else ""
         return f"{self.model}, {self.method}, {self.dtype}, {self.sequence_length} tokens{kind}{recomputed}"
 
@@ -218,6 +219,15 @@ class Ceiling(_Record):
     note: str = ""
 
 
+class MeasuredProduct(_Record):
+    """From how many tokens on this host multiplies faster by dequantised weights (lib/model/quantised_products.py)."""
+
+    product: Product
+    dequantise_from: DequantiseFrom
+    measured_at: str | None = None  # ISO 8601
+    versions: dict[str, str] = {}
+
+
 class HostCalibration(_Record):
     """The content of calibration/HOST.json."""
 
@@ -227,6 +237,7 @@ class HostCalibration(_Record):
     memory_bytes_per_second: PositiveFloat | None = None
     links: tuple[Link, ...] = ()
     ceilings: tuple[Ceiling, ...] = ()
+    quantised_products: tuple[MeasuredProduct, ...] = ()
     measured_at: str | None = None  # the machine's own rates
     versions: dict[str, str] = {}
     source: str = "measured"
@@ -274,6 +285,11 @@ def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibratio
     """
     path = own_file(folder, hosts, rank)
     return read_calibration(path) if path.exists() else None
+
+
+def use_quantised_products(measured: Iterable[MeasuredProduct]) -> None:
+    """Lets this process's quantised layers go by what was measured on its host."""
+    go_by({one.product: one.dequantise_from for one in measured})
 
 
 def own_file(folder: Path, hosts: list[str], rank: int) -> Path:

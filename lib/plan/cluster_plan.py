@@ -261,7 +261,7 @@ def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
     """
     if config.model.method != "full":
         return 0.0
-    numbers = (2.5 if config.train.optimizer == "adamw_8bit" else 4) + (config.train.reference_sync_steps is not None)
+    numbers = (2.5 if config.train.optimizer == "adamw_8bit" else 4) + (config.reference_sync_steps is not None)
     return 4 * numbers / shape.weight_bytes * trained_part(config.model, shape.blocks)
 
 

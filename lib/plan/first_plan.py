@@ -87,6 +87,7 @@ def _first_plan(
 ) -> ClusterPlan:
     with world.agreeing("reading the calibration"):
         own = calibration.own_calibration(Path(config.plan.calibration_dir), hosts, world.rank)
+        calibration.use_quantised_products(own.quantised_products if own else ())
         folder = model_folder.resolve(config.model.path, config.model.revision)
         shape = block_shape = None
         if config.strategy in ("auto", "sharded", "pipelined") and world.size > 1:

@@ -7,7 +7,8 @@ the adapters), in every block:
 
     norms                 2 D, their inputs; in another type than float32 a CPU keeps a float32 copy besides
     linear layers         2 D + Q + F, an input once for layers that share it; LoRA r a layer, DoRA the output as well,
-                          and besides the weights of a quantised base, as they are multiplied by
+                          and besides the weights of a quantised base, as they are multiplied by; otherwise those are
+                          made for one product, in either pass, and the head's once for all of its products
     attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the
                           rotation's sines
     its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel)
@@ -61,7 +62,7 @@ class Training:
             adapts_embeddings=model.adapt_embeddings,
             checkpointing=bool(model.gradient_checkpointing),
             window=model.attention_window,
-            moments=MOMENTS.get(train.optimizer, 2) + (train.reference_sync_steps is not None),
+            moments=MOMENTS.get(train.optimizer, 2) + (config.reference_sync_steps is not None),
             shared_prompts=shared_prompts,
         )
 
@@ -136,8 +137,8 @@ class Step:
         self.later(slow)
         return y
 
-    def linears(self, x: Array, *widths: int) -> list[Array]:
-        """Layers that read the same input."""
+    def linears(self, x: Array, *widths: int, weight: float | None = None) -> list[Array]:
+        """Layers that read the same input. weight: numbers in the weights of each, if not input times output."""
         method = self.training.method if self.is_trained else "frozen"
         if method == "dora":
             shared = None if self.on_cpu else self.wide(x)  # compiled, it is made once
@@ -147,7 +148,7 @@ class Step:
         low = self.array(self.training.rank * len(widths), x) if adapted else None
         ys = []
         for width in widths:
-            y = self.array(width, x, weights=inner * width)
+            y = self.array(width, x, *self.dequantised(weight or inner * width, x), weights=inner * width)
             ys.append(self.array(width, y, low) if low else y)
 
         def back() -> None:
@@ -156,7 +157,8 @@ class Step:
                 d_low = self.array(self.training.rank * len(widths), *dys)
             dx = None
             for dy, width in zip(dys, widths, strict=True):
-                dx = self.array(inner, *([dx] if dx else []), dy, weights=inner * width)
+                weights = self.dequantised(weight or inner * width, dx or dy)
+                dx = self.array(inner, *([dx] if dx else []), dy, *weights, weights=inner * width)
             assert dx is not None
             if low:
                 dx = self.array(inner, dx, d_low)
@@ -169,14 +171,18 @@ class Step:
         self.later(back)
         return ys
 
+    def dequantised(self, elements: float, *reads: Array) -> list[Array]:
+        """Weights as they are multiplied by, where they are stored quantised; made once `reads` are there."""
+        is_quantised = self.shape.weight_bytes < self.shape.other_bytes
+        return [self.tape.make(elements, self.item, *reads)] if is_quantised else []
+
     def wide(self, x: Array) -> Array:
         return x if self.item == 4 else self.array(x.elements / self.tokens, x, item=4)
 
     def dora(self, x: Array, wide: Array, width: int) -> Array:
         """As mlx-lm has it: the adapted weights are made for their norm, the low-rank term in float32 (`wide`)."""
         tape, inner = self.tape, x.elements / self.tokens
-        is_quantised = self.shape.weight_bytes < self.shape.other_bytes
-        weights = [tape.make(inner * width, self.item)] if is_quantised else []  # as they are multiplied by
+        weights = self.dequantised(inner * width)
         y = self.array(width, x, *weights, weights=inner * width)
         low = self.array(self.training.rank, wide, item=4)
         z = self.array(width, low, item=4)
@@ -341,14 +347,15 @@ class Step:
         """Every token goes through some experts: as wide as all of those together, and copied for each."""
         shape, times = self.shape, max(self.shape.experts_per_token, 1)
         copies = self.array(times * shape.hidden_size, x)
-        gate, up = self.linears(copies, times * shape.expert_columns, times * shape.expert_columns)
+        columns, weight = times * shape.expert_columns, shape.experts * shape.hidden_size * shape.expert_columns
+        gate, up = self.linears(copies, columns, columns, weight=weight)
 
         def gather() -> None:
             self.tape.give(x, self.array(shape.hidden_size, self.tape.cotangents.pop(copies)), self.item)
 
         if self.is_trained:
             self.tape.backward.insert(-1, gather)
-        (y,) = self.linears(self.swiglu(gate, up), times * shape.hidden_size)
+        (y,) = self.linears(self.swiglu(gate, up), times * shape.hidden_size, weight=weight)
         total = self.array(shape.hidden_size, self.array(times * shape.hidden_size, y))
 
         def scatter() -> None:
@@ -403,35 +410,36 @@ class Step:
         rows = math.ceil(scored / pieces)
         taken = tape.make(scored * shape.hidden_size, self.item, hidden)
         head_weights = shape.vocabulary * shape.hidden_size
-        frozen = [] if self.head_gradient else [self.chunk(taken, rows, head_weights) for _ in range(pieces)]
-        slopes = frozen or self.trained_head(taken, rows, pieces, head_weights)
+        reads = (taken, *self.dequantised(head_weights, taken))  # for all chunks
+        frozen = [] if self.head_gradient else [self.chunk(reads, rows, head_weights) for _ in range(pieces)]
+        slopes = frozen or self.trained_head(reads, rows, pieces, head_weights)
         for _ in range(LOSS_OPERATIONS):
             tape.touch()
         d_taken = tape.make(scored * shape.hidden_size, self.item, *slopes)
         tape.cotangents[hidden] = tape.make(hidden.elements, self.item, d_taken)
 
-    def trained_head(self, taken: Array, rows: int, pieces: int, head_weights: float) -> list[Array]:
+    def trained_head(self, reads: tuple[Array, ...], rows: int, pieces: int, head_weights: float) -> list[Array]:
         """Logits are made a second time, unless one piece is all."""
         tape, size = self.tape, rows * self.shape.vocabulary
         logits = None
         for _ in range(pieces):
-            logits = tape.make(size, 4, taken, weights=head_weights)
+            logits = tape.make(size, 4, *reads, weights=head_weights)
             tape.touch(logits)
         slopes, total = [], None
         for _ in range(pieces):
             if pieces > 1 or logits is None:
-                logits = tape.make(size, 4, taken, weights=head_weights)
+                logits = tape.make(size, 4, *reads, weights=head_weights)
             by_logits = tape.make(size, 4, logits)
-            slopes.append(tape.make(rows * self.shape.hidden_size, 4, by_logits, weights=head_weights))
-            one = tape.make(self.head_gradient, 4, by_logits, taken)
+            slopes.append(tape.make(rows * self.shape.hidden_size, 4, by_logits, *reads[1:], weights=head_weights))
+            one = tape.make(self.head_gradient, 4, by_logits, reads[0])
             total = one if total is None else tape.over(one, 4, total)
         assert total is not None
         tape.kept_to_the_end.append(total)
         return slopes
 
-    def chunk(self, taken: Array, rows: int, head_weights: float) -> Array:
+    def chunk(self, reads: tuple[Array, ...], rows: int, head_weights: float) -> Array:
         tape, size = self.tape, rows * self.shape.vocabulary
-        logits = tape.make(size, self.item, taken, weights=head_weights)
+        logits = tape.make(size, self.item, *reads, weights=head_weights)
         if self.on_cpu:
             wide = logits if self.item == 4 else tape.make(size, 4, logits)
             probabilities = tape.make(size, 4, wide)
@@ -442,4 +450,4 @@ class Step:
         else:
             tape.touch(logits)
             by_logits = tape.make(size, self.item, logits)
-        return tape.make(rows * self.shape.hidden_size, self.item, by_logits, weights=head_weights)
+        return tape.make(rows * self.shape.hidden_size, self.item, by_logits, *reads[1:], weights=head_weights)

@@ -39,8 +39,9 @@ def choose_strategy(config: Config, world_size: int) -> tuple[str, str]:
         return "synchronous", "since plan.shares divides every step (strategy=independent takes shares, too)"
     if config.checkpoint.max_lost_seconds is not None:
         return "synchronous", "since checkpoint.max_lost_seconds is for synchronous ranks"
-    if config.train.reference_sync_steps is not None:
-        return "synchronous", "since with train.reference_sync_steps all ranks follow one policy"
+    if config.reference_sync_steps is not None:
+        name = "rollouts.reference_every" if config.rollouts.rounds else "train.reference_sync_steps"
+        return "synchronous", f"since with {name} all ranks follow one policy"
     return "independent", "as every host can hold the model"
 
 

@@ -14,8 +14,10 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib.config import read_file
 from lib.errors import UserError
 
+LARGEST_FILE = 2**24  # bytes: a hundred thousand keys
 LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<digest>[0-9a-f]{64})")
 
 
@@ -41,10 +43,10 @@ def read(path: Path) -> Keys:
         UserError: it cannot be read, or has a line of another form; a line's content is never shown.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file.read_text(path, "serve.keys", LARGEST_FILE).splitlines()
+    except OSError as error:
         raise UserError(
-            f"serve.keys {path} cannot be read: {getattr(error, 'strerror', None) or 'not text'}; "
+            f"serve.keys {path} cannot be read: {error.strerror}; "
             f"python -m lib.server --make-key NAME --keys {path} makes it"
         ) from None
     digests: dict[str, bytes] = {}

@@ -1,27 +1,35 @@
-"""The pool of backends: their slots, which of them gets the next request, and the bounded queue before them.
+"""The pool of backends: places for requests, slots of the backends, and who gets them next.
+
+A request takes a place before its body is read, and has it to its end. Where all are taken, the owner who has most
+requests without a backend loses the newest of them, or is the one who is refused: nobody fills the queue for others.
 
 A request takes a slot of a backend and gives it back. It goes to the backend that should finish it first by the
 measured speeds, so backends of unequal speed get unequal parts. Of those that wait, the owner with the fewest requests
-under way is next.
+under way is next. While several owners ask, each has at most a part of the
+slots, for what one runs makes all others slower.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 WINDOW_SECONDS = 1.0  # of work, between two measurements of a backend's speed
 SMOOTHING = 0.3  # weight of the newest
 SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
+RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
+PART = 4  # of one of several owners: a quarter of all slots
 
 
 class QueueFull(Exception):
-    """The queue is full; `retry_seconds`: when there should be room."""
+    """There is no place; `retry_seconds`: when there should be one."""
 
     def __init__(self, retry_seconds: int):
         super().__init__(retry_seconds)
@@ -79,8 +87,18 @@ class _Waiting:
     admitted: asyncio.Future[Backend]
 
 
+@dataclass(eq=False)
+class Place:
+    """A request's place, from its headers to its end."""
+
+    owner: str
+    task: asyncio.Task[Any] | None
+    has_backend: bool = False
+    is_lost: bool = False  # to somebody who had fewer
+
+
 class Pool:
-    """The slots of all backends. Everything happens on one event loop."""
+    """The places and slots of all backends. Everything happens on one event loop."""
 
     def __init__(self, backends: Sequence[Backend], max_queue: int, clock: Callable[[], float] = time.monotonic):
         self.backends = tuple(backends)
@@ -89,6 +107,8 @@ class Pool:
         self._numbers = itertools.count()
         self._waiting: list[_Waiting] = []
         self._in_flight_of: Counter[str] = Counter()
+        self._places: dict[Place, None] = {}  # the oldest first
+        self._asked_at: dict[str, float] = {}  # by owner
         self._mean_seconds = 1.0  # that a request occupies its slot
 
     @property
@@ -99,18 +119,56 @@ class Pool:
     def is_ready(self) -> bool:
         return any(backend.is_up for backend in self.backends)
 
+    @contextlib.contextmanager
+    def place(self, owner: str) -> Iterator[Place]:
+        """A place for a request of this task.
+
+        Raises:
+            QueueFull: there is none, or it was lost to an owner who has fewer.
+        """
+        self._asked_at[owner] = self.clock()
+        if len(self._places) >= self.max_queue + sum(backend.capacity for backend in self.backends if backend.is_up):
+            self._make_room(owner)
+        place = Place(owner, asyncio.current_task())
+        self._places[place] = None
+        try:
+            yield place
+        except asyncio.CancelledError:
+            if place.is_lost and place.task is not None and place.task.uncancel() == 0:
+                raise QueueFull(self.retry_seconds()) from None
+            raise
+        finally:
+            self._places.pop(place, None)
+            self._asked_at[owner] = self.clock()
+
+    def _make_room(self, owner: str) -> None:
+        """Takes the newest request without a backend from the owner who has most of them.
+
+        Raises:
+            QueueFull: nobody has more than this owner would have.
+        """
+        waiting = [place for place in self._places if not place.has_backend]
+        counts = Counter(place.owner for place in waiting)
+        greedy, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+        if count <= counts[owner] + 1:
+            raise QueueFull(self.retry_seconds())
+        victim = next(place for place in reversed(waiting) if place.owner == greedy)
+        del self._places[victim]
+        victim.is_lost = True
+        if victim.task is not None:
+            victim.task.cancel()
+
     async def take(self, owner: str, queue_seconds: float) -> Backend:
         """A slot, at once or after waiting for one.
 
         Raises:
-            QueueFull: too many wait already.
             TimeoutError: none became free in queue_seconds.
         """
-        if not self._waiting and (backend := choose(self.backends)) is not None:
+        self._asked_at[owner] = self.clock()
+        # Whoever waits already waits for any slot, or until one of its owner's is free.
+        if self._in_flight_of[owner] < self._most_of_owner() and (backend := choose(self.backends)) is not None:
             self._admit(backend, owner)
             return backend
-        if len(self._waiting) >= self.max_queue:
-            raise QueueFull(self.retry_seconds())
         one = _Waiting(next(self._numbers), owner, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
         try:
@@ -150,11 +208,24 @@ class Pool:
         return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / capacity)))
 
     def _admit_waiting(self) -> None:
+        most = self._most_of_owner()
         while self._waiting and (backend := choose(self.backends)) is not None:
-            one = min(self._waiting, key=lambda one: (self._in_flight_of[one.owner], one.number))
+            ready = [one for one in self._waiting if self._in_flight_of[one.owner] < most]
+            if not ready:
+                return
+            one = min(ready, key=lambda one: (self._in_flight_of[one.owner], one.number))
             self._waiting.remove(one)
             self._admit(backend, one.owner)
             one.admitted.set_result(backend)
+
+    def _most_of_owner(self) -> int:
+        """The slots that one owner may have: a part of them, but all where nobody else asks."""
+        slots, since = (
+            sum(backend.capacity for backend in self.backends if backend.is_up),
+            self.clock() - RECENT_SECONDS,
+        )
+        self._asked_at = {one: at for one, at in self._asked_at.items() if at > since or self._in_flight_of[one]}
+        return slots if len(self._asked_at) < 2 else max(1, slots // PART)
 
     def _admit(self, backend: Backend, owner: str) -> None:
         backend.count(0, self.clock())

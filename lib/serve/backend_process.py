@@ -1,11 +1,13 @@
-"""One backend: mlx_lm.server on a loopback port, for the gateway that started it alone.
+"""One backend: mlx_lm.server at a Unix socket, for the gateway that started it alone.
 
-    python -m lib.serve.backend_process --port 40123 --model PATH [--adapter PATH] [--fuse] [--concurrency N]
+    python -m lib.serve.backend_process --model PATH [--adapter PATH] [--fuse] [--concurrency N]
         [--wired auto|always|never] [--chat-template FILE] [--chat-template-args JSON]
 
-The first line of its standard input is a secret that every request has to bring, so that neither another user of the
-host nor a web page in somebody's browser reaches a server that would load any model it is asked for. When standard
-input ends, the gateway is gone, whichever way and on whichever host, and the backend ends with it.
+The first line of its standard input is a JSON object: `secret`, which every request has to bring, and `socket`, the
+path of the Unix socket, in a folder that its user alone can enter. Without a path it makes such a folder and prints
+where. So no other user of the host takes its place or reaches a server that would load any model it is asked for, and
+nothing of this is on a command line. When standard input ends, the gateway is gone, whichever way and on whichever
+host, and the backend ends with it.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import hmac
+import json
 import os
 import shutil
-import socketserver
 import subprocess
 import sys
 import threading
@@ -24,16 +25,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from lib.serve import backend_link
 from lib.system import metal, model_folder, mpi_and_blas
-
-SECRET_HEADER = "X-Backend-Secret"
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Serves until standard input ends."""
     options = _parse(arguments)
-    secret = sys.stdin.readline().strip()
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    told = json.loads(sys.stdin.readline())
+    path = Path(told["socket"]) if told["socket"] else backend_link.socket_folder() / "backend"
+    threading.Thread(target=_end_with_input, args=(path,), daemon=True).start()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     mpi_and_blas.load_blas()
     model = str(model_folder.resolve(options.model, options.revision))
@@ -46,25 +47,26 @@ def main(arguments: list[str] | None = None) -> None:
         where.append("--trust-remote-code")
     # No origin is "": the gateway decides what a browser may do.
     quiet = ["--allowed-origins", "", "--log-level", "WARNING"]
-    sys.argv = ["mlx_lm.server", *where, *quiet, "--host", "127.0.0.1", "--port", str(options.port)]
+    sys.argv = ["mlx_lm.server", *where, *quiet]
     sys.argv += ["--decode-concurrency", str(options.concurrency), "--chat-template-args", options.chat_template_args]
     if options.chat_template:
         sys.argv += ["--chat-template", Path(options.chat_template).read_text(encoding="utf-8")]
 
     from mlx_lm import server
 
+    from lib.serve import backend_server
+
     metal.keep_wired(options.wired, sum(path.stat().st_size for path in Path(where[1]).glob("*.safetensors")))
     _stop_at_every_end(server)
-    _require(secret, server.APIHandler)
-    server.APIHandler.disable_nagle_algorithm = True  # a token goes out when it is there, not 40 ms later
-    # Its listener has a backlog of five connections; of a burst of more, the rest would try again a second later.
-    socketserver.TCPServer.request_queue_size = 128
+    server.run = backend_server.run_at(path, told["secret"])
+    if not told["socket"]:
+        print(f"{backend_link.LISTENS}{path}", flush=True)
     try:
         server.main()
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # the thread that generates would keep the process, e.g. where the port was taken
+        os._exit(1)  # the thread that generates would keep the process
 
 
 def fused(model: str, adapter: Path) -> Path:
@@ -95,30 +97,16 @@ def _stop_at_every_end(server: Any) -> None:
     server.load = load_with_ends
 
 
-def _require(secret: str, handler: type[Any]) -> None:
-    """Makes a request handler refuse every request without the secret."""
-    parse = handler.parse_request
-
-    def parse_request(self: Any) -> bool:
-        if not parse(self):
-            return False
-        if hmac.compare_digest(self.headers.get(SECRET_HEADER, "").encode("latin-1"), secret.encode()):
-            return True
-        self.send_error(403)
-        return False
-
-    handler.parse_request = parse_request
-
-
-def _end_with_input() -> None:
+def _end_with_input(path: Path) -> None:
     while sys.stdin.buffer.raw.read(1024):  # type: ignore[union-attr]
         pass
+    with contextlib.suppress(OSError):  # where the gateway was killed, nobody else tidies up
+        backend_link.remove(path)
     os._exit(0)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lib.serve.backend_process", description=__doc__)
-    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--revision")
     parser.add_argument("--adapter")

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import json
 import os
-import random
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -27,8 +27,8 @@ from lib.errors import Stopped
 from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT
+from lib.serve.backend_link import LISTENS, SECRET_HEADER
 from lib.serve.backend_pool import Backend, Pool
-from lib.serve.backend_process import SECRET_HEADER
 from lib.serve.event_log import Log
 
 HEALTH_EVERY_SECONDS = 2.0
@@ -46,15 +46,23 @@ class Recipe:
     words: tuple[str, ...]
     host: Host | None = None
 
-    def command(self, port: int, local_port: int) -> list[str]:
-        """The command line; over ssh, a tunnel from our loopback to the host's, so that nothing is open in between."""
-        words = [sys.executable, "-m", "lib.serve.backend_process", "--port", str(port), *self.words]
+    def command(self, control: Path) -> list[str]:
+        """The command line; over ssh, with a connection of its own, which `control` names for `forward_command`."""
+        words = [sys.executable, "-m", "lib.serve.backend_process", *self.words]
         if self.host is None:
             return words
         *options, end, name = ssh.ssh_command(self.host)
-        # Not through a connection that others share: it would keep the tunnel when this one ends.
-        tunnel = ["-S", "none", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{local_port}:127.0.0.1:{port}"]
-        return [*options, *tunnel, end, name, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
+        return [
+            *options,
+            *("-M", "-S", str(control), "-o", "ControlPersist=no", "-o", "StreamLocalBindUnlink=yes"),
+            *(end, name, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"),
+        ]
+
+    def forward_command(self, control: Path, here: Path, there: str) -> list[str]:
+        """The command line that makes a socket here, which leads through that connection to one on the host."""
+        assert self.host is not None
+        *options, end, name = ssh.ssh_command(self.host)
+        return [*options, "-S", str(control), "-O", "forward", "-L", f"{here}:{there}", end, name]
 
 
 def pause_seconds(failures: int) -> float:
@@ -68,11 +76,13 @@ class Process:
     def __init__(self, process: asyncio.subprocess.Process):
         self.process = process
         self.last_lines: collections.deque[str] = collections.deque(maxlen=3)
+        self.listens_at: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # where it says so
         self.reading = asyncio.create_task(self._read())
         self.ended = asyncio.create_task(self._end())
 
     @classmethod
-    async def start(cls, command: Sequence[str], secret: str) -> Process:
+    async def start(cls, command: Sequence[str], told: dict[str, str | None]) -> Process:
+        """Starts it, and tells it what is for nobody else's eyes, as a line on its standard input."""
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd=ROOT,
@@ -82,13 +92,21 @@ class Process:
             start_new_session=True,  # Ctrl-C is for the gateway, which lets it finish what it is doing
         )
         assert process.stdin is not None
-        process.stdin.write(f"{secret}\n".encode())
+        process.stdin.write(json.dumps(told).encode() + b"\n")
         return cls(process)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
+        rest = b""
         while block := await self.process.stdout.read(65536):
-            self.last_lines.extend(line[:400] for line in block.decode(errors="replace").splitlines() if line.strip())
+            *lines, rest = (rest + block).split(b"\n")
+            rest = rest[-65536:]
+            for line in (line.decode(errors="replace") for line in lines if line.strip()):
+                self.last_lines.append(line[:400])
+                if line.startswith(LISTENS) and not self.listens_at.done():
+                    self.listens_at.set_result(line.removeprefix(LISTENS))
+        if rest.strip():
+            self.last_lines.append(rest.decode(errors="replace")[:400])
 
     async def _end(self) -> None:
         while self.process.returncode is None:  # wait() may last until its children let go of its output, too
@@ -120,9 +138,11 @@ class Keeper:
         log: Log,
         start_seconds: float,
         stall_seconds: float,
+        socket: Path | None = None,
     ):
+        """socket: where a backend of ours is reached; None for one that runs already."""
         self.backend, self.recipe, self.pool, self.client, self.log = backend, recipe, pool, client, log
-        self.start_seconds, self.stall_seconds = start_seconds, stall_seconds
+        self.start_seconds, self.stall_seconds, self.socket = start_seconds, stall_seconds, socket
         self.process: Process | None = None
         self.was_ever_up = False
 
@@ -167,16 +187,36 @@ class Keeper:
         return up_seconds, fault
 
     async def _start(self, recipe: Recipe) -> None:
-        local_port = _free_port()
-        # Over ssh the port is one of the other host's: if it is taken, the backend ends; the next start has another.
-        port = local_port if recipe.host is None else random.randrange(20000, 32000)
+        assert self.socket is not None
+        for old in (self.socket, self._control):
+            old.unlink(missing_ok=True)
         self.backend.secret = secrets.token_hex(16)
-        self.backend.url = f"http://127.0.0.1:{local_port}"
-        command = recipe.command(port, local_port)
+        told = {"secret": self.backend.secret, "socket": str(self.socket) if recipe.host is None else None}
+        command = recipe.command(self._control)
         try:
-            self.process = await Process.start(command, self.backend.secret)
+            self.process = await Process.start(command, told)
         except OSError as error:
             raise Stopped(f"{command[0]} cannot be started: {error.strerror}") from None
+
+    @property
+    def _control(self) -> Path:
+        """Of ssh's connection to the backend's host."""
+        assert self.socket is not None
+        return self.socket.with_suffix(".ssh")
+
+    async def _forward(self, recipe: Recipe) -> None:
+        """Makes the socket here lead to the one that a backend on another host has made there."""
+        assert self.process is not None and self.socket is not None
+        there = await asyncio.shield(self.process.listens_at)
+        forwarding = await asyncio.create_subprocess_exec(
+            *recipe.forward_command(self._control, self.socket, there),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        output, _ = await forwarding.communicate()
+        if forwarding.returncode:
+            raise Fault(f"ssh does not forward a socket: {output.decode(errors='replace').strip()[-200:]}")
 
     async def _stop(self) -> None:
         if self.process is not None:
@@ -204,6 +244,8 @@ class Keeper:
 
     async def _until_it_answers(self) -> None:
         """Returns once it generated a token."""
+        if self.recipe is not None and self.recipe.host is not None and self.socket and not self.socket.exists():
+            await self._forward(self.recipe)
         headers = {SECRET_HEADER: self.backend.secret}
         while True:
             try:
@@ -229,8 +271,3 @@ class Keeper:
             answer = await self.client.get(f"{self.backend.url}/health", headers=headers, timeout=HEALTH_SECONDS)
             if answer.status_code != 200:
                 raise Fault(f"its health is {answer.status_code}")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

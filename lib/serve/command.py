@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import ipaddress
 import json
 import logging
 import math
 import resource
+import shutil
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import httpx2
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -39,13 +39,16 @@ from lib.data import chat_template
 from lib.errors import UserError
 from lib.launch import hostfile, ssh
 from lib.serve import api_keys
+from lib.serve.backend_link import client_of, socket_folder
 from lib.serve.backend_pool import Backend, Pool
 from lib.serve.backend_supervisor import Keeper, Recipe
 from lib.serve.event_log import LibraryRecords, log
 from lib.serve.feedback import Feedback, open_file
 from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import Kind, Limits
-from lib.serve.tls_listener import Listener, protocol
+from lib.serve.readers import Readers
+from lib.serve.request_reading import Told
+from lib.serve.tls_listener import Listener
 from lib.system import command_errors, model_folder
 
 
@@ -90,7 +93,11 @@ def serve(settings: Config, run: Path | None) -> None:
     folder = model_folder.resolve(settings.model.path, settings.model.revision)
     _allow_many_connections()
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryRecords()])
-    asyncio.run(_serve(settings, run, name, folder, ring, listening))
+    sockets = socket_folder()
+    try:
+        asyncio.run(_serve(settings, run, name, folder, ring, listening, sockets))
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -153,15 +160,17 @@ def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:
     return Limits(name, settings.max_prompt_tokens, settings.max_tokens, vocab_size, context)
 
 
-def token_counter(folder: Path) -> Callable[[str], int] | None:
-    """Counts a text's tokens; None where the model has no tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+def told(settings: Config, run: Path | None, folder: Path, limits: Limits) -> Told:
+    """What a process needs that reads requests as a backend of `recipes` does."""
+    words = _template_words(settings, run, folder)
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    return Told(
+        path=str(folder),
+        trust_remote_code=settings.model.trust_remote_code,
+        chat_template=options.get("--chat-template"),
+        chat_template_args=json.loads(options.get("--chat-template-args", "{}")),
+        limits=dataclasses.asdict(limits),
+    )
 
 
 def labelled_kind(settings: Config, folder: Path) -> Kind:
@@ -175,24 +184,32 @@ def labelled_kind(settings: Config, folder: Path) -> Kind:
 
 
 async def _serve(
-    settings: Config, run: Path | None, name: str, folder: Path, ring: api_keys.Keys | None, listening: socket.socket
+    settings: Config,
+    run: Path | None,
+    name: str,
+    folder: Path,
+    ring: api_keys.Keys | None,
+    listening: socket.socket,
+    sockets: Path,
 ) -> None:
     options = settings.serve
     named = recipes(settings, run, folder)
     backends = [Backend(name, options.concurrency) for name in named]
     pool = Pool(backends, options.max_queue)
-    # Nothing from the environment: a proxy has no place between here and a backend.
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-    client = httpx2.AsyncClient(limits=limits, trust_env=False)
+    own = {f"backend-{number}": sockets / str(number) for number, one in enumerate(named.values()) if one is not None}
+    client = client_of(own)
     feedback = None
     if options.feedback is not None:
         feedback = Feedback(options, open_file(Path(options.feedback)), labelled_kind(settings, folder))
-    counter = token_counter(folder)
-    gateway = Gateway(options, limits_of(options, name, folder), counter, pool, client, ring, log, feedback)
+    readers = Readers(told(settings, run, folder, limits_of(options, name, folder)), log)
+    gateway = Gateway(options, name, readers.read, pool, client, ring, log, feedback)
     keepers = []
-    for backend, recipe in zip(backends, named.values(), strict=True):
-        backend.url = backend.name if recipe is None else ""
-        keepers.append(Keeper(backend, recipe, pool, client, log, options.start_seconds, options.stall_seconds))
+    for number, (backend, recipe) in enumerate(zip(backends, named.values(), strict=True)):
+        backend.url = backend.name if recipe is None else f"http://backend-{number}"
+        socket_path = own.get(f"backend-{number}")
+        keepers.append(
+            Keeper(backend, recipe, pool, client, log, options.start_seconds, options.stall_seconds, socket_path)
+        )
     listener = _listener(gateway, options)
     if options.keys is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, gateway, Path(options.keys))
@@ -203,6 +220,7 @@ async def _serve(
     print(f"{name} at {address}/v1 ({', '.join(named)}; {who})", file=sys.stderr)
     serving = asyncio.create_task(listener.serve([listening]))
     keeping = [asyncio.create_task(keeper.run()) for keeper in keepers]
+    keeping.append(asyncio.create_task(readers.run()))
     try:
         await asyncio.wait([serving, *keeping], return_when=asyncio.FIRST_COMPLETED)
         for task in keeping:
@@ -229,7 +247,6 @@ def with_cors(gateway: Gateway, settings: ServeSettings) -> ASGIApp:
 def _listener(gateway: Gateway, settings: ServeSettings) -> Listener:
     options = uvicorn.Config(
         with_cors(gateway, settings),
-        http=protocol(settings),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,8 +1,9 @@
 """A completion from its request to its last byte: checked, given a backend, forwarded there, handed on.
 
-A request is read and checked whole before it may wait for a backend, so that nothing malformed, too large, too slow or
-unauthorised ever occupies one. From there on it is one task, which ends when the client goes, a limit is reached, or
-the last byte is sent, and the backend's slot with it.
+A request takes a place before its body is read. It is read and checked whole before it may wait for a backend, so that
+nothing malformed, too large, too slow or unauthorised ever occupies one. From there on it is one task, which ends when
+the client goes, a limit is reached, or the last byte is sent. The backend's slot is given back when the backend is done
+with the request, which one that is stopped may be later.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import httpx2
 
 from lib.config.serve_settings import ServeSettings
-from lib.serve import openai_answers, openai_requests
-from lib.serve.backend_pool import Backend, Pool, QueueFull
-from lib.serve.backend_process import SECRET_HEADER
+from lib.serve import openai_answers
+from lib.serve.backend_link import ID_HEADER, SECRET_HEADER
+from lib.serve.backend_pool import Backend, Place, Pool, QueueFull
 from lib.serve.event_log import Log
 from lib.serve.feedback import Feedback
 from lib.serve.http_exchange import JSON_HEADERS, Exchange, read_body, send_answer, start_of_answer, while_listening
 from lib.serve.openai_answers import Usage
-from lib.serve.openai_requests import JSON, BackendRequest, Kind, Limits, RequestError
+from lib.serve.openai_requests import JSON, BackendRequest, Kind, RequestError
 from lib.serve.prometheus_metrics import Metrics
 
 ATTEMPTS = 2  # a request of which nothing was answered yet may try another backend once
@@ -34,23 +37,37 @@ class BackendLost(Exception):
     """A backend did not answer as it should; the request may be tried on another."""
 
 
+Read = Callable[[str, Kind, bytes], Awaitable[BackendRequest]]  # of an owner's body what a backend gets
+
+
+@dataclass
+class Attempt:
+    """One request on one backend."""
+
+    backend: Backend
+    since: float = field(default_factory=time.monotonic)
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    is_over: bool = False  # for the backend, too
+    whole: asyncio.Task[bytes] | None = None  # an answer that is no stream, and may come when nobody waits for it
+
+
 class Completions:
     """Answers requests for completions by the backends of a pool."""
 
     def __init__(
         self,
         settings: ServeSettings,
-        limits: Limits,
-        count_tokens: Callable[[str], int] | None,
+        read: Read,
         pool: Pool,
         client: httpx2.AsyncClient,
         metrics: Metrics,
         log: Log,
         feedback: Feedback | None = None,
     ):
-        self.settings, self.limits, self.count_tokens = settings, limits, count_tokens
+        self.settings, self.read = settings, read
         self.pool, self.client, self.metrics, self.log = pool, client, metrics, log
         self.feedback = feedback
+        self.stopping: set[asyncio.Task[None]] = set()
 
     async def complete(self, exchange: Exchange, kind: Kind) -> None:
         """Answers one request, or raises what is wrong with it.
@@ -59,58 +76,89 @@ class Completions:
             RequestError: it is malformed, beyond a limit, or no backend could answer it.
             ClientGone: the client left before the answer's end.
         """
-        body = await read_body(exchange, self.settings.max_body_bytes, self.settings.read_seconds)
-        parsed = openai_requests.parse(kind, body)
-        prompt_tokens = await self._count_tokens(parsed.texts())
-        request = openai_requests.backend_request(kind, parsed, self.limits, prompt_tokens)
-        exchange.is_stream = exchange.record["stream"] = request.stream
         try:
-            await while_listening(exchange.receive, self._serve(exchange, request))
+            with self.pool.place(exchange.owner) as place:
+                body = await read_body(exchange, self.settings.max_body_bytes, self.settings.read_seconds)
+                await while_listening(exchange.receive, self._answer(exchange, kind, body, place))
+        except QueueFull as full:
+            message = f"{self.pool.max_queue} requests wait already; try again in {full.retry_seconds} s"
+            raise RequestError(429, message, "queue_full", retry_seconds=full.retry_seconds) from None
         finally:
             self.metrics.seconds.observe(exchange.seconds)
 
-    async def _count_tokens(self, texts: Sequence[str]) -> int:
-        """Tokens of all texts; their bytes, which are never fewer, where there is no tokenizer."""
-        text = "".join(texts)
-        size = len(text.encode())
-        if self.count_tokens is None:
-            return size
-        # Long ones on a thread: a megabyte takes half a second, during which nobody else would be served.
-        return self.count_tokens(text) if size < 4096 else await asyncio.to_thread(self.count_tokens, text)
-
-    async def _serve(self, exchange: Exchange, request: BackendRequest) -> None:
+    async def _answer(self, exchange: Exchange, kind: Kind, body: bytes, place: Place) -> None:
         """Has a backend answer; a second one where the first failed before it answered anything."""
-        for attempt in range(1, ATTEMPTS + 1):
-            backend = await self._take_slot(exchange)
-            since = time.monotonic()
+        request = await self.read(exchange.owner, kind, body)
+        exchange.is_stream = exchange.record["stream"] = request.stream
+        for number in range(1, ATTEMPTS + 1):
+            attempt = Attempt(await self._take_slot(exchange))
+            place.has_backend = True
             try:
                 async with asyncio.timeout(self.settings.request_seconds):
                     if request.stream:
-                        await self._stream(exchange, request, backend)
+                        await self._stream(exchange, request, attempt)
                     else:
-                        await self._whole(exchange, request, backend)
+                        await self._whole(exchange, request, attempt)
                 return
             except TimeoutError:
                 raise RequestError(504, f"not done after {self.settings.request_seconds:g} s", "timeout") from None
             except (BackendLost, httpx2.HTTPError) as error:
-                reason = str(error) or type(error).__name__
+                attempt.is_over = True  # the backend is looked at before it gets another
+                backend, reason = attempt.backend, str(error) or type(error).__name__
                 self.metrics.lost.labels(backend.name).inc()
                 self.log("backend", backend=backend.name, state="failed", reason=reason, request_id=exchange.id)
                 self.pool.set_up(backend, False)
-                if exchange.has_content or attempt == ATTEMPTS:
+                if exchange.has_content or number == ATTEMPTS:
                     raise RequestError(
                         502, "the backend was lost in the middle of the answer", "backend_lost"
                     ) from None
             finally:
-                self.pool.give_back(backend, exchange.owner, time.monotonic() - since)
+                self._give_back(exchange.owner, attempt)
+
+    def _give_back(self, owner: str, attempt: Attempt) -> None:
+        """Gives a slot back: at once where the backend is done with the request, else when it is."""
+
+        def give_back() -> None:
+            self.pool.give_back(attempt.backend, owner, time.monotonic() - attempt.since)
+
+        async def later() -> None:
+            try:
+                await self._stop(attempt)
+            finally:
+                give_back()
+
+        if attempt.is_over:
+            give_back()
+            return
+        task = asyncio.create_task(later())
+        self.stopping.add(task)
+        task.add_done_callback(self.stopping.discard)
+
+    async def _stop(self, attempt: Attempt) -> None:
+        """Has a backend stop a request, and waits until nothing is left of it.
+
+        A server that runs already cannot be asked. It stops a stream, whose connection is closed by now, at the next
+        token, and anything else not at all, so the rest of that is waited for.
+        """
+        backend = attempt.backend
+        if not backend.secret:
+            if attempt.whole is not None:
+                await asyncio.gather(attempt.whole, return_exceptions=True)
+            return
+        if attempt.whole is not None:
+            attempt.whole.cancel()
+        try:
+            headers, seconds = {SECRET_HEADER: backend.secret}, self.settings.stall_seconds
+            await self.client.delete(f"{backend.url}/requests/{attempt.id}", headers=headers, timeout=seconds)
+        except httpx2.HTTPError as error:
+            reason = f"it does not stop a request: {str(error) or type(error).__name__}"
+            self.log("backend", backend=backend.name, state="failed", reason=reason)
+            self.pool.set_up(backend, False)
 
     async def _take_slot(self, exchange: Exchange) -> Backend:
         since = time.monotonic()
         try:
             backend = await self.pool.take(exchange.owner, self.settings.queue_seconds)
-        except QueueFull as full:
-            message = f"{self.pool.max_queue} requests wait already; try again in {full.retry_seconds} s"
-            raise RequestError(429, message, "queue_full", retry_seconds=full.retry_seconds) from None
         except TimeoutError:
             message = f"no backend was free in {self.settings.queue_seconds:g} s"
             raise RequestError(503, message, "busy", retry_seconds=self.pool.retry_seconds()) from None
@@ -119,11 +167,11 @@ class Completions:
         exchange.record |= {"backend": backend.name, "queue_seconds": round(waited, 4)}
         return backend
 
-    async def _stream(self, exchange: Exchange, request: BackendRequest, backend: Backend) -> None:
+    async def _stream(self, exchange: Exchange, request: BackendRequest, attempt: Attempt) -> None:
         """Hands the backend's events on as they arrive."""
         kept: list[bytes] = []  # for a label that may come
         # Closed on every way out: the backend stops generating when its connection ends.
-        async with contextlib.aclosing(self._events(exchange, request, backend)) as blocks:
+        async with contextlib.aclosing(self._events(exchange, request, attempt)) as blocks:
             async for events in blocks:
                 if self.feedback is not None:
                     kept += events
@@ -145,34 +193,40 @@ class Completions:
         data = openai_answers.data_of(event)
         return data is None or request.include_usage or not openai_answers.is_usage(data)
 
-    async def _whole(self, exchange: Exchange, request: BackendRequest, backend: Backend) -> None:
+    async def _whole(self, exchange: Exchange, request: BackendRequest, attempt: Attempt) -> None:
         """Collects the backend's answer, and sends it when it is whole."""
-        if request.is_streamed_upstream:
-            async with contextlib.aclosing(self._events(exchange, request, backend)) as blocks:
+        if request.is_streamed:
+            async with contextlib.aclosing(self._events(exchange, request, attempt)) as blocks:
                 whole = _assembled([event async for block in blocks for event in block])
             answer = json.dumps(whole).encode()
         else:
-            async with self._post(request, backend) as response:
-                answer = await response.aread()
+            attempt.whole = asyncio.create_task(self._fetch(request, attempt))
+            answer = await asyncio.shield(attempt.whole)
+            attempt.is_over = True
             whole = json.loads(answer)
             usage = whole["usage"]
             self._note_usage(exchange, usage)
-            backend.count(usage["completion_tokens"], time.monotonic())
+            attempt.backend.count(usage["completion_tokens"], time.monotonic())
         if self.feedback is not None:
             self.feedback.remember(exchange.owner, request, whole)
         exchange.has_content = True
         await send_answer(exchange, 200, JSON_HEADERS, openai_answers.renamed(answer, request.model))
 
+    async def _fetch(self, request: BackendRequest, attempt: Attempt) -> bytes:
+        """A backend's whole answer."""
+        async with self._post(request, attempt) as response:
+            return await response.aread()
+
     async def _events(
-        self, exchange: Exchange, request: BackendRequest, backend: Backend
+        self, exchange: Exchange, request: BackendRequest, attempt: Attempt
     ) -> AsyncGenerator[list[bytes], None]:
         """The events of a backend's stream, as many at a time as came together, the last being [DONE].
 
         Raises:
             BackendLost: the stream broke off.
         """
-        rest, is_first = b"", True
-        async with self._post(request, backend) as response:
+        rest, is_first, backend = b"", True, attempt.backend
+        async with self._post(request, attempt) as response:
             async for block in response.aiter_raw():
                 events, rest = openai_answers.split(rest + block)
                 datas = [data for event in events if (data := openai_answers.data_of(event))]
@@ -186,11 +240,12 @@ class Completions:
                         self._note_usage(exchange, json.loads(data)["usage"])
                 yield events
                 if datas and datas[-1] == b"[DONE]":
+                    attempt.is_over = True
                     return
         raise BackendLost("its stream broke off")
 
     @contextlib.asynccontextmanager
-    async def _post(self, request: BackendRequest, backend: Backend) -> AsyncIterator[httpx2.Response]:
+    async def _post(self, request: BackendRequest, attempt: Attempt) -> AsyncIterator[httpx2.Response]:
         """Sends a backend the request.
 
         Raises:
@@ -198,11 +253,12 @@ class Completions:
             RequestError: it refuses what it was asked.
         """
         path = "/v1/chat/completions" if request.kind == "chat" else "/v1/completions"
-        read_seconds = self.settings.stall_seconds if request.is_streamed_upstream else self.settings.request_seconds
+        backend = attempt.backend
+        read_seconds = self.settings.stall_seconds if request.is_streamed else self.settings.request_seconds
         timeout = httpx2.Timeout(read_seconds, connect=10.0)
-        headers = {SECRET_HEADER: backend.secret}
+        headers = {SECRET_HEADER: backend.secret, ID_HEADER: attempt.id, "content-type": "application/json"}
         async with self.client.stream(
-            "POST", backend.url + path, json=request.body, headers=headers, timeout=timeout
+            "POST", backend.url + path, content=request.content, headers=headers, timeout=timeout
         ) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")[:500]

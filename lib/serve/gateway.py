@@ -20,11 +20,12 @@ from lib.config.serve_settings import ServeSettings
 from lib.serve import openai_requests, prometheus_metrics
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
-from lib.serve.completions import Completions
+from lib.serve.completions import Completions, Read
+from lib.serve.connections import Pace, network_of
 from lib.serve.event_log import Log
 from lib.serve.feedback import LABEL_BYTES, Feedback, Label
-from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, read_body, send_answer
-from lib.serve.openai_requests import Limits, RequestError
+from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, read_body, send_answer, send_refusal
+from lib.serve.openai_requests import RequestError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -35,27 +36,28 @@ class Gateway:
     def __init__(
         self,
         settings: ServeSettings,
-        limits: Limits,
-        count_tokens: Callable[[str], int] | None,
+        model: str,
+        read: Read,
         pool: Pool,
         client: httpx2.AsyncClient,
         keys: Keys | None,
         log: Log,
         feedback: Feedback | None = None,
     ):
-        self.settings, self.limits, self.pool, self.keys, self.log = settings, limits, pool, keys, log
+        self.settings, self.model, self.pool, self.keys, self.log = settings, model, pool, keys, log
         self.metrics, self.feedback = prometheus_metrics.Metrics(pool), feedback
-        completions = Completions(settings, limits, count_tokens, pool, client, self.metrics, log, feedback)
+        completions = Completions(settings, read, pool, client, self.metrics, log, feedback)
         self.created = int(time.time())
         self.is_draining = False  # load balancers are told to go elsewhere
         self.is_closed = False  # every new request is refused
         self.active = 0
+        self.pace = Pace()
         self.routes: dict[str, dict[str, Callable[[Exchange], Coroutine[Any, Any, None]]]] = {
             "/healthz": {"GET": self._healthz},
             "/readyz": {"GET": self._readyz},
             "/metrics": {"GET": self._metrics},
             "/v1/models": {"GET": self._models},
-            f"/v1/models/{limits.model}": {"GET": self._model},
+            f"/v1/models/{model}": {"GET": self._model},
             "/v1/chat/completions": {"POST": lambda exchange: completions.complete(exchange, "chat")},
             "/v1/completions": {"POST": lambda exchange: completions.complete(exchange, "text")},
         }
@@ -88,7 +90,7 @@ class Gateway:
                 await self._refuse(exchange, RequestError(500, "an internal error", "internal_error"))
         except ClientGone as gone:
             exchange.record["gone"] = str(gone)
-            self._abort(exchange)
+            exchange.client.abort()
         finally:
             self.active -= 1
             self._log(exchange)
@@ -131,6 +133,7 @@ class Gateway:
         owner = self.keys.owner(key.strip()) if scheme.lower() == "bearer" else None
         if owner is None:
             raise RequestError(401, "no valid API key: send it as `Authorization: Bearer KEY`", "invalid_api_key")
+        exchange.client.recognise()
         exchange.owner = exchange.record["key"] = owner
 
     def _sender(self, exchange: Exchange, send: Send) -> Send:
@@ -140,7 +143,7 @@ class Gateway:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 extra = [(b"x-request-id", exchange.id.encode())]
-                if self.is_draining:
+                if self.is_draining or "transfer-encoding" in exchange.headers:
                     extra.append((b"connection", b"close"))
                 message = {**message, "headers": [*message["headers"], *extra]}
             try:
@@ -150,12 +153,6 @@ class Gateway:
                 raise ClientGone(f"it read nothing for {self.settings.write_seconds:g} s") from None
 
         return sending
-
-    def _abort(self, exchange: Exchange) -> None:
-        """Cuts the connection; closing it would wait for a client that does not read."""
-        abort = exchange.scope.get("state", {}).get("abort")
-        if abort is not None:
-            abort()
 
     async def _refuse(self, exchange: Exchange, error: RequestError) -> None:
         if exchange.status:  # too late for a status: the stream's last event says it, and no [DONE] follows
@@ -167,7 +164,14 @@ class Gateway:
             headers["www-authenticate"] = "Bearer"
         if error.retry_seconds is not None:
             headers["retry-after"] = str(error.retry_seconds)
-        await send_answer(exchange, error.status, headers, error.body)
+        client = exchange.scope.get("client") or ("", 0)
+        delay = self.pace.delay_seconds(exchange.owner or network_of(client[0])) if error.status < 500 else 0.0
+        if exchange.is_whole and exchange.owner and not delay:
+            await send_answer(exchange, error.status, headers, error.body)
+            return
+        exchange.client.ignore()
+        await asyncio.sleep(delay)
+        await send_refusal(exchange, error.status, headers, error.body)
 
     def _log(self, exchange: Exchange) -> None:
         path = exchange.scope["path"]
@@ -216,7 +220,7 @@ class Gateway:
         await send_answer(exchange, 200, JSON_HEADERS, json.dumps(self._card()).encode())
 
     def _card(self) -> dict[str, object]:
-        return {"id": self.limits.model, "object": "model", "created": self.created, "owned_by": "tandem"}
+        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "tandem"}
 
 
 def _is_local_name(host: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
@@ -14,10 +15,24 @@ from starlette.types import Message, Receive, Scope, Send
 from lib.serve.openai_requests import RequestError
 
 JSON_HEADERS = {"content-type": "application/json"}
+LINGER_SECONDS = 1.0  # for a client that still sends to read why it was refused
 
 
 class ClientGone(Exception):
     """The client has gone: there is nobody to answer."""
+
+
+class Client(Protocol):
+    """The other end of a connection (lib/serve/http_protocol.py)."""
+
+    def recognise(self) -> None:
+        """It brought a key."""
+
+    def ignore(self) -> None:
+        """Nothing more of what it sends is read."""
+
+    def abort(self) -> None:
+        """Cuts it off; closing would wait for one that does not read."""
 
 
 @dataclass
@@ -29,12 +44,22 @@ class Exchange:
     send: Send
     headers: Headers
     id: str
+    is_whole: bool = False  # all of the request has been read
     owner: str = ""
     since: float = field(default_factory=time.monotonic)
     status: int = 0  # of the answer; 0: not begun
     has_content: bool = False  # something of the answer has been sent
     is_stream: bool = False
     record: dict[str, object] = field(default_factory=dict)  # for the log
+
+    def __post_init__(self) -> None:
+        is_chunked = "transfer-encoding" in self.headers
+        self.is_whole = not is_chunked and self.headers.get("content-length", "0") == "0"
+
+    @property
+    def client(self) -> Client:
+        client: Client = self.scope["state"]["client"]
+        return client
 
     @property
     def seconds(self) -> float:
@@ -66,7 +91,9 @@ async def read_body(exchange: Exchange, max_bytes: int, limit_seconds: float) ->
                 if size > max_bytes:
                     raise too_large
                 if not message.get("more_body"):
+                    exchange.is_whole = True
                     return b"".join(parts)
+                await asyncio.sleep(0)  # others come in between two pieces
     except TimeoutError:
         raise RequestError(408, f"the body was not there after {limit_seconds:g} s", "timeout") from None
 
@@ -92,6 +119,19 @@ async def while_listening(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def send_refusal(exchange: Exchange, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    """Sends a whole answer to a request whose rest is not read, and closes the connection."""
+    exchange.client.ignore()
+    length = {"content-length": str(len(body)), "connection": "close"}
+    await exchange.send(start_of_answer(status, {**headers, **length}))
+    await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
+    if not exchange.is_whole:  # closed while the client sends, the connection would lose the answer
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                await _disconnect(exchange.receive)
+    await exchange.send({"type": "http.response.body", "body": b""})
 
 
 async def send_answer(exchange: Exchange, status: int, headers: Mapping[str, str], body: bytes) -> None:

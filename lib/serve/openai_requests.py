@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
 from lib.config.section import Fraction
 
 Kind = Literal["chat", "text"]
 JSON = dict[str, Any]  # an object, as OpenAI's clients and mlx_lm.server write it
 TOP_LOGPROBS = 10
+MOST_VALUES = 50_000  # in a body: 10,000 messages have 40,000
+DEEPEST = 64
 
 
 class RequestError(Exception):
@@ -164,10 +166,6 @@ class _Request(Part):
         """So that 1 / temperature, and log(min_p), stay finite."""
         return value if value is None or abs(value) > 1e-6 else 0.0
 
-    def texts(self) -> list[str]:
-        """What the model will read."""
-        raise NotImplementedError
-
     def upstream(self) -> JSON:
         """The body for a backend, without its limits."""
         names = {"temperature", "top_p", "top_k", "min_p", "stop", "logit_bias"}
@@ -178,7 +176,7 @@ class _Request(Part):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
@@ -188,12 +186,6 @@ class ChatRequest(_Request):
     response_format: TextFormat | None = None
     store: Literal[False] | None = None
     modalities: tuple[Literal["text"]] | None = None
-
-    def texts(self) -> list[str]:
-        messages = [message.upstream() for message in self.messages]
-        contents = [message["content"] + message.get("reasoning", "") for message in messages]
-        calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
-        return [*contents, *calls, json.dumps(self._tools())]
 
     def upstream(self) -> JSON:
         body = super().upstream() | {"messages": [message.upstream() for message in self.messages]}
@@ -222,11 +214,8 @@ class TextRequest(_Request):
     logprobs: None = None
     suffix: None = None
 
-    def texts(self) -> list[str]:
-        return [self.prompt if isinstance(self.prompt, str) else self.prompt[0]]
-
     def upstream(self) -> JSON:
-        return super().upstream() | {"prompt": self.texts()[0]}
+        return super().upstream() | {"prompt": self.prompt if isinstance(self.prompt, str) else self.prompt[0]}
 
 
 @dataclass(frozen=True)
@@ -242,21 +231,25 @@ class Limits:
 
 @dataclass(frozen=True)
 class BackendRequest:
-    """A request that may go to a backend."""
+    """A request that may go to a backend.
+
+    Args:
+        content: its body, as JSON.
+        is_streamed: whether a backend streams it. A server that runs already notices that nobody listens only when it
+            writes, so whole answers are asked for as streams, too; but its streams have no log-probabilities.
+    """
 
     kind: Kind
-    body: JSON
+    content: bytes
     stream: bool
     include_usage: bool
     model: str
+    is_streamed: bool = True
 
     @property
-    def is_streamed_upstream(self) -> bool:
-        """A backend notices that nobody listens only when it writes, so whole answers are asked for as streams, too.
-
-        Log-probabilities are the exception: its streams do not have them.
-        """
-        return not self.body.get("logprobs")
+    def body(self) -> JSON:
+        body: JSON = json.loads(self.content)
+        return body
 
 
 def parse(kind: Kind, raw: bytes) -> ChatRequest | TextRequest:
@@ -280,10 +273,26 @@ def read(model: type[SomePart], raw: bytes) -> SomePart:
         raise RequestError(400, f"the body is not JSON: {error}", "invalid_json") from None
     if not isinstance(tree, dict):
         raise RequestError(400, "the body has to be a JSON object", "invalid_json")
+    _limit(tree)
     try:
         return model.model_validate_json(raw)  # as JSON, where a list may be a tuple and lone surrogates cannot be
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _limit(tree: JSON) -> None:
+    """Raises RequestError where checking a body could take long: of too many values, or too deep."""
+    level: list[Any] = [tree]
+    count = 0
+    for _ in range(DEEPEST):
+        count += len(level)
+        if count > MOST_VALUES:
+            raise RequestError(400, f"the body has more than {MOST_VALUES} values", "too_complex")
+        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
+        level = [value for part in parts for value in part]
+        if not level:
+            return
+    raise RequestError(400, f"the body is nested more than {DEEPEST} deep", "too_complex")
 
 
 def backend_request(
@@ -292,7 +301,7 @@ def backend_request(
     """What a backend is asked for, within the limits.
 
     Args:
-        prompt_tokens: of `request.texts()`.
+        prompt_tokens: of the prompt, as the model will see it.
 
     Raises:
         RequestError: another model, or beyond a limit; with the numbers.
@@ -333,14 +342,15 @@ def backend_request(
     body = request.upstream() | {"model": "default_model", "max_tokens": max_tokens}
     options = request.stream_options
     wants_usage = bool(options and options.include_usage)
-    whole = BackendRequest(kind, body, bool(request.stream), wants_usage, limits.model)
-    if whole.is_streamed_upstream:
+    is_streamed = not body.get("logprobs")
+    if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    elif whole.stream:
+    elif request.stream:
         raise RequestError(
             400, "logprobs come with whole answers only; set stream to false", "invalid_value", "logprobs"
         )
-    return whole
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return BackendRequest(kind, content, bool(request.stream), wants_usage, limits.model, is_streamed)
 
 
 def _too_long(message: str) -> RequestError:

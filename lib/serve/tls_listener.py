@@ -1,66 +1,26 @@
-"""The HTTP listener: uvicorn with limits on slow or hostile clients, and an end that loses no request."""
+"""The listener: uvicorn on connections that count from their first packet on, and an end that loses no request.
+
+asyncio's own listener says nothing of a connection before its TLS handshake is over, which may be never.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lib.config.serve_settings import ServeSettings
+from lib.serve.connections import Connection, Connections
 from lib.serve.event_log import Log
 from lib.serve.gateway import Gateway
+from lib.serve.http_protocol import Protocol
 
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
-
-
-def protocol(settings: ServeSettings) -> type[H11Protocol]:
-    """HTTP/1.1 with a limit on connections, on the time for headers, and on the time to read an answer's end."""
-
-    class Protocol(H11Protocol):
-        def __init__(self, *arguments: Any, **options: Any):
-            super().__init__(*arguments, **options)
-            self.app_state = {**self.app_state, "abort": self._abort}
-            self.waiting_for_headers: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > settings.max_connections:
-                self._abort()
-            self._await_headers()
-
-        def data_received(self, data: bytes) -> None:
-            # What is no part of a request that is being answered has to become one, in time: headers, byte by byte,
-            # or the rest of a body that was refused already.
-            self._await_headers()
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_waiting()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
-
-        def timeout_keep_alive_handler(self) -> None:
-            super().timeout_keep_alive_handler()
-            self.loop.call_later(settings.write_seconds, self._abort)
-
-        def _await_headers(self) -> None:
-            if self.waiting_for_headers is None:
-                self.waiting_for_headers = self.loop.call_later(settings.read_seconds, self._abort)
-
-        def _stop_waiting(self) -> None:
-            if self.waiting_for_headers is not None:
-                self.waiting_for_headers.cancel()
-                self.waiting_for_headers = None
-
-        def _abort(self) -> None:
-            self.transport.abort()
-
-    return Protocol
+ACCEPTED_AT_ONCE = 16  # connections, before others are served
+NO_FILES_SECONDS = 0.1  # until it is tried again where the system has no file for a connection
 
 
 class Listener(uvicorn.Server):
@@ -70,6 +30,9 @@ class Listener(uvicorn.Server):
         super().__init__(uvicorn_config)
         self.gateway, self.settings, self.log = gateway, settings, log
         self.loop = asyncio.get_running_loop()
+        self.connections = Connections(settings.max_connections, settings.most_of_address)
+        self.listening: list[socket.socket] = []
+        self.welcoming: set[asyncio.Task[None]] = set()
         self.draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -92,10 +55,67 @@ class Listener(uvicorn.Server):
             await asyncio.sleep(0.05)
         self.should_exit = True
 
-    async def shutdown(self, sockets: Any = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes connections from now on."""
+        self.servers = []
+        self.listening = sockets or []
+        for listening in self.listening:
+            listening.setblocking(False)
+            self.loop.add_reader(listening, self._accept, listening)
+        self.started = True
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # no files, or no memory: those who wait are taken when there are some
+                self.loop.remove_reader(listening)
+                self.loop.call_later(NO_FILES_SECONDS, self._accept_again, listening)
+                return
+            connection = self.connections.take(address[0])
+            if connection is None:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            task = asyncio.create_task(self._welcome(accepted, connection))
+            connection.close = task.cancel
+            self.welcoming.add(task)
+            task.add_done_callback(self.welcoming.discard)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self.listening:
+            self.loop.add_reader(listening, self._accept, listening)
+
+    async def _welcome(self, accepted: socket.socket, connection: Connection) -> None:
+        """Makes a connection of HTTP of one of TCP, after the TLS handshake if there is to be one."""
+
+        def protocol() -> Protocol:
+            return Protocol(
+                connection,
+                self.connections,
+                self.settings,
+                config=self.config,
+                server_state=self.server_state,
+                app_state={},
+            )
+
+        limit = None if self.config.ssl is None else self.settings.read_seconds
+        try:
+            await self.loop.connect_accepted_socket(
+                protocol, accepted, ssl=self.config.ssl, ssl_handshake_timeout=limit, ssl_shutdown_timeout=limit
+            )
+        except (OSError, asyncio.CancelledError):  # no handshake, in time, or at all; or its place is another's
+            self.connections.leave(connection)
+            accepted.close()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the listener first; requests that were on their way still arrive, and are refused."""
-        for server in self.servers:
-            server.close()
+        for listening in self.listening:
+            self.loop.remove_reader(listening)
+            listening.close()
+        self.listening = []
         deadline = self.loop.time() + LAST_WORDS_SECONDS
         while self.server_state.connections and not self.force_exit and self.loop.time() < deadline:
             await asyncio.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from lib.config import read_file
 from lib.errors import UserError
@@ -12,6 +13,9 @@ from lib.errors import UserError
 ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has the same name
+SIZES = ("vocab_size", "hidden_size", "intermediate_size")
+LARGEST_SIZE = 2**24
+MOST_BLOCKS = 2**12
 
 
 def adapter_weights(folder: Path) -> Path:
@@ -49,14 +53,27 @@ def resolve(path: str, revision: str | None = None) -> Path:
             f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
         )
     try:
-        is_whole = isinstance(json.loads((folder / "config.json").read_bytes()), dict)
+        config = json.loads((folder / "config.json").read_bytes())
     except (ValueError, RecursionError):
-        is_whole = False
-    if not is_whole:
+        config = None
+    if not isinstance(config, dict):
         raise UserError(
             f"model.path {path}: its config.json is not a JSON object, perhaps cut short; copy the model again"
         )
+    if (fault := _absurd(config)) is not None:
+        raise UserError(f"model.path {path}: its config.json has {fault}; no model has; copy it again")
     return folder
+
+
+def _absurd(config: dict[str, Any]) -> str | None:
+    """A size that no model has, and that would take all memory before a weight is read; None where there is none."""
+    text = config.get("text_config")
+    for name, value in [*config.items(), *(text.items() if isinstance(text, dict) else ())]:
+        if isinstance(value, int) and (name.startswith("num_") or name.endswith(SIZES)):
+            most = MOST_BLOCKS if "layers" in name else LARGEST_SIZE
+            if not -1 <= value <= most:  # -1: none, in some configurations
+                return f"{name}={str(value)[:30]}, which may be {most:,} at most"
+    return None
 
 
 def end_ids(folder: Path) -> set[int]:

@@ -71,6 +71,7 @@ class Record(PlanRecord, total=False):
     platform: object
     versions: dict[str, object] | None
     memory_limit_bytes: FiniteFloat | None
+    quantised_products: list[object] | None  # how lib/model/quantised.py multiplies by each kind of weights
     # plan
     first_step: int | None
     # merge

@@ -6,7 +6,6 @@ A checkpoint is written beside its place, flushed to the disk, hashed and rename
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -23,7 +22,7 @@ from typing import IO, Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
 from lib.config.load import dump
@@ -38,6 +37,7 @@ from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training.finite import are_finite
 from lib.training.objective import Metrics
+from lib.training.run_folder import claim, discard, sweep
 from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
@@ -155,34 +155,17 @@ def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: b
         if not keeper:
             return None
         with contextlib.ExitStack() as on_failure:
-            lock = on_failure.enter_context(_claim(folder))
+            lock = on_failure.enter_context(claim(folder))
             if (folder / "config.yaml").exists() and not resume:
                 raise UserError(
                     f"run folder {folder} already holds a run; go on with it by --resume {folder}, "
                     "or give another run.name"
                 )
+            sweep(folder)
             files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
             files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
             on_failure.pop_all()
             return lock
-
-
-def _claim(folder: Path) -> IO[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with lock:
-            lock.seek(0)
-            owner = lock.read().strip() or "?"
-        raise UserError(
-            f"run folder {folder} is in use by process {owner}; wait for it, or give another run.name"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return lock
 
 
 class CheckpointWriter:
@@ -327,7 +310,7 @@ def _write_whole(
         for file in unfinished.iterdir():
             files.flush_path(file)
         files.flush_path(unfinished)
-        shutil.rmtree(final, ignore_errors=True)  # left from a run that a resume went back behind
+        discard(final)  # left from a run that a resume went back behind
         unfinished.rename(final)
         files.flush_path(folder)
     except OSError as error:
@@ -389,9 +372,7 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
     newest_whole = next((path for path in checkpoints_in(folder) if not inside_a_round(path)), None)
     for path in checkpoints_in(folder)[keep:]:
         if step_of(path) != best_step and path != newest_whole:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".unfinished-*"):  # of a process that was killed: nobody else writes here
-        shutil.rmtree(path, ignore_errors=True)
+            discard(path)
 
 
 # ---- Every rank's own part: what differs between independent ranks, or ranks that compress what they send -----------
@@ -465,28 +446,10 @@ def inside_a_round(path: Path) -> bool:
         return True
 
 
-def share(world: World, model: nn.Module, optimizer: optim.Optimizer, reference: MovingReference | None = None) -> None:
-    """Gives every rank rank 0's trained weights, optimizer state and moving reference, of what is replicated.
-
-    Nothing travels where no bit differs.
-    """
-    if world.size == 1:
-        return
-    held = [{**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}]
-    held += [reference.arrays] if reference is not None else []
-    digests = " ".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
-    if len(set(world.gather_text(digests, "every rank's weights"))) == 1:
-        return
-    if reference is not None:
-        reference.arrays = dict(tree_flatten(world.align(tree_unflatten(list(reference.arrays.items())))))
-    model.update(world.align(model.trainable_parameters()))
-    optimizer.state = world.align(optimizer.state)
-
-
 def checkpoints_in(folder: Path) -> list[Path]:
     """Newest first."""
     return sorted(
-        (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of, reverse=True
+        (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)), key=step_of, reverse=True
     )
 
 

@@ -83,13 +83,13 @@ def _is_sound(value: Any) -> bool:
 def fault_of(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, by its manifest's hashes and its state; None where all are whole."""
     try:
-        hashes = json.loads((path / MANIFEST).read_text())
+        hashes = json.loads(read_text(path / MANIFEST, "manifest", STATE_BYTES))
         for name, expected in hashes.items():
             if Path(name).name != name or not (path / name).is_file():
                 return f"{name} is no file of it"
             if file_sha256(path / name) != expected:
                 return f"{name} does not match its hash"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (UserError, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return str(error)
     if not {STATE, OPTIMIZER, adapter_files.ADAPTER_WEIGHTS} <= hashes.keys():
         return "files are missing from its manifest"

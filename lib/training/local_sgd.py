@@ -58,12 +58,21 @@ class LocalSGD:
         plan: shares and micro-batches to begin with.
         lengths: int [n], of the training rows, as Dataset.lengths.
         steps: of the whole run, in global batches.
+        first_step: that the data begin with: epochs count from there.
     """
 
     def __init__(
-        self, config: Config, world: World, plan: ClusterPlan, model: nn.Module, lengths: np.ndarray, steps: int
+        self,
+        config: Config,
+        world: World,
+        plan: ClusterPlan,
+        model: nn.Module,
+        lengths: np.ndarray,
+        steps: int,
+        first_step: int = 0,
     ):
         self.config, self.world, self.model, self.lengths, self.steps = config, world, model, lengths, steps
+        self.first_step = first_step
         self.steps_per_round = plan.steps_per_round or longest_round(steps)
         self.measures_merges = measures_merges(config) and world.size > 1
         self.round_ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
@@ -178,9 +187,11 @@ class LocalSGD:
     def _read(self, first_step: int, last_step: int, pairs: int = sys.maxsize) -> None:
         """The round that ends with `last_step`, or before it, once it has so many pairs."""
         train, window = self.config.train, self.config.data.length_window
-        self.round = round_assignment.open_round(
-            first_step, last_step, pairs, self.lengths, train.seed, train.global_batch_size, window
+        before = self.first_step
+        opened = round_assignment.open_round(
+            first_step - before, last_step - before, pairs, self.lengths, train.seed, train.global_batch_size, window
         )
+        self.round = replace(opened, first_step=first_step, last_step=opened.last_step + before)
 
     def _work_and_synchronise(self, progress: Progress, local_step: LocalStep, target: int) -> None:
         """Local steps until the ranks synchronise, and what they know then. target: the step of the next checkpoint."""
@@ -287,7 +298,7 @@ class LocalSGD:
         done = len(self.round.rows) - len(self.pending)
         step = self.round.first_step + int(np.searchsorted(self.round.edges, done, side="right")) - 1
         batch_size = self.config.train.global_batch_size
-        epoch, batches = divmod(step, -(-len(self.lengths) // batch_size))
+        epoch, batches = divmod(step - self.first_step, -(-len(self.lengths) // batch_size))
         return step, Position(epoch, batches * batch_size)
 
     # ---- In a checkpoint

@@ -14,6 +14,7 @@ import numpy as np
 from lib.data.dataset import Dataset
 from lib.data.micro_batches import MicroBatches, lengths_and_cost
 from lib.data.prefetch import prefetch
+from lib.data.prompts import Prompts
 from lib.data.row_order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches
 from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
@@ -60,7 +61,7 @@ class Batches:
         lengths: int [n], of the rows, as all ranks count them; cost: of a micro-batch, given its rows, in tokens.
     """
 
-    data: Dataset | StreamedDataset
+    data: Dataset | StreamedDataset | Prompts
     make: MicroBatches
     lengths: np.ndarray
     cost: Callable[[np.ndarray], float]
@@ -110,6 +111,13 @@ class TrainingLoop:
     batches: Batches
     evaluate_on: Evaluate
     latest: Metrics = field(default_factory=dict)  # held-out metrics of the model as it is
+    ended: str | None = None  # why there are no further rounds
+
+    @classmethod
+    def over(cls, run: TrainingRun, reference: np.ndarray | None, evaluate_on: Evaluate) -> TrainingLoop:
+        """Over a run's training data. reference: float32 [n, K], log-probabilities of the rows."""
+        batches = Batches.prepare(run, reference)
+        return cls(run, Learner(run, batches.make), batches, evaluate_on)
 
     def __post_init__(self) -> None:
         self.final_step = self.run.steps  # whose weights the run's folder holds at the end
@@ -144,7 +152,7 @@ class TrainingLoop:
         """Why training ended before the run's last step, if it did."""
         progress = self.run.progress
         if progress.step >= self.run.steps:
-            return None
+            return self.ended
         loss, count = progress.best_loss, progress.evaluations_since_best
         best = "is finite" if loss is None else f"is below {loss:.4f} (step {progress.best_step})"
         return f"none of the last {count} held-out losses {best}; train.patience={self.run.config.train.patience}"
@@ -233,6 +241,7 @@ class TrainingLoop:
             On rank 0 what summary.json holds.
         """
         run, config, world, tracker = self.run, self.run.config, self.run.world, self.run.tracker
+        world.check_exchanges()
         report.warn_of_the_end(run.say, run.progress.step, self.latest.get("kl"))
         ending = summary.Ending(self.final_step, self.latest, self.early_end())
         totals = tracker.totals() | (self.latest if run.is_never_merged else {})

@@ -16,7 +16,7 @@ from typing import get_args
 
 import mlx.core as mx
 
-from lib.config.train_settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, UnpairedLoss
+from lib.config.train_settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, TrainSettings, UnpairedLoss
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)
@@ -27,11 +27,13 @@ def terms_of(loss: Loss) -> tuple[str, ...]:
     return (loss,) if isinstance(loss, str) else loss
 
 
-def needs_reference(loss: Loss) -> bool:
-    """Whether a loss, as in the settings, compares the policy with a frozen reference."""
+def needs_reference(train: TrainSettings) -> bool:
+    """Whether the loss compares the policy with a frozen reference."""
+    if train.loss == "grpo":
+        return train.beta > 0
     return any(
         name in UNPAIRED_LOSSES or (name in PREFERENCE_LOSSES and name not in REFERENCE_FREE_LOSSES)
-        for name in terms_of(loss)
+        for name in terms_of(train.loss)
     )
 
 

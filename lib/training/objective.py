@@ -5,12 +5,16 @@ from __future__ import annotations
 import mlx.core as mx
 
 from lib.config.train_settings import TrainSettings
+from lib.model.token_stream import StreamInputs
 from lib.training import losses
+from lib.training.group_losses import Groups, group_loss
 
 # What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs or rows for
 # preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
 REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
-SUMS = ("loss", "count", "pairs", "desirable", *REWARDS)
+OF_TOKENS = ("kl", "entropy", "clip_fraction")  # of grpo: what `completion_tokens` divides
+OF_GROUPS = ("completions", "completion_tokens", "reward", "reward_std", "entropy", "clip_fraction")
+SUMS = ("loss", "count", "pairs", "desirable", *REWARDS, *OF_GROUPS)
 
 Metrics = dict[str, float | None]  # by name; None for what a loss does not have
 
@@ -74,11 +78,32 @@ def objective(
     return per_pair, {"loss": (counted * per_pair).sum(), "count": pairs, "pairs": pairs, **metrics}
 
 
+def group_objective(
+    train: TrainSettings,
+    inputs: StreamInputs,
+    logps: mx.array,
+    entropies: mx.array,
+    reference_logps: mx.array | None,
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """`objective` of groups of completions: losses, float32 [b, K], summed over tokens, and sums.
+
+    Args:
+        inputs: with `rewards`; without `sampling_logps` the policy itself sampled.
+        logps, entropies, reference_logps: float32 [b, K, C], of the tokens.
+    """
+    sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
+    rewards = inputs["rewards"]
+    groups = Groups(logps, sampling_logps, reference_logps, entropies, inputs["mask"], rewards)
+    return group_loss(train, groups)
+
+
 def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
     """The loss and the metrics from their sums; None for what the loss does not have, and for all of no rows."""
     means: Metrics = {"loss": sums["loss"] / sums["count"] if sums["count"] else None}
+    if train.loss == "grpo":
+        return means | _means_of_groups(sums, losses.needs_reference(train))
     for name in REWARDS:
-        has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train.loss))
+        has = train.loss != "sft" and (name != "kl" or losses.needs_reference(train))
         means[name] = sums[name] / sums["pairs"] if has and sums["pairs"] else None
     if train.loss in losses.UNPAIRED_LOSSES:
         counts = {"reward_chosen": sums["desirable"], "reward_rejected": sums["pairs"] - sums["desirable"]}
@@ -87,3 +112,11 @@ def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
         means["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
         means |= {"desirable": counts["reward_chosen"], "undesirable": counts["reward_rejected"]}
     return means
+
+
+def _means_of_groups(sums: dict[str, float], has_reference: bool) -> Metrics:
+    means: Metrics = {name: sums[name] / sums["completion_tokens"] if sums["count"] else None for name in OF_TOKENS}
+    means["reward"] = sums["reward"] / sums["completions"] if sums["count"] else None
+    means["reward_std"] = sums["reward_std"] / sums["pairs"] if sums["count"] else None
+    means["completion_length"] = sums["completion_tokens"] / sums["completions"] if sums["count"] else None
+    return means | ({} if has_reference else {"kl": None})

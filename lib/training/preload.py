@@ -22,10 +22,13 @@ from lib.data import answer_questions, hub_datasets, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
+from lib.data.groups import load_groups
+from lib.data.prompts import Prompts, open_prompts
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
 from lib.data.template_facts import facts_of
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
+from lib.errors import UserError
 from lib.model import adapters, load
 from lib.system import hardware, model_folder, provenance
 from lib.training import losses
@@ -38,10 +41,11 @@ class Inputs:
     """What a run learns from and is judged by, the same on every host."""
 
     tokenizer: Tokenizer | None
-    data: Dataset | StreamedDataset
+    data: Dataset | StreamedDataset | Prompts
     valid: Dataset | None
     questions: list[Question]
     messages: tuple[str, ...] = ()  # what reading them had to say
+    held_out: Prompts | None = None  # of a run of rounds
 
 
 @dataclass
@@ -99,7 +103,7 @@ def read(words: Sequence[str]) -> None:
     if any(source.startswith(hub_datasets.PREFIX) for source in sources.weights_of(config.data.train)):
         return  # what it is now, only a hub can tell
     state = state_of(config)
-    data = None if is_streamed(config.data) else _read(config)
+    data = None if is_streamed(config.data) and not config.rollouts.rounds else _read(config)
     model = None
     free = hardware.free_memory_bytes() if hardware.mlx_device()[0] == "cpu" else None  # a GPU's is not the host's
     if free is not None and config.strategy not in ("sharded", "pipelined"):
@@ -125,7 +129,7 @@ def state_of(config: Config) -> str:
     Raises:
         UserError: a file is missing.
     """
-    settings = [config.data, config.model, config.evaluate]
+    settings = [config.data, config.model, config.evaluate, config.rollouts]
     kept = [part.model_dump(mode="json") for part in settings] + [config.train.loss, config.train.seed]
     stamps = [(str(file), *_stamp(file)) for file in _files(config)]
     return json.dumps([kept, stamps])
@@ -147,10 +151,43 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     words = tokenizer_module.vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
+    if config.record_kind == "group":
+        groups = load_groups(config.data, words["vocab_size"])
+        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
+    if config.rollouts.rounds:
+        prompts = _prompts(config, tokenizer, say)
+        held_out = _held_out_prompts(config, tokenizer, say)
+        questions = answer_questions.load_questions(config, tokenizer)
+        return Inputs(tokenizer, prompts, None, questions, tuple(messages), held_out)
     kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
     data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     return Inputs(tokenizer, data, valid, answer_questions.load_questions(config, tokenizer), tuple(messages))
+
+
+def _prompts(config: Config, tokenizer: Tokenizer | None, tell: Callable[[str], None]) -> Prompts:
+    """The prompts of a run of rounds, without those held out."""
+    data, encoder = config.data, _prompt_encoder(config, tokenizer)
+    return open_prompts(data.train, data, encoder, config.rollouts, False if data.holdout else None, tell)
+
+
+def _held_out_prompts(config: Config, tokenizer: Tokenizer | None, tell: Callable[[str], None]) -> Prompts | None:
+    """The prompts of data.valid, or what data.holdout keeps of data.train; None where there is neither."""
+    data, encoder = config.data, _prompt_encoder(config, tokenizer)
+    if data.valid is not None:
+        return open_prompts(data.valid, data, encoder, config.rollouts, None, tell)
+    return open_prompts(data.train, data, encoder, config.rollouts, True, tell) if data.holdout else None
+
+
+def _prompt_encoder(config: Config, tokenizer: Tokenizer | None) -> Encoder:
+    """Makes prompts' tokens; the tokenizer's answers end as its chat template has it from then on."""
+    if tokenizer is None:
+        raise UserError(
+            f"rollouts.rounds={config.rollouts.rounds} needs a tokenizer, but model.path {config.model.path} has none"
+        )
+    encoder = Encoder(tokenizer, config.data, tokenizer_module.vocabulary(config.model)["eos_token_id"])
+    encoder.stop_generation()
+    return encoder
 
 
 def _files(config: Config) -> Iterator[Path]:

@@ -19,6 +19,7 @@ from mlx.utils import tree_unflatten
 from lib.config.schema import Config, DataSettings
 from lib.data.collate import collate
 from lib.data.dataset import Dataset
+from lib.data.prompts import Prompts
 from lib.data.row_order import micro_batches, split
 from lib.data.streaming import StreamedDataset
 from lib.distributed import sharded_model
@@ -27,8 +28,8 @@ from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapter_files, load
-from lib.model.logps import completion_logps
-from lib.model.token_stream import arrays_of, cannot_share_prompts, length_multiple
+from lib.model.logps import completion_logps, completion_token_logps
+from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
 from lib.system import files, metal, out_of_memory
 from lib.training import losses
 from lib.training.preload import Inputs
@@ -134,12 +135,12 @@ def of_run(
 
     policy: before training, which is the reference where no other is named.
     """
-    moves = settings.train.reference_sync_steps is not None
+    is_late = settings.reference_sync_steps is not None or settings.train.loss == "grpo"
     data, valid = (
         None
-        if dataset is None or isinstance(dataset, StreamedDataset)
+        if dataset is None or isinstance(dataset, StreamedDataset | Prompts)
         else reference_logps(settings, policy, dataset, world, shares, counting)
-        for dataset in (None if moves else inputs.data, inputs.valid)
+        for dataset in (None if is_late else inputs.data, inputs.valid)
     )
     return References(data, valid)
 
@@ -152,7 +153,7 @@ def reference_logps(
     Returns:
         float32 [N, K], the same on every rank.
     """
-    if not losses.needs_reference(settings.train.loss):
+    if not losses.needs_reference(settings.train):
         return None
     key = cache_key(load.reference_fingerprint(settings.model, settings.train.seed), dataset)
     folder = Path(settings.run.dir) / ".reference"
@@ -178,6 +179,7 @@ class AskedReference:
         arrays: what the policy trains, as the reference has it; {} where the reference is another model.
         every: steps after which the reference follows the policy; None for never.
         alpha: how far it goes then.
+        temperature: of the groups' completions.
     """
 
     policy: nn.Module
@@ -186,6 +188,7 @@ class AskedReference:
     arrays: Arrays
     every: int | None = None
     alpha: float = 1.0
+    temperature: float = 1.0
 
     def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch, _ in batches:
@@ -194,10 +197,16 @@ class AskedReference:
             self.model.eval()
             with self.world.workers.together("reference log-probabilities of a batch"):
                 parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
-                columns = [np.array(completion_logps(self.model, arrays_of(part.inputs))) for part in parts]
+                columns = [np.array(self._logps(arrays_of(part.inputs))) for part in parts]
             self.model.update(tree_unflatten(list(now.items())))
             self.policy.train()
             yield batch, np.concatenate(columns, axis=1)[: len(batch.rows)]
+
+    def _logps(self, inputs: StreamInputs) -> mx.array:
+        """Of whole completions, float32 [b, K]; of groups those of each token, [b, K, C]."""
+        if "rewards" not in inputs:
+            return completion_logps(self.model, inputs)
+        return completion_token_logps(self.model, inputs, self.temperature)[0]
 
     def follow(self, step: int) -> None:
         """Moves the reference after a step, where it is its turn.
@@ -215,20 +224,23 @@ class AskedReference:
         mx.eval(self.arrays)
 
 
-def asked(settings: Config, policy: nn.Module, data: Dataset | StreamedDataset, world: World) -> AskedReference | None:
+def asked(
+    settings: Config, policy: nn.Module, data: Dataset | StreamedDataset | Prompts, world: World
+) -> AskedReference | None:
     """The reference that is asked in each step; None where it is known before, or the loss has none.
 
     policy: before training.
     """
     named, train = settings.model.reference != "initial", settings.train
-    if not losses.needs_reference(train.loss) or not (train.reference_sync_steps or data.is_estimated):
+    is_late = settings.reference_sync_steps or data.is_estimated or train.loss == "grpo"
+    if not losses.needs_reference(train) or not is_late:
         return None
     reference = sharded_model.load_reference(settings, world) if named else policy
     reference.eval()
     mx.eval(reference.state)
     start = {} if named else adapter_files.trainable(policy)
     alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
-    return AskedReference(policy, reference, world, start, train.reference_sync_steps, alpha)
+    return AskedReference(policy, reference, world, start, settings.reference_sync_steps, alpha, train.temperature)
 
 
 def cache_key(model_fingerprint: str, dataset: Dataset) -> str:

@@ -12,9 +12,11 @@ from rich.text import Text
 
 from lib.config.schema import Config
 from lib.data.dataset import Dataset
+from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
 from lib.data.template_facts import picture
 from lib.distributed.world import World
+from lib.model import quantised
 from lib.plan import plan_warnings
 from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.pipeline_replan import MovedCut
@@ -132,7 +134,7 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
             _warn_of_rows(say, dataset, config.data.max_length)
 
 
-def _warn_of_rows(say: RunConsole, dataset: Dataset | StreamedDataset, max_length: int) -> None:
+def _warn_of_rows(say: RunConsole, dataset: Dataset | StreamedDataset | Prompts, max_length: int) -> None:
     """What is not in the data that a person may believe to be there."""
     if dataset.truncated_count:
         count = f"{'about ' * dataset.is_estimated}{dataset.truncated_count} of {len(dataset)}"
@@ -216,6 +218,7 @@ def record_start(run: TrainingRun, resumed: bool) -> None:
         resumes=progress.resumes,
         resume_ids=progress.resume_ids,
         kernel_kills=out_of_memory.kernel_kills(),
+        quantised_products=quantised.choices(run.model),
         resumed_from_step=progress.step if resumed else None,
     )
     run.say.record_in(tracker, progress.step, each_rank=run.local_sgd is not None)
@@ -226,6 +229,8 @@ def show_model(say: RunConsole, config: Config, model: nn.Module) -> None:
     total = sum(a.size for _, a in tree_flatten(model.parameters()))
     trained = sum(a.size for _, a in tree_flatten(model.trainable_parameters()))
     say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
+    if (how := quantised.described(model)) is not None:
+        say.line(how)
 
 
 def warn_of_the_end(say: RunConsole, step: int, kl: float | None) -> None:

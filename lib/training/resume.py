@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
@@ -32,6 +31,7 @@ from lib.training.checkpoint import (
     step_of,
 )
 from lib.training.find_checkpoint import fault_of, read_progress
+from lib.training.run_folder import discard
 from lib.training.training_run import TrainingRun
 
 
@@ -62,13 +62,13 @@ def resume_run(run: TrainingRun) -> None:
         run.model.update(tree_unflatten(list(own["weights"].items())))
     if "optimizer" in own:
         run.optimizer.state = tree_unflatten(list(own["optimizer"].items()))
-    run.feedback = own.get("feedback", {})
-    if run.local_sgd is not None:
+    run.feedback, run.resumed = own.get("feedback", {}), own
+    if run.local_sgd is not None and not run.config.rollouts.rounds:
         try:
             run.local_sgd.resume(run.progress, own)
         except (KeyError, TypeError, ValueError, IndexError) as error:  # the same on every rank: all have this state
             raise AgreedError(f"{path}: the state of its rounds is not what a run writes: {error!r}") from None
-    elif run.progress.rounds:
+    elif run.local_sgd is None and run.progress.rounds:
         raise AgreedError(f"{run.folder} is a run of independent ranks; go on with strategy=independent")
     if run.progress.schedule and not _restores(run):
         run.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
@@ -202,6 +202,21 @@ def restore_weights(path: Path, model: nn.Module, world: World) -> None:
     mx.eval(model.trainable_parameters())
 
 
+def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
+    """Gives every rank its part of the weights and the optimizer's state of a checkpoint of rank 0's.
+
+    Raises:
+        AgreedError: it is damaged, or does not fit the model.
+    """
+    restore_weights(path, model, world)
+    state: Arrays = {}
+    with world.agreeing("going back to a checkpoint"):
+        if world.rank == 0:
+            state = _arrays_of(path, OPTIMIZER)
+    optimizer.state = tree_unflatten(list(world.scattered(state)))
+    mx.eval(optimizer.state)
+
+
 def restore_reference(path: Path, reference: MovingReference, world: World) -> None:
     """Gives every rank its part of a checkpoint's reference, which rank 0 has on its disk.
 
@@ -233,4 +248,4 @@ def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> N
             rewind(log, first_missed(log, *history, index) if progress.step else -1)
         for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and progress.step else ():
             if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
-                shutil.rmtree(path, ignore_errors=True)
+                discard(path)

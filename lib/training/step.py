@@ -24,18 +24,18 @@ from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.logps import completion_logps, completion_logps_and_weights
+from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, embedding_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
 from lib.training.neftune import noisy
-from lib.training.objective import SUMS, Metrics, means_of, objective
+from lib.training.objective import SUMS, Metrics, group_objective, means_of, objective
 from lib.training.optimizers import AdamW8bit, apply_gradients
 
 Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
 
-MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities, float32 [b, K]
+MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
 GradientsOf = Callable[
     [StreamInputs, mx.array | None, mx.array | None, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
 ]  # (inputs, reference, labels, baseline) -> ((loss, SUMS), gradients)
@@ -400,6 +400,10 @@ def make_step(
         inputs: StreamInputs, reference: mx.array | None, labels: mx.array | None, compared_with: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         weights = None
+        if train.loss == "grpo":
+            logps, entropies = completion_token_logps(model, inputs, train.temperature)
+            _, sums = group_objective(train, inputs, logps, entropies, reference)
+            return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
         if train.use_weighting:
             logps, weights = completion_logps_and_weights(model, inputs)
         else:

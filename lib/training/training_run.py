@@ -16,12 +16,13 @@ from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.telemetry.run_records import PerformanceTracker
 from lib.telemetry.trackers import Feed
-from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all, share
+from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, TrainingState, save_all
 from lib.training.finite import are_finite
 from lib.training.local_sgd import LocalSGD
 from lib.training.preload import Inputs
 from lib.training.progress_display import RunConsole
 from lib.training.reference_model import AskedReference, Layout
+from lib.training.replicas import share
 
 PREFETCHED = 2  # batches made ahead of the step
 
@@ -57,6 +58,7 @@ class TrainingRun:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
         self.progress = Progress(data_digest=data.digest)
         self.schedule = Schedule(plan, config.plan, lead=PREFETCHED + 1, steps=self.steps)
+        self.resumed: RankArrays = {}  # what this rank alone had in the checkpoint that it goes on from
         self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far
         self.local_sgd: LocalSGD | None = None  # where ranks are independent; else they take every step together
         if plan.strategy == "independent":
@@ -64,6 +66,11 @@ class TrainingRun:
         log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
         self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.feed)
         self.writer = CheckpointWriter(self.lock is not None, config.checkpoint.max_lost_seconds)
+
+    def close(self) -> None:
+        """Lets go of the run's folder."""
+        if self.lock is not None:
+            self.lock.close()
 
     @property
     def is_never_merged(self) -> bool:
@@ -89,7 +96,9 @@ class TrainingRun:
 
         Raises:
             AgreedError: the last one cannot be written.
+            Stopped: ranks hold unlike weights, or what they exchanged was changed on its way.
         """
+        self.world.check_exchanges()
         progress = self.progress
         own: RankArrays | None
         if self.local_sgd is not None:

@@ -1,0 +1,186 @@
+"""Groups: prompts with several completions each, which a policy sampled and something rewarded; for train.loss=grpo.
+
+A record is tokenised, since the log-probabilities belong to tokens:
+
+    {"prompt_ids": [...], "completion_ids": [[...], ...], "rewards": [1.0, null, ...], "logps": [[...], ...]}
+
+`logps` are the sampling policy's, one a token; without them the policy in training counts as the one that sampled. A
+reward of null says that nobody could judge a completion: it is left out, from its group's mean to the last count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lib.config.schema import DataSettings
+from lib.data import record_files, sources
+from lib.data.dataset import Dataset, Example, Pieces, pack
+from lib.data.record_formats import JSON, Unusable, name_of_type
+from lib.errors import UserError
+
+COLUMNS = ("prompt_ids", "completion_ids", "rewards")
+LEFT_OUT = ~0  # the one token, which is not learnt, of a completion without a reward
+
+
+class Group(NamedTuple):
+    """One record."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+    rewards: list[float | None]
+    logps: list[list[float]] | None
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedDataset(Dataset):
+    """Groups in memory, all of K completions: smaller ones are filled up with some that are left out.
+
+    Args:
+        samples: K.
+        rewards: float32 [n, K]; 0 where there is none.
+        logps: float32, one for each of `tokens` (prompts have some number); None where the records have none.
+    """
+
+    samples: int = 1
+    rewards: np.ndarray | None = None
+    logps: np.ndarray | None = None
+
+    @property
+    def completions_per_example(self) -> int:
+        return self.samples
+
+    @property
+    def unit(self) -> str:
+        return f"groups of {self.samples}"
+
+    def __getitem__(self, row: int) -> Example:
+        example, width = super().__getitem__(row), 1 + self.samples
+        assert self.rewards is not None
+        logps = None
+        if self.logps is not None:
+            bounds = self.bounds[row * width + 1 : (row + 1) * width + 1]
+            logps = tuple(self.logps[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        return replace(example, rewards=self.rewards[row], sampling_logps=logps)
+
+
+def load_groups(settings: DataSettings, vocab_size: int | None) -> GroupedDataset:
+    """The groups of data.train.
+
+    Raises:
+        UserError: as `load_dataset`.
+    """
+    groups: list[Group] = []
+    skipped: list[str] = []
+    weights = sources.weights_of(settings.train)
+    name = " + ".join(weights)
+    for source, weight in weights.items():
+        if weight != 1:
+            raise UserError(f"data.train: {source} has a weight of {weight:g}; groups of train.loss=grpo have none")
+        for file in sources.files_of(source, settings):
+            groups += _read(file, settings, vocab_size, skipped)
+    if skipped and not settings.skip_invalid:
+        raise UserError(record_files.refusal(skipped[0], len(skipped)))
+    if not groups:
+        raise UserError(record_files.nothing_in(name, skipped[0] if skipped else "", len(skipped)))
+    has_logps = {group.logps is not None for group in groups}
+    if len(has_logps) > 1:
+        raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
+    return _in_memory(name, groups, skipped)
+
+
+def _read(file: Path, settings: DataSettings, vocab_size: int | None, skipped: list[str]) -> list[Group]:
+    """The usable groups of a file; `skipped` gets the reasons for the others."""
+    groups = []
+    for line, record in record_files.read(str(file), settings):
+        try:
+            if isinstance(record, Unusable):
+                raise record
+            groups.append(_parse(record, settings.max_length, vocab_size))
+        except Unusable as why:
+            skipped.append(f"{file}:{line}: {why}")
+    return groups
+
+
+def _parse(record: JSON, max_length: int, vocab_size: int | None) -> Group:
+    for name in COLUMNS:
+        if not isinstance(record.get(name), list):
+            shown = "there is none" if name not in record else f"it is {name_of_type(record[name])}"
+            raise Unusable(f"train.loss=grpo reads groups, which have a list {name!r}, and {shown}")
+    prompt, completions, rewards = (record[name] for name in COLUMNS)
+    if not prompt:
+        raise Unusable("empty prompt: a completion's first token has nothing before it")
+    if not completions or len(rewards) != len(completions):
+        raise Unusable(f"{len(completions)} completion_ids and {len(rewards)} rewards; give one each")
+    for ids, where in [(prompt, "prompt_ids"), *((ids, f"completion_ids[{k}]") for k, ids in enumerate(completions))]:
+        _check_ids(ids, where, vocab_size)
+        if len(ids) + (len(prompt) if ids is not prompt else 0) > max_length:
+            raise Unusable(f"{where} ends behind data.max_length={max_length}; raise it: what was sampled is not cut")
+    for k, reward in enumerate(rewards):
+        if reward is not None and not _is_finite(reward):
+            raise Unusable(f"rewards[{k}] is {reward!r}, neither a number nor null")
+    return Group(prompt, completions, rewards, _logps_of(record.get("logps"), completions))
+
+
+def _check_ids(ids: object, where: str, vocab_size: int | None) -> None:
+    if not isinstance(ids, list) or not ids:
+        raise Unusable(f"{where} is {name_of_type(ids) if ids != [] else 'empty'}, not a list of token ids")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < (vocab_size or 2**31):
+            raise Unusable(f"{where} has {token!r}, which is no token id below {vocab_size or 2**31}")
+
+
+def _logps_of(logps: object, completions: list[list[int]]) -> list[list[float]] | None:
+    if logps is None:
+        return None
+    if not isinstance(logps, list) or len(logps) != len(completions):
+        raise Unusable("logps is not a list with one list for each of completion_ids")
+    for k, (own, ids) in enumerate(zip(logps, completions, strict=True)):
+        if not isinstance(own, list) or len(own) != len(ids):
+            raise Unusable(f"logps[{k}] is not a list of {len(ids)} numbers, one a token of completion_ids[{k}]")
+        if not all(_is_finite(logp) and logp <= 0 for logp in own):
+            raise Unusable(f"logps[{k}] has what is no log-probability: a number up to 0")
+    return logps
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:
+    samples = max(len(group.completions) for group in groups)
+    pieces: Pieces = []
+    logps: list[list[float]] = []
+    rewards = np.zeros((len(groups), samples), np.float32)
+    for group, own in zip(groups, rewards, strict=True):
+        pieces.append(np.array(group.prompt, np.int32))
+        logps.append([0.0] * len(group.prompt))
+        for k in range(samples):
+            reward = group.rewards[k] if k < len(group.rewards) else None
+            is_left_out = reward is None
+            own[k] = 0.0 if reward is None else reward
+            pieces.append(np.array([LEFT_OUT] if is_left_out else group.completions[k], np.int32))
+            logps.append([0.0] if is_left_out or group.logps is None else group.logps[k])
+    packed = pack("group", pieces, None)
+    flat = None if groups[0].logps is None else np.concatenate([np.array(own, np.float32) for own in logps])
+    digest = hashlib.sha256(packed.digest.encode() + rewards.tobytes())
+    digest.update(b"" if flat is None else flat.tobytes())
+    columns = " + ".join(COLUMNS + (("logps",) if flat is not None else ()))
+    return GroupedDataset(
+        path=name,
+        kind="group",
+        columns=columns,
+        truncated_count=0,
+        skipped=skipped,
+        digest=digest.hexdigest(),
+        tokens=packed.tokens,
+        bounds=packed.bounds,
+        samples=samples,
+        rewards=rewards,
+        logps=flat,
+    )

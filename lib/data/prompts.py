@@ -1,0 +1,157 @@
+"""The prompts that a run of rounds answers: their records, their tokens, and which of them a round takes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lib.config.rollout_settings import RolloutSettings
+from lib.config.schema import DataSettings
+from lib.data import record_files, sources
+from lib.data.dataset import Example, Sized, parse
+from lib.data.record_formats import JSON, RecordKind, Unusable
+from lib.data.sources import Records
+from lib.data.tokenize import Encoder, encode_records
+from lib.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts(Sized):
+    """Prompts in the files' order. To a plan they are rows whose completions are as long as they may become.
+
+    Args:
+        rows: int64 [n], the record of each prompt.
+        tokens, bounds: int32 [T] and int64 [n + 1], the prompts' ids one after the other, and where each begins.
+        max_tokens: of an answer.
+        completions: of a row that is trained.
+    """
+
+    path: str
+    columns: str
+    records: Records
+    rows: np.ndarray
+    tokens: np.ndarray
+    bounds: np.ndarray
+    max_tokens: int
+    completions: int
+    skipped: list[str] = field(default_factory=list)
+    kind: RecordKind = "prompt"
+
+    is_estimated = True
+    truncated_count = 0
+    unit = "prompts"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def completions_per_example(self) -> int:
+        return self.completions
+
+    @property
+    def pieces(self) -> np.ndarray:
+        """int64 [n, 1 + K]: tokens of each prompt, and the most that its answers may have."""
+        longest = np.full((len(self), self.completions), self.max_tokens)
+        return np.column_stack([np.diff(self.bounds), longest])
+
+    @property
+    def skipped_count(self) -> int:
+        return len(self.skipped)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all prompts' tokens and records, in order."""
+        parts = [index.digest.encode() for index in self.records.indices]
+        arrays = [self.rows.astype("<i8"), self.bounds.astype("<i8"), self.tokens.astype("<i4")]
+        return hashlib.sha256(b" ".join([*parts, *(array.tobytes() for array in arrays)])).hexdigest()
+
+    def prompt_ids(self, row: int) -> list[int]:
+        """The tokens of a prompt."""
+        ids: list[int] = self.tokens[self.bounds[row] : self.bounds[row + 1]].tolist()
+        return ids
+
+    def record(self, row: int) -> JSON:
+        """The whole record of a prompt, e.g. with its answer."""
+        return self.records[int(self.rows[row])]
+
+    def location(self, row: int) -> str:
+        """`file:line` of a prompt."""
+        return self.records.location(int(self.rows[row]))
+
+    def examples(self, rows: object) -> list[Example]:
+        """None: there is nothing to train before prompts are answered."""
+        return []
+
+    def of_round(self, number: int, count: int, seed: int) -> list[int]:
+        """The prompts of a round, the first being 1, long ones first, so that no long one is begun last.
+
+        All prompts are permuted; one round after the other takes `count` of them, until there are not so many left.
+        Then they are permuted anew.
+        """
+        epoch, index = divmod(number - 1, len(self) // count)
+        source = np.random.Philox(np.random.SeedSequence([seed, epoch, 0x726F756E]))
+        taken = np.argsort(source.random_raw(len(self)), kind="stable")[index * count : (index + 1) * count]
+        lengths = np.diff(self.bounds)[taken]
+        ordered: list[int] = taken[np.lexsort([taken, -lengths])].tolist()
+        return ordered
+
+
+def open_prompts(
+    source: str | dict[str, float],
+    settings: DataSettings,
+    encoder: Encoder,
+    rollouts: RolloutSettings,
+    held_out: bool | None,
+    tell: Callable[[str], None],
+) -> Prompts:
+    """The prompts of some sources, tokenised. held_out: which side of data.holdout; None for all.
+
+    Raises:
+        UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
+    """
+    weights = sources.weights_of(source)
+    name = " + ".join(weights)
+    if any(weight != 1 for weight in weights.values()):
+        raise UserError(f"data.train={dict(weights)}: weights are for records that are trained; name prompts without")
+    files = [sources.files_of(one, settings, tell) for one in weights]
+    records = sources.open_records(list(itertools.chain(*files)), settings, "prompt", tell)
+    ends = [records.starts[end] for end in itertools.accumulate(map(len, files))]
+    if held_out is None:
+        settings = settings.model_copy(update={"holdout": 0.0})
+    rows = sources.chosen_rows(records, ends, list(weights.values()), settings, bool(held_out))
+    room = settings.max_length - rollouts.max_tokens
+    kept, ids, skipped = [], [], [text for index in records.indices for text in index.unusable]
+    parsed = [parse(records, row, settings, "prompt") for row in rows.tolist()]
+    for row, encoded in zip(rows.tolist(), encode_records(parsed, encoder, name), strict=True):
+        why = encoded if isinstance(encoded, Unusable) else _misfit(len(encoded.prompt), room, settings)
+        if why is not None or isinstance(encoded, Unusable):
+            skipped.append(f"{records.location(row)}: {why}")
+            continue
+        kept.append(row)
+        ids.append(encoded.prompt)
+    if skipped and not settings.skip_invalid:
+        raise UserError(record_files.refusal(skipped[0], len(skipped)))
+    if not kept:
+        side = "" if held_out is None else f" (data.holdout={settings.holdout:g})"
+        raise UserError(f"{name}: no prompt is left{side}{''.join(f': {text}' for text in skipped[:1])}")
+    columns = "; ".join(dict.fromkeys(form for index in records.indices for form in index.formats))
+    tokens = np.concatenate([np.array(prompt, np.int32) for prompt in ids])
+    bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    return Prompts(name, columns, records, np.array(kept), tokens, bounds, rollouts.max_tokens, 2, skipped)
+
+
+def _misfit(tokens: int, room: int, settings: DataSettings) -> Unusable | None:
+    """Why a prompt of so many tokens cannot be answered."""
+    if not tokens:
+        return Unusable("the prompt is empty")
+    if tokens > room:
+        answer = settings.max_length - room
+        return Unusable(
+            f"a prompt of {tokens} tokens and rollouts.max_tokens={answer} are more than "
+            f"data.max_length={settings.max_length}; raise it"
+        )
+    return None

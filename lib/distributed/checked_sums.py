@@ -1,0 +1,172 @@
+"""What ranks exchange over MLX's ring, checked over a channel that nobody between them can forge.
+
+MLX's ring sends plain bytes: who sits on the way between two hosts can change them, for all ranks alike, so that their
+weights stay equal and are nobody's. So of every sum each rank notes two numbers: r·x of what it gave, and r·X of what
+it got, where r is drawn from the run's secret. Once in a while the ranks tell each other these numbers
+(lib/distributed/peer_messages.py). X is the sum of the x, so r·X is the sum of the r·x; who does not know r cannot
+change X and keep that. (Freivalds' check, "Probabilistic machines can use less running time", 1977, of a sum.)
+
+Floats differ by roundings, which are bounded: a sum of n ranks, added hop by hop in a type with unit roundoff u, is off
+by (n - 1) u Σ|x| at most in every number, so r·X by (n - 1) u |r| Σ|x| in norms. Integers and bits are exact, modulo
+2^64. Of large arrays a sample of blocks is looked at, which follows from the secret too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict
+
+import mlx.core as mx
+import numpy as np
+
+from lib.distributed.peer_messages import PeerMessages
+from lib.errors import Stopped
+from lib.system.handshake import derived
+from lib.system.network import host_name
+
+BLOCK = 2**16  # values that share a factor of r
+SAMPLE = 64  # blocks of an array that are looked at
+EVERY = 64  # sums between two comparisons
+ROUNDOFF = {mx.float32: 2.0**-24, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}  # the half ones twice: some truncate
+SLACK = 2.0**-29  # of a product of 2^24 float64 values
+TINY = 2.0**-126  # below it float32 has fewer digits
+
+
+class Record(TypedDict):
+    """What a rank notes of one exchange; of bits `got` has a number for every rank whose bits came."""
+
+    what: str
+    gave: float | int
+    got: list[float | int]
+    bound: NotRequired[float]  # of this rank's part in the rounding; only of floats
+
+
+@dataclass
+class CheckedSums:
+    """The exchanges of this rank that were not compared yet. All ranks note and compare the same ones."""
+
+    peers: PeerMessages
+    secret: bytes
+    count: int = 0
+    records: list[Record] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._words = np.frombuffer(_stream(derived(self.secret, "factors within a block"), 8 * BLOCK), np.uint64)
+        self._reals = self._words.astype(np.float64) / 2.0**63 - 1.0
+        self._squares = np.concatenate([[0.0], np.cumsum(np.square(self._reals))])
+
+    def note_sum(self, what: str, gave: mx.array, got: mx.array) -> None:
+        """Notes a sum over all ranks; compares where it is time."""
+        factors = self._factors(gave.size)
+        if gave.dtype in ROUNDOFF:
+            own, norm, length = self._real(gave, factors)
+            sum_of_all, _, _ = self._real(got, factors)
+            roundoff = (self.peers.size - 1) * ROUNDOFF[gave.dtype] + SLACK
+            bound = length * (norm * roundoff + math.sqrt(gave.size) * TINY)
+            self._add({"what": what, "gave": own, "got": [sum_of_all], "bound": bound})
+        else:
+            own_words, all_words = (np.array(array, copy=False).reshape(-1) for array in (gave, got))
+            self._add({"what": what, "gave": self._word(own_words, factors), "got": [self._word(all_words, factors)]})
+
+    def note_gather(self, what: str, gave: mx.array, got: mx.array) -> None:
+        """Notes that every rank's bits came. gave: uint8 [n], n a multiple of 4; got: uint8 [size n]."""
+        each = np.array(got, copy=False).view(np.uint32).reshape(self.peers.size, -1)
+        factors = self._factors(each.shape[1])
+        own = self._word(np.array(gave, copy=False).view(np.uint32), factors)
+        self._add({"what": what, "gave": own, "got": [self._word(theirs, factors) for theirs in each]})
+
+    def compare(self) -> None:
+        """Compares all that was noted.
+
+        Raises:
+            Stopped: something was changed on its way; names it and the first rank that got it so.
+        """
+        records, self.records = self.records, []
+        every = [json.loads(text) for text in self.peers.gather(json.dumps([host_name(), records]).encode())]
+        for index, record in enumerate(records):
+            rank = wrong_at([noted[index] for _, noted in every])
+            if rank is not None:
+                raise Stopped(
+                    f"rank {rank} on {every[rank][0]} got another result of {record['what']} than the ranks sent: "
+                    "somebody, or a faulty machine, changes what goes over the network; connect the hosts by ssh or "
+                    "WireGuard (docs/security.md)"
+                )
+
+    def require_equal(self, what: str, digest: str) -> None:
+        """Makes sure that all ranks hold the same.
+
+        Raises:
+            Stopped: names the first rank that does not, and its host.
+        """
+        self.compare()
+        held = [json.loads(text) for text in self.peers.gather(json.dumps([host_name(), digest]).encode())]
+        for rank, (host, theirs) in enumerate(held):
+            if theirs != held[0][1]:
+                raise Stopped(different(what, rank, host))
+
+    def _add(self, record: Record) -> None:
+        self.records.append(record)
+        self.count += 1
+        if len(self.records) >= EVERY:
+            self.compare()
+
+    def _factors(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of an array: the blocks that are looked at, int [k] ascending, and the factor of each, uint64 [k], odd."""
+        blocks = max(1, -(-size // BLOCK))
+        key = derived(self.secret, f"exchange {self.count}")
+        chosen = np.arange(blocks)
+        if blocks > SAMPLE:
+            drawn = np.frombuffer(_stream(key, 8 * blocks), np.uint64)
+            chosen = np.sort(np.argsort(drawn, kind="stable")[:SAMPLE])
+        return chosen, np.frombuffer(_stream(derived(key, "of blocks"), 8 * len(chosen)), np.uint64) | np.uint64(1)
+
+    def _real(self, array: mx.array, factors: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
+        """r·x, |x| and |r|, over the blocks that are looked at."""
+        flat = np.array(array if array.dtype == mx.float32 else array.astype(mx.float32), copy=False).reshape(-1)
+        product = square = length = 0.0
+        for block, word in zip(*factors, strict=True):
+            values = flat[block * BLOCK : (block + 1) * BLOCK].astype(np.float64)
+            factor = float(word) / 2.0**63 - 1.0
+            product += factor * float(values @ self._reals[: len(values)])
+            square += float(values @ values)
+            length += factor * factor * float(self._squares[len(values)])
+        return product, math.sqrt(square), math.sqrt(length)
+
+    def _word(self, values: np.ndarray, factors: tuple[np.ndarray, np.ndarray]) -> int:
+        """r·x modulo 2^64, of whole numbers of any type [n]."""
+        total = 0
+        for block, word in zip(*factors, strict=True):
+            part = values[block * BLOCK : (block + 1) * BLOCK].astype(np.uint64)
+            total += int(word) * int((part * self._words[: len(part)]).sum(dtype=np.uint64))
+        return total % 2**64
+
+
+def wrong_at(records: list[Record]) -> int | None:
+    """The first rank that got something else than was given, by every rank's record of one exchange; None: none did.
+
+    Where a number was not finite, nothing can be compared, and training leaves that update out by itself.
+    """
+    gave = [record["gave"] for record in records]
+    if len({record["what"] for record in records}) > 1:
+        return next(rank for rank, record in enumerate(records) if record["what"] != records[0]["what"])
+    if "bound" in records[0]:
+        wanted, bound = math.fsum(gave) if all(map(math.isfinite, gave)) else math.nan, sum(r["bound"] for r in records)
+        off = [abs(record["got"][0] - wanted) for record in records]
+        return next((rank for rank, error in enumerate(off) if error > bound), None)
+    wanted_words = gave if len(records[0]["got"]) == len(records) else [sum(gave) % 2**64]
+    return next((rank for rank, record in enumerate(records) if record["got"] != wanted_words), None)
+
+
+def different(what: str, rank: int, host: str) -> str:
+    """The line that ends a run whose ranks do not hold the same."""
+    return (
+        f"rank {rank} on {host} has other {what} than rank 0: somebody, or a faulty machine, changes what ranks hold "
+        "or send; check that host, and connect the hosts by ssh or WireGuard (docs/security.md)"
+    )
+
+
+def _stream(key: bytes, count: int) -> bytes:
+    return hashlib.shake_256(key).digest(count)

@@ -1,0 +1,124 @@
+"""Scored answers ➜ preference pairs, and what is to be watched of them: pure functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lib.config.rollout_settings import RolloutSettings
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer that was drawn, with its score.
+
+    Args:
+        tokens: the end token included.
+        logps: of the tokens, under the policy that drew them, in nats.
+        score: None where the judge failed on it.
+    """
+
+    k: int
+    text: str
+    tokens: list[int]
+    logps: list[float]
+    finish: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one prompt."""
+
+    prompt_id: int
+    prompt_tokens: list[int]
+    answers: list[Answer]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A better and a worse answer to one prompt."""
+
+    prompt_id: int
+    prompt_tokens: list[int]
+    chosen: Answer
+    rejected: Answer
+
+
+def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
+    """The pairs that a prompt's answers make; none where all scores are the same.
+
+    `best_worst`: one of the best and one of the worst answers, of equal scores the first that was drawn. `margin`:
+    every two whose scores differ by the margin. An answer that was drawn several times counts once.
+    """
+    distinct = {tuple(answer.tokens): answer for answer in reversed(group.answers) if answer.score is not None}
+    answers = sorted(distinct.values(), key=lambda answer: answer.k)
+    if settings.pairs == "best_worst" and answers:
+        best = max(answers, key=_score)
+        answers = [best, min(answers, key=_score)]
+    chosen = [
+        (better, worse)
+        for better, worse in itertools.permutations(answers, 2)
+        if _score(better) > _score(worse) and _score(better) - _score(worse) >= settings.margin
+    ]
+    return [Pair(group.prompt_id, group.prompt_tokens, better, worse) for better, worse in chosen]
+
+
+def _score(answer: Answer) -> float:
+    assert answer.score is not None
+    return answer.score
+
+
+@dataclass(frozen=True)
+class SampleFigures:
+    """What is to be watched of a round's answers; None where nothing was scored, or made pairs.
+
+    Args:
+        failed: answers on which the judge failed.
+        score: their mean.
+        accepted: the part of the prompts whose answers made a pair.
+        duplicates: the part of the answers that was drawn before, to the same prompt.
+        tokens: of an answer, the mean; `unended` is the part that max_tokens cut.
+        entropy: of the policy, in nats a token: the mean of -log p over what it drew.
+        longer_chosen: the part of the pairs whose chosen answer is longer, of those whose lengths differ.
+    """
+
+    prompts: int
+    samples: int
+    failed: int
+    pairs: int
+    score: float | None
+    accepted: float
+    duplicates: float
+    tokens: float
+    unended: float
+    entropy: float
+    longer_chosen: float | None
+    chosen_tokens: float | None
+    rejected_tokens: float | None
+
+
+def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
+    """The figures of a round's answers, each a sum over a count."""
+    answers = [answer for group in groups for answer in group.answers]
+    scores = [answer.score for answer in answers if answer.score is not None]
+    tokens = sum(len(answer.tokens) for answer in answers)
+    distinct = sum(len({tuple(answer.tokens) for answer in group.answers}) for group in groups)
+    lengths = [(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
+    unequal = [chosen > rejected for chosen, rejected in lengths if chosen != rejected]
+    return SampleFigures(
+        prompts=len(groups),
+        samples=len(answers),
+        failed=len(answers) - len(scores),
+        pairs=len(pairs),
+        score=sum(scores) / len(scores) if scores else None,
+        accepted=len({pair.prompt_id for pair in pairs}) / len(groups),
+        duplicates=1 - distinct / len(answers),
+        tokens=tokens / len(answers),
+        unended=sum(answer.finish == "length" for answer in answers) / len(answers),
+        entropy=-sum(sum(answer.logps) for answer in answers) / max(tokens, 1),
+        longer_chosen=sum(unequal) / len(unequal) if unequal else None,
+        chosen_tokens=sum(chosen for chosen, _ in lengths) / len(pairs) if pairs else None,
+        rejected_tokens=sum(rejected for _, rejected in lengths) / len(pairs) if pairs else None,
+    )

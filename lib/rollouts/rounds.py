@@ -1,0 +1,306 @@
+"""The rounds of a run: sample, judge, prefer, train, look at held-out figures; a round that loses too much is undone.
+
+Round r takes the steps from (r - 1) * steps to r * steps, whatever becomes of it, so a step says which round it is in.
+What a round came to is rounds/NNNN/round.json; with the checkpoints and the files of lib/rollouts/collect.py it is all
+that a run needs to go on, inside a round as well.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from lib.data.dataset import Dataset, in_memory
+from lib.data.prompts import Prompts
+from lib.distributed.world import World
+from lib.errors import AgreedError, UserError
+from lib.evaluate import answers
+from lib.evaluate.batch_inference import prompt_of
+from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.evaluator import Evaluator
+from lib.evaluate.judges import Judge, Question
+from lib.model import adapter_files
+from lib.rollouts.collect import Collector
+from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
+from lib.rollouts.judged import scores_of
+from lib.rollouts.pairs import Pair, SampleFigures, figures_of
+from lib.rollouts.sampler import Sampler
+from lib.system import files
+from lib.training.local_sgd import LocalSGD
+from lib.training.loop import Batches, TrainingLoop
+from lib.training.objective import Metrics
+from lib.training.resume import restore_learned
+from lib.training.training_run import TrainingRun
+
+ROUND = "round.json"
+
+
+@dataclass
+class HeldOut:
+    """Held-out metrics of a run, and the mean score of greedy answers to held-out prompts."""
+
+    run: TrainingRun
+    evaluator: Evaluator
+    judge: Judge
+
+    def __call__(self, world: World, shares: list[int]) -> Metrics:
+        values = self.evaluator(world, shares)
+        prompts, tokenizer, config = self.run.inputs.held_out, self.run.inputs.tokenizer, self.run.config
+        if prompts is None or tokenizer is None:
+            return values
+        rows = range(min(len(prompts), config.evaluate.answers_limit))
+        ids = [prompts.prompt_ids(row) for row in rows]
+        with self.run.say.doing("answering held-out prompts"):
+            texts = answers.greedy(self.run.model, tokenizer, ids, config.evaluate.max_tokens, world)
+        score = None
+        with world.agreeing("judging held-out answers"):
+            if world.rank == 0:
+                score = self._mean_score(prompts, texts)
+        score = json.loads(world.broadcast_text(json.dumps(score)))
+        self.run.tracker.record("evaluation", step=self.run.progress.step, held_out_score=score)
+        return values | {"held_out_score": score}
+
+    def _mean_score(self, prompts: Prompts, texts: list[str]) -> float | None:
+        records = [(prompts.location(row), prompts.record(row)) for row in range(len(texts))]
+        questions = [
+            Question(place, prompt_of(record, self.run.config.data), [text], record)
+            for (place, record), text in zip(records, texts, strict=True)
+        ]
+        scores = [one.score for (one,) in scores_of(self.judge, questions) if one.score is not None]
+        return sum(scores) / len(scores) if scores else None
+
+
+@dataclass
+class Rounds:
+    """The rounds of a run, of which `loop` trains each.
+
+    Args:
+        history: of every finished round; number 0 is the policy before the first.
+    """
+
+    run: TrainingRun
+    collector: Collector
+    loop: TrainingLoop
+    history: list[RoundFigures] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.run.config
+        self.settings, self.steps = config.rollouts, config.steps_per_round
+        self.folder = self.run.folder / "rounds"
+
+    def train(self) -> None:
+        """Takes all rounds that are left, or those until one is undone (rollouts.after_undone=stop)."""
+        run, rounds = self.run, self.settings.rounds
+        done = self._recall()
+        for number in range(done + 1, rounds + 1):
+            self._round(number)
+            if self.history[-1].undone and self.settings.after_undone == "stop":
+                self.loop.ended = f"round {number} of {rounds} was undone; rollouts.after_undone=stop"
+                run.say.line(f"training ends after {self.loop.ended}")
+                break
+        self.loop.final_step = run.progress.best_step = self._kept().number * self.steps
+
+    def _recall(self) -> int:
+        """Takes up what is known of the rounds so far, and returns the last that is finished."""
+        run, step = self.run, self.run.progress.step
+        if not run.progress.before:
+            run.progress.before = self.loop.evaluate()
+        self.history = [RoundFigures(0, _known(run.progress.before))]
+        if step == 0:
+            run.optimizer.init(run.model.trainable_parameters())
+            run.save()  # to which the first round goes back, if it is undone
+        finished = []
+        for number in range(1, step // self.steps + 1):
+            text = run.world.broadcast_text(_read(self._file_of(number)) if run.world.rank == 0 else "")
+            if not text:
+                break
+            finished.append(json.loads(text))
+        if len(finished) < (step - 1) // self.steps:
+            raise AgreedError(
+                f"{self._file_of(len(finished) + 1)} is missing, of a round before step {step}; put it back, "
+                "or start a new run"
+            )
+        for one in finished:
+            samples = SampleFigures(**one["samples"])
+            self.history.append(RoundFigures(one["round"], _known(one["held_out"]), samples, one["undone"]))
+        if run.lock is not None:
+            for path in self.folder.glob("*/" + ROUND):
+                if int(path.parent.name) > len(finished):
+                    path.unlink()
+        if finished:
+            self.loop.latest = finished[-1]["held_out"]
+            if finished[-1]["undone"]:  # a fault may have come before that was done
+                self._undo()
+        return len(finished)
+
+    def _round(self, number: int) -> None:
+        """One round, from its answers to the verdict."""
+        run, began = self.run, time.perf_counter()
+        first_step, run.steps = (number - 1) * self.steps, number * self.steps
+        run.progress.best_step = self._kept().number * self.steps  # its checkpoint is kept
+        groups, pairs, seconds = self.collector.collect(number, self._policy(number))
+        figures = figures_of(groups, pairs)
+        self._show(number, figures)
+        if run.progress.step == first_step:  # an order of its own
+            run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
+        training = time.perf_counter()
+        if pairs:
+            self._train_on(number, pairs)
+        else:
+            run.say.warning(
+                f"round {number}: no prompt has answers of different scores; nothing is trained", first_step
+            )
+            run.progress.step = run.steps
+            self.loop.latest = dict(self._kept().held_out)
+            run.save()
+        seconds["training_seconds"] = time.perf_counter() - training
+        seconds["round_seconds"] = time.perf_counter() - began
+        self._judge(number, figures, seconds)
+
+    def _policy(self, number: int) -> str:
+        """Digest of the weights that a round samples with; files of another policy go.
+
+        Raises:
+            AgreedError: training has begun, and the round's answers are gone.
+        """
+        run, world, folder = self.run, self.run.world, self.collector.folder_of(number)
+        sampled = world.broadcast_text(_policy_of(folder) if world.rank == 0 else "")
+        if run.progress.step > (number - 1) * self.steps:
+            if not sampled:
+                raise AgreedError(
+                    f"{folder} lacks the answers that step {run.progress.step} was trained on; put them back, or "
+                    f"remove the checkpoints after step {(number - 1) * self.steps}"
+                )
+            return sampled
+        own = adapter_files.digest(world.replicated(adapter_files.trainable(run.model)))
+        if sampled and sampled != own:
+            run.say.warning(f"{folder} is of other weights, and is made again", run.progress.step)
+            if run.lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            world.gather_text("gone", "every disk's round")
+        return own
+
+    def _train_on(self, number: int, pairs: list[Pair]) -> None:
+        run = self.run
+        pieces = [
+            np.array(ids, np.int32)
+            for pair in pairs
+            for ids in (pair.prompt_tokens, pair.chosen.tokens, pair.rejected.tokens)
+        ]
+        path = str(self.collector.folder_of(number) / "pairs.jsonl")
+        data: Dataset = in_memory(path, "preference", "tokens", pieces, 0, [], 0)
+        run.world.require_equal(f"pairs of round {number}", data.digest)
+        run.inputs = replace(run.inputs, data=data)
+        if run.local_sgd is not None:
+            self._part_ranks(run.local_sgd, data, (number - 1) * self.steps)
+        self.loop.batches = Batches.prepare(run, None)
+        self.loop.learner.make = self.loop.batches.make
+        self.loop.train()
+
+    def _part_ranks(self, before: LocalSGD, data: Dataset, first_step: int) -> None:
+        """Independent ranks begin with a round's pairs, or go on inside of them, with the speeds measured so far."""
+        run = self.run
+        kept = run.resumed or {"momentum": before.merger.momentum, "feedback": before.merger.feedback}
+        run.local_sgd = LocalSGD(run.config, run.world, run.plan, run.model, data.lengths, run.steps, first_step)
+        run.local_sgd.resume(run.progress, kept)
+        run.resumed = {}
+
+    def _judge(self, number: int, samples: SampleFigures, seconds: dict[str, float]) -> None:
+        """Keeps a round or undoes it, and writes down why."""
+        run, latest = self.run, self.loop.latest
+        lost = losses_of(self.history, _known(latest), self.settings.tolerance)
+        self.history.append(RoundFigures(number, _known(latest), samples, bool(lost)))
+        warnings = warnings_of(self.history, self.settings.tolerance)
+        for warning in warnings:
+            run.say.warning(f"round {number}: {warning}", run.progress.step)
+        verdict = {"round": number, "undone": bool(lost), "why": lost, "warnings": warnings}
+        known = verdict | {"held_out": latest, "samples": asdict(samples)}
+        run.tracker.record("round", step=run.progress.step, **known, **seconds)
+        with run.world.agreeing(f"writing {ROUND}"):
+            if run.lock is not None:
+                files.write_atomically(self._file_of(number), json.dumps(known, indent=2) + "\n")
+        if lost:
+            run.say.warning(
+                f"round {number} is undone: {'; '.join(lost)} (rollouts.tolerance={self.settings.tolerance:g})",
+                run.progress.step,
+            )
+            self._undo()
+
+    def _undo(self) -> None:
+        """Goes back to the weights and the optimizer's state of the last round that was kept."""
+        run, kept = self.run, self._kept()
+        path = run.folder / "checkpoints" / f"step-{kept.number * self.steps:08d}"
+        restore_learned(path, run.model, run.optimizer, run.world)
+        if run.reference is not None:
+            run.reference.follow(run.progress.step)
+        run.feedback.clear()
+        self.loop.latest = dict(kept.held_out)
+        run.save()
+
+    def _kept(self) -> RoundFigures:
+        """The last round that was not undone."""
+        return next(one for one in reversed(self.history) if not one.undone)
+
+    def _file_of(self, number: int) -> Path:
+        return self.collector.folder_of(number) / ROUND
+
+    def _show(self, number: int, figures: SampleFigures) -> None:
+        score = "none is scored" if figures.score is None else f"mean score {figures.score:.4g}"
+        failed = f", {figures.failed:,} left out by the judge" if figures.failed else ""
+        self.run.say.line(
+            f"round {number} of {self.settings.rounds}: {figures.samples:,} answers, {score}{failed}; "
+            f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts; {figures.tokens:.4g} tokens an answer, "
+            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
+            "bold",
+        )
+
+
+def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _policy_of(folder: Path) -> str:
+    """The policy that wrote a round's answers; nothing where they are not complete."""
+    try:
+        with (folder / "samples.jsonl").open(encoding="utf-8") as file:
+            return str(json.loads(file.readline())["policy"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
+    """All rounds of a run, resumed or new; its last weights are in the model then.
+
+    Raises:
+        UserError, AgreedError, Stopped: as sampling, judging and training.
+    """
+    config, inputs, world = run.config, run.inputs, run.world
+    prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
+    assert isinstance(prompts, Prompts) and tokenizer is not None
+    with world.agreeing("opening the prompts"):
+        if rollouts.prompts > len(prompts):
+            raise UserError(
+                f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
+                f"set rollouts.prompts={len(prompts)}"
+            )
+        held_out = HeldOut(run, evaluator, judge_of(config))
+        named = config.evaluate.model_copy(update={"judge": rollouts.judge or config.evaluate.judge})
+        judge = judge_of(config.model_copy(update={"evaluate": named}))
+    loop = TrainingLoop.over(run, None, held_out)
+    sampler = Sampler(run.model, tokenizer, rollouts)
+    collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
+    Rounds(run, collector, loop).train()
+    return loop

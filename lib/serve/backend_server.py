@@ -1,0 +1,175 @@
+"""mlx_lm.server at a Unix socket: for its gateway alone, and able to stop a request before its end.
+
+A request has an id, in a header. `DELETE /requests/ID` stops it at the next
+token, and answers when nothing is left of it; a request that was stopped before it came is not begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import socketserver
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from mlx_lm import server
+
+from lib.serve.backend_link import ID_HEADER, SECRET_HEADER
+
+PASS_SECONDS = 0.1  # of generating, between two looks for requests that were stopped
+REMEMBERED = 4096  # ids that were stopped before they came
+
+
+class Stopped(Exception):
+    """Somebody stopped this request."""
+
+
+class Requests:
+    """The requests under way, by their ids."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way: set[str] = set()
+        self._stopped: OrderedDict[str, None] = OrderedDict()
+
+    @contextlib.contextmanager
+    def under_way(self, id: str) -> Iterator[None]:
+        """A request from its beginning to its end.
+
+        Raises:
+            Stopped: it was stopped before.
+        """
+        with self._changed:
+            if id in self._stopped:
+                raise Stopped
+            self._under_way.add(id)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way.discard(id)
+                self._changed.notify_all()
+
+    def is_stopped(self, id: str) -> bool:
+        return id in self._stopped
+
+    def stop(self, id: str) -> None:
+        """Stops a request, and waits until it is over."""
+        with self._changed:
+            self._stopped[id] = None
+            while len(self._stopped) > REMEMBERED:
+                self._stopped.popitem(last=False)
+            self._changed.wait_for(lambda: id not in self._under_way)
+
+
+class Generator(server.ResponseGenerator):  # type: ignore[misc]
+    """mlx_lm.server's, that looks for new requests as soon as there are some, not twice a second."""
+
+    @property  # type: ignore[override]
+    def _time_budget(self) -> Iterator[None]:
+        """A pass over the requests under way: until somebody waits to join them, and not for long."""
+        ends = time.monotonic() + PASS_SECONDS
+        yield
+        while self.requests.empty() and time.monotonic() < ends:
+            yield
+
+    @_time_budget.setter
+    def _time_budget(self, budget: object) -> None:
+        """mlx_lm.server's own is not needed."""
+
+
+class _Stoppable:
+    """A generator for one request, that looks before each token whether it still has to generate."""
+
+    def __init__(self, generator: server.ResponseGenerator, is_stopped: Callable[[], bool]):
+        self._generator, self._is_stopped = generator, is_stopped
+        self.context: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(self, request: Any, arguments: Any, progress_callback: Callable[[int, int], None]) -> Any:
+        def progress(processed: int, total: int) -> None:
+            self._look()
+            progress_callback(processed, total)
+
+        self.context, tokens = self._generator.generate(request, arguments, progress)
+        return self.context, self._looking(tokens)
+
+    def _looking(self, tokens: Iterable[Any]) -> Iterator[Any]:
+        for token in tokens:
+            self._look()
+            yield token
+
+    def _look(self) -> None:
+        if self._is_stopped():
+            raise Stopped
+
+
+def handler(secret: str) -> type[server.APIHandler]:
+    """mlx_lm.server's request handler, for requests that bring the secret."""
+    requests = Requests()
+
+    class Handler(server.APIHandler):  # type: ignore[misc]
+        def parse_request(self) -> bool:
+            if not super().parse_request():
+                return False
+            if hmac.compare_digest(self.headers.get(SECRET_HEADER, "").encode("latin-1"), secret.encode()):
+                return True
+            self.send_error(403)
+            return False
+
+        def do_POST(self) -> None:
+            id = self.headers.get(ID_HEADER, "")
+            generator = _Stoppable(self.response_generator, lambda: requests.is_stopped(id))
+            self.response_generator = generator  # type: ignore[assignment]
+            try:
+                with requests.under_way(id):
+                    try:
+                        super().do_POST()
+                    finally:
+                        # It does so itself, but not where the client left before the first byte of the answer.
+                        if generator.context is not None:
+                            generator.context.stop()
+            except (Stopped, ConnectionError):
+                self.close_connection = True
+
+        def do_DELETE(self) -> None:
+            requests.stop(self.path.removeprefix("/requests/"))
+            self.send_response(204)
+            self.end_headers()
+
+    return Handler
+
+
+class _UnixServer(ThreadingHTTPServer):
+    address_family = socket.AF_UNIX
+    request_queue_size = 128  # of a burst of more, the rest would be refused
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        connection, _ = super().get_request()
+        return connection, ("gateway", 0)  # a Unix socket has no address for the log
+
+
+def run_at(path: Path, secret: str) -> Callable[..., None]:
+    """What takes the place of mlx_lm.server's `run`: the same, at a Unix socket."""
+
+    def run(host: str, port: int, provider: Any) -> None:
+        generator = Generator(provider, server.LRUPromptCache(provider.cli_args.prompt_cache_size))
+        fingerprint, answers = server.get_system_fingerprint(), handler(secret)
+
+        def answer(*arguments: Any) -> Any:
+            return answers(generator, *arguments, system_fingerprint=fingerprint)
+
+        _UnixServer(str(path), answer).serve_forever()  # type: ignore[arg-type]
+
+    return run

@@ -1,0 +1,138 @@
+"""Who may stay connected: counted from the first packet on, by address, and the longest idle one makes room.
+
+A connection is idle while nobody works for it: before its TLS handshake, before its headers, between two requests, and
+after a refusal. HTTP lets a server close such a one at any time. So where there are too many, a new one takes the place
+of an idle one: of the address that has most, of somebody who brought no key if there is any, and of those the longest
+idle one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+IPV6_PREFIX = 64  # of a network whose addresses one customer has all of
+REFUSAL_SECONDS = 0.05  # between two refusals of the same key or address
+AT_ONCE = 50  # refusals that do not wait
+LONGEST_DELAY_SECONDS = 2.0
+REMEMBERED = 4096  # keys and addresses
+
+
+@dataclass(eq=False)
+class Connection:
+    """One connection, from its first packet to its last."""
+
+    address: str
+    close: Callable[[], object] = lambda: None  # at once, whatever is on its way
+    is_known: bool = False  # a key came over it
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class _Address:
+    """The connections of one address; of the idle ones, the longest idle first."""
+
+    count: int = 0
+    strangers: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    known: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+
+
+class Connections:
+    """All connections of a gateway.
+
+    Args:
+        most: in all.
+        most_of_address: of one address.
+    """
+
+    def __init__(self, most: int, most_of_address: int):
+        self.most, self.most_of_address = most, most_of_address
+        self.count = 0
+        self._addresses: dict[str, _Address] = {}
+
+    def take(self, address: str) -> Connection | None:
+        """A new connection, idle at first, for which another one may be closed; None where all are at work."""
+        address = network_of(address)
+        here = self._addresses.get(address)
+        if here is not None and here.count >= self.most_of_address and not self._make_room(here):
+            return None
+        if self.count >= self.most:
+            fullest_first = sorted(self._addresses.values(), key=lambda one: -one.count)
+            if not any(map(self._make_room, fullest_first)):
+                return None
+        connection = Connection(address)
+        self.count += 1
+        here = self._addresses.setdefault(address, _Address())
+        here.count += 1
+        here.strangers[connection] = None
+        return connection
+
+    def is_idle(self, connection: Connection) -> None:
+        """Notes that nobody works for it, from now on."""
+        if not connection.is_over:
+            self.is_busy(connection)
+            here = self._addresses[connection.address]
+            (here.known if connection.is_known else here.strangers)[connection] = None
+
+    def is_busy(self, connection: Connection) -> None:
+        """Notes that somebody works for it."""
+        if not connection.is_over:
+            here = self._addresses[connection.address]
+            here.strangers.pop(connection, None)
+            here.known.pop(connection, None)
+
+    def leave(self, connection: Connection) -> None:
+        """Notes that it is over; once more changes nothing."""
+        if connection.is_over:
+            return
+        self.is_busy(connection)
+        connection.is_over = True
+        here = self._addresses[connection.address]
+        self.count -= 1
+        here.count -= 1
+        if not here.count:
+            del self._addresses[connection.address]
+
+    def _make_room(self, here: _Address) -> bool:
+        """Closes the longest idle connection of an address."""
+        longest = next(itertools.chain(here.strangers, here.known), None)
+        if longest is None:
+            return False
+        self.leave(longest)
+        longest.close()
+        return True
+
+
+class Pace:
+    """How fast refusals go out: the first at once, and then each later than the one before, so that who sends nothing
+    else is as slow as that, over each of its connections."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._free_at: OrderedDict[str, float] = OrderedDict()  # by who it is; in the past: some are still free
+
+    def delay_seconds(self, who: str) -> float:
+        """How long the next refusal has to wait."""
+        now = self._clock()
+        free_at = max(self._free_at.pop(who, 0.0), now - AT_ONCE * REFUSAL_SECONDS) + REFUSAL_SECONDS
+        self._free_at[who] = min(free_at, now + LONGEST_DELAY_SECONDS)
+        while len(self._free_at) > REMEMBERED:
+            self._free_at.popitem(last=False)
+        return max(0.0, self._free_at[who] - now)
+
+
+def network_of(address: str) -> str:
+    """What counts as one address: of IPv6 the network that one customer has."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, IPV6_PREFIX), strict=False))

@@ -1,0 +1,205 @@
+"""HTTP/1.1 by uvicorn and h11, which parse no more at a time than a hostile client may cost the others.
+
+h11 is exact and slow: 30 microseconds for a chunk of one byte, so a quarter of a megabyte of them keeps the event loop
+for a second. So a request's headers are parsed when they are all there, and are few; and its body only when the
+application asks for it, which it does for somebody who may send one, a piece at a time. What comes after a refusal is
+thrown away unparsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lib.config.serve_settings import ServeSettings
+from lib.serve.connections import Connection, Connections
+from lib.serve.http_exchange import LINGER_SECONDS
+
+HEAD_END = re.compile(rb"\n\r?\n")
+HEAD_BYTES = 16 * 1024  # of a request line and its headers
+HEAD_LINES = 64
+HELD_BYTES = 64 * 1024  # received and not parsed
+PIECE_BYTES = 64 * 1024  # of a body whose length is known, parsed at once
+CHUNKED_BYTES = 1024  # of one in chunks, which may be of a byte each
+CHUNKS = 1024  # of a body, and one more for each KiB that it may have
+FRAMING_BYTES = 64 * 1024  # of a body in chunks, beside what it holds
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, in which `receive()` asks us for the body."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Protocol):
+        super().__init__(transport)
+        self._protocol = protocol
+
+    def pause_reading(self) -> None:
+        """Nothing: what is held is limited anyway."""
+
+    def resume_reading(self) -> None:
+        self._protocol.give_body()
+
+
+class _Connection(h11.Connection):
+    """h11's, with a limit on the chunks of a body."""
+
+    def __init__(self, most_chunks: int):
+        super().__init__(h11.SERVER, HEAD_BYTES)
+        self._most_chunks, self._chunks = most_chunks, 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._chunks += 1
+            if self._chunks > self._most_chunks:
+                raise h11.RemoteProtocolError("too many chunks")
+        elif isinstance(event, h11.Request):
+            self._chunks = 0
+        return event
+
+
+class Protocol(H11Protocol):
+    """One connection.
+
+    Applications find it as `client` in the scope's state: `recognise()` says that a key came over it, `ignore()` ends
+    the reading of a request that is refused, and `abort()` cuts it off.
+    """
+
+    def __init__(self, connection: Connection, connections: Connections, settings: ServeSettings, **options: Any):
+        super().__init__(**options)
+        self.conn = _Connection(CHUNKS + settings.max_body_bytes // 1024)
+        self.app_state = {**self.app_state, "client": self}
+        self.place, self.places, self.settings = connection, connections, settings
+        self.held = bytearray()
+        self.searched = 0  # of what is held, for the headers' end
+        self.rest_of_body: int | None = None  # None: it comes in chunks
+        self.body_bytes = 0  # of a body in chunks, with its framing
+        self.is_body_wanted = self.is_ignored = self.is_paused = False
+        self.ignored_bytes = 0
+        self.waiting_for_headers: asyncio.TimerHandle | None = None
+
+    # ---- For applications
+
+    def recognise(self) -> None:
+        self.place.is_known = True
+
+    def ignore(self) -> None:
+        self.is_ignored = True
+        self.held.clear()
+        self._resume()
+        self.places.is_idle(self.place)
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    # ---- For asyncio and uvicorn
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self)
+        self.place.close = transport.abort
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self.places.leave(self.place)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_ignored:
+            self.ignored_bytes += len(data)
+            if self.ignored_bytes > self.settings.max_body_bytes:
+                self.abort()
+            return
+        self.held += data
+        if self.conn.their_state is h11.IDLE:
+            self._read_head()
+        elif self.is_body_wanted:
+            self.give_body()
+        if len(self.held) > HELD_BYTES and not self.is_ignored:
+            if self.conn.their_state is not h11.SEND_BODY:  # a next request, before the answer to this one
+                self.abort()
+            elif not self.is_paused:
+                self.is_paused = True
+                self.transport.pause_reading()
+
+    def give_body(self) -> None:
+        """Parses the next piece of the body, or remembers that it is wanted."""
+        if self.conn.their_state is not h11.SEND_BODY or self.is_ignored:
+            return
+        self.is_body_wanted = True
+        while self.held and self.is_body_wanted and self.conn.their_state is h11.SEND_BODY:
+            piece = CHUNKED_BYTES if self.rest_of_body is None else min(PIECE_BYTES, self.rest_of_body)
+            data = bytes(self.held[:piece])
+            del self.held[:piece]
+            if self.rest_of_body is None:
+                self.body_bytes += len(data)
+                if self.body_bytes > self.settings.max_body_bytes + FRAMING_BYTES:
+                    self.abort()
+                    return
+            else:
+                self.rest_of_body -= len(data)
+            super().data_received(data)
+            self.is_body_wanted = not self.cycle.message_event.is_set()
+        self._resume()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self.places.is_idle(self.place)
+            if self.held and self.conn.their_state is h11.IDLE:
+                self._read_head()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(self.settings.write_seconds, self.abort)
+
+    # ---- The headers of a request
+
+    def _read_head(self) -> None:
+        """Parses a request's headers once they are all there, in time."""
+        self._await_headers()
+        self._unset_keepalive_if_required()
+        end = HEAD_END.search(self.held, max(0, self.searched - 2))
+        size = end.end() if end else len(self.held)
+        if size > HEAD_BYTES or self.held.count(b"\n", 0, size) > HEAD_LINES + 2:
+            self._turn_away()
+            return
+        self.searched = len(self.held)
+        if end is None:
+            return
+        head = bytes(self.held[:size])
+        del self.held[:size]
+        self.searched = self.body_bytes = 0
+        self.is_body_wanted = False
+        self._stop_waiting()
+        self.places.is_busy(self.place)
+        super().data_received(head)
+        if self.conn.their_state is h11.SEND_BODY:
+            headers = dict(self.headers)
+            is_chunked = b"transfer-encoding" in headers
+            self.rest_of_body = None if is_chunked else int(headers.get(b"content-length", b"0"))
+
+    def _turn_away(self) -> None:
+        self.ignore()
+        self.transport.write(TOO_LARGE)
+        self.loop.call_later(LINGER_SECONDS, self.abort)
+
+    def _await_headers(self) -> None:
+        if self.waiting_for_headers is None:
+            self.waiting_for_headers = self.loop.call_later(self.settings.read_seconds, self.abort)
+
+    def _stop_waiting(self) -> None:
+        if self.waiting_for_headers is not None:
+            self.waiting_for_headers.cancel()
+            self.waiting_for_headers = None
+
+    def _resume(self) -> None:
+        if self.is_paused and len(self.held) <= HELD_BYTES:
+            self.is_paused = False
+            self.transport.resume_reading()

@@ -1,0 +1,192 @@
+"""The processes that read bodies, and whose body is next: small ones never wait for large ones, nobody for one key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from lib.errors import Stopped
+from lib.launch.job import ROOT
+from lib.serve.event_log import Log
+from lib.serve.openai_requests import JSON, BackendRequest, Kind, RequestError
+from lib.serve.request_reading import Told
+
+SMALL_BYTES = 16 * 1024  # a body of this size is read in a few milliseconds
+READ_SECONDS = 20.0  # what takes longer is not read
+START_SECONDS = 120.0
+REMEMBERED = 4096  # keys
+
+
+class ReaderLost(Exception):
+    """The process ended, or was too slow."""
+
+
+@dataclass(eq=False)
+class _Body:
+    number: int
+    owner: str
+    kind: Kind
+    raw: bytes
+    answer: asyncio.Future[BackendRequest]
+
+
+class Reader:
+    """One process, that reads one body at a time; of those that wait, the key's that had its turn longest ago."""
+
+    def __init__(self, told: Told, log: Log):
+        self.told, self.log = told, log
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting: list[_Body] = []
+        self._turns: dict[str, int] = {}  # by owner: when it had its last one
+        self._numbers = itertools.count(1)
+        self._wake = asyncio.Event()
+
+    async def read(self, owner: str, kind: Kind, raw: bytes) -> BackendRequest:
+        """As `Readers.read`."""
+        one = _Body(next(self._numbers), owner, kind, raw, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        self._wake.set()
+        try:
+            return await one.answer
+        finally:
+            if one in self._waiting:
+                self._waiting.remove(one)
+
+    async def run(self) -> None:
+        """Reads until it is cancelled.
+
+        Raises:
+            Stopped: the process cannot do its work.
+        """
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._waiting:
+                    await self._serve(self._next())
+        finally:
+            self._kill()
+
+    def _next(self) -> _Body:
+        one = min(self._waiting, key=lambda one: (self._turns.get(one.owner, 0), one.number))
+        self._waiting.remove(one)
+        self._turns.pop(one.owner, None)
+        self._turns[one.owner] = next(self._numbers)
+        while len(self._turns) > REMEMBERED:
+            del self._turns[next(iter(self._turns))]
+        return one
+
+    async def _serve(self, one: _Body) -> None:
+        try:
+            await self.start()
+            async with asyncio.timeout(READ_SECONDS):
+                answer = await self._ask(one)
+            result: BackendRequest | RequestError = answer
+        except RequestError as error:
+            result = error
+        except TimeoutError:
+            result = RequestError(400, f"the body could not be read in {READ_SECONDS:g} s", "too_complex")
+            self._lose(f"a body of {len(one.raw)} bytes took longer than {READ_SECONDS:g} s")
+        except (OSError, ReaderLost) as error:
+            result = RequestError(503, "the body could not be read", "reader_lost", retry_seconds=5)
+            self._lose(str(error))
+        if one.answer.done():
+            return
+        if isinstance(result, RequestError):
+            one.answer.set_exception(result)
+        else:
+            one.answer.set_result(result)
+
+    async def _ask(self, one: _Body) -> BackendRequest:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"kind": one.kind, "bytes": len(one.raw)}).encode() + b"\n" + one.raw)
+        await self._process.stdin.drain()
+        fields, content = await self._answer()
+        if "error" in fields:
+            raise RequestError(*fields["error"])
+        model = self.told.limits["model"]
+        return BackendRequest(
+            one.kind, content, fields["stream"], fields["include_usage"], model, fields["is_streamed"]
+        )
+
+    async def _answer(self) -> tuple[JSON, bytes]:
+        assert self._process is not None and self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise ReaderLost("its process ended")
+        fields: JSON = json.loads(line)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            return fields, await self._process.stdout.readexactly(fields["bytes"])
+        raise ReaderLost("its process ended")
+
+    async def start(self) -> None:
+        """Starts the process, where there is none.
+
+        Raises:
+            Stopped: it cannot do its work.
+        """
+        if self._process is not None:
+            return
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "lib.serve.request_reading"),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the gateway, which finishes what it is doing
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(self.told.line())
+        async with asyncio.timeout(START_SECONDS):
+            fields, _ = await self._answer()
+        if "failed" in fields:
+            raise Stopped(fields["failed"])
+
+    def _lose(self, reason: str) -> None:
+        self.log("reader", state="lost", reason=reason)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process = None
+
+
+class Readers:
+    """A process for small bodies, from the start on, and one for large ones, from the first of them on."""
+
+    def __init__(self, told: Told, log: Log):
+        self.small, self.large = Reader(told, log), Reader(told, log)
+
+    async def run(self) -> None:
+        """Reads until it is cancelled.
+
+        Raises:
+            Stopped: a process cannot do its work.
+        """
+        try:
+            await self.small.start()
+        except (TimeoutError, OSError, ReaderLost) as error:
+            raise Stopped(f"the process that reads requests does not start: {error or type(error).__name__}") from None
+        running = [asyncio.create_task(reader.run()) for reader in (self.small, self.large)]
+        try:
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def read(self, owner: str, kind: Kind, raw: bytes) -> BackendRequest:
+        """What a backend is asked for by a body.
+
+        Raises:
+            RequestError: the body is malformed, or beyond a limit, or took too long to read.
+        """
+        reader = self.small if len(raw) <= SMALL_BYTES else self.large
+        return await reader.read(owner, kind, raw)

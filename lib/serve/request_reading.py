@@ -1,0 +1,121 @@
+"""A process that reads the bodies of requests: parses, checks, renders and counts them, and says what a backend gets.
+
+    python -m lib.serve.request_reading
+
+The first line of its standard input is a JSON object, `Told`; then come bodies, each behind a line with its kind and
+size. Each gets an answer of the same form. What a body costs is paid here: the event loop of the gateway, and with it
+everybody else's requests, goes on meanwhile. The process ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from lib.errors import UserError
+from lib.serve import openai_requests
+from lib.serve.openai_requests import JSON, BackendRequest, ChatRequest, Kind, Limits, RequestError, TextRequest
+
+NICE = 5  # after the gateway and its backends
+Count = Callable[[JSON], int]  # tokens of a backend's body, as the model will see them
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the process needs to know: the model's tokenizer, how prompts are rendered, and the limits."""
+
+    path: str
+    trust_remote_code: bool
+    chat_template: str | None  # a file of one, in the place of the model's
+    chat_template_args: JSON
+    limits: JSON
+
+    def line(self) -> bytes:
+        """As the process's first line."""
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+
+def main() -> None:
+    """Reads until standard input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    bodies = sys.stdin.buffer
+    told = Told(**json.loads(bodies.readline()))
+    try:
+        limits, count = Limits(**told.limits), counter(told)
+    except UserError as error:
+        write(answers, {"failed": str(error)}, b"")
+        return
+    write(answers, {}, b"")
+    while line := bodies.readline():
+        asked = json.loads(line)
+        try:
+            request = read(asked["kind"], bodies.read(asked["bytes"]), limits, count)
+            fields = {"kind": request.kind, "stream": request.stream, "include_usage": request.include_usage}
+            write(answers, fields | {"is_streamed": request.is_streamed}, request.content)
+        except RequestError as error:
+            write(answers, {"error": [error.status, error.message, error.code, error.param]}, b"")
+
+
+def read(kind: Kind, raw: bytes, limits: Limits, count: Count) -> BackendRequest:
+    """What a backend is asked for by a body.
+
+    Raises:
+        RequestError: the body is malformed, or beyond a limit.
+    """
+    request: ChatRequest | TextRequest = openai_requests.parse(kind, raw)
+    return openai_requests.backend_request(kind, request, limits, count(request.upstream()))
+
+
+def counter(told: Told) -> Count:
+    """Counts the tokens of prompts as mlx_lm.server makes them; their bytes, never fewer, without a tokenizer."""
+    from lib.config.schema import ModelSettings
+    from lib.data.tokenizer import load_tokenizer_of
+
+    settings = ModelSettings(path=told.path, trust_remote_code=told.trust_remote_code)
+    tokenizer = cast(Any, load_tokenizer_of(settings))
+    if tokenizer is None:
+        return lambda body: len(json.dumps(body, ensure_ascii=False).encode())
+    if told.chat_template is not None:
+        tokenizer.chat_template = Path(told.chat_template).read_text(encoding="utf-8")
+
+    def count(body: JSON) -> int:
+        try:
+            return _tokens(tokenizer, body, told.chat_template_args)
+        except Exception as error:  # whatever a template raises: of roles, of arguments that are no JSON
+            raise RequestError(400, f"the model cannot take this: {error}", "invalid_request") from None
+
+    return count
+
+
+def _tokens(tokenizer: Any, body: JSON, arguments: JSON) -> int:
+    """As mlx_lm.server's `_tokenize`."""
+    from mlx_lm import server
+
+    if "prompt" in body:
+        return len(tokenizer.encode(body["prompt"]))
+    messages = json.loads(json.dumps(body["messages"]))  # it changes them
+    if not tokenizer.has_chat_template and getattr(tokenizer, "chat_template", None) is None:
+        return len(tokenizer.encode(server.convert_chat(messages, None)))
+    server.process_message_content(messages)
+    tools = body.get("tools")
+    return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **arguments))
+
+
+def write(stream: BinaryIO, fields: JSON, raw: bytes) -> None:
+    """A line of JSON with the size of what follows, and that."""
+    stream.write(json.dumps(fields | {"bytes": len(raw)}).encode() + b"\n" + raw)
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""A limit on how long code of somebody else's making may run in this process: a chat template is a program."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+
+from lib.errors import UserError
+
+
+class _TooLong(BaseException):
+    """Raised in a thread whose time is over; no `except Exception` on the way takes it."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float, what: str) -> Iterator[None]:
+    """Ends a block that takes longer: it has to be Python's own code, since a call into C is waited for.
+
+    Raises:
+        UserError: it took longer; what: for its message.
+    """
+    thread, over, turn = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        if not over.wait(seconds):
+            with turn:
+                if not over.is_set():
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLong))
+
+    watcher = threading.Thread(target=watch, name="time limit", daemon=True)
+    watcher.start()
+    try:
+        yield
+    except _TooLong:
+        raise UserError(f"{what} takes more than {seconds:g} s") from None
+    finally:
+        with turn:
+            over.set()

@@ -1,0 +1,72 @@
+"""A run's folder on the disk: whose its files are, what a killed process left there, and checkpoints that go."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import IO
+
+from lib.errors import UserError
+
+
+def claim(folder: Path) -> IO[str]:
+    """Makes this process the folder's only owner, for as long as the file stays open.
+
+    Raises:
+        UserError: another process owns it, or something in it is not the run's own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    require_own(folder)
+    lock = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with lock:
+            lock.seek(0)
+            owner = lock.read().strip() or "?"
+        raise UserError(
+            f"run folder {folder} is in use by process {owner}; wait for it, or give another run.name"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def require_own(folder: Path) -> None:
+    """Makes sure that what a run appends to is its own: a folder of somebody else may hold links to files of yours.
+
+    Raises:
+        UserError: the lock or a log is a link, has a second name, or is no file.
+    """
+    for path in (folder / ".lock", folder / "logs", *folder.glob("logs/**/*")):
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            is_file = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+            if not is_file and not stat.S_ISDIR(facts.st_mode):
+                raise UserError(
+                    f"{path} is a link, has a second name or is no file, and a run writes there; "
+                    "put a copy in its place"
+                )
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint, if there is one: from its first file on it has no checkpoint's name any more."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.rename(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a process that was killed left unfinished of a run: its owner alone writes there."""
+    for path in [*folder.glob("*.unfinished"), *folder.glob("checkpoints/**/.unfinished-*")]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

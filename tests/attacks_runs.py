@@ -1,0 +1,380 @@
+"""Runs, host files, keys and environments of somebody else: each line an attack, as in tests/attacks.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lib.errors import UserError, shown
+from lib.export import push_checks
+from lib.launch import hostfile
+from lib.serve import api_keys
+from lib.training.checkpoint import MANIFEST, STATE
+from tests import tiny
+from tests.attacks import Attack, agree, copy_of_run, of_words, refused, run_of, set_in
+from tests.attacks_models import Content, link_to, pipe, put
+
+VICTIM = "a line that somebody needs\n"
+MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+RESUMED = "train.steps=3"
+
+
+def of_folder(change: Callable[[Path, Path], None], program: str = "train.py", *words: str) -> Attack:
+    """A run's folder that somebody changed, given to a command: it goes well or is refused, and nobody's file is touched.
+
+    change: gets the run, and a file outside of it.
+    """
+
+    def attack(folder: Path) -> str | None:
+        victim = folder / "victim"
+        shutil.rmtree(victim, ignore_errors=True)
+        victim.mkdir()
+        (victim / "file").write_text(VICTIM)
+        with copy_of_run(folder) as run:
+            change(run, victim / "file")
+            given = [word.format(run=run, d=folder) for word in words] or ["--resume", str(run), RESUMED]
+            status, _, errors = run_of(program, given)
+        if (victim / "file").read_text() != VICTIM or len(list(victim.iterdir())) > 1:
+            return f"it wrote outside of the run: {[path.name for path in victim.iterdir()]}"
+        lines = [line for line in errors.splitlines() if line and not line.startswith("warning: ")]
+        is_clear = status == 0 or (status == 2 and len(lines) == 1 and lines[0] == shown(lines[0]))
+        return None if is_clear else f"status {status}: {errors[-300:]}"
+
+    return attack
+
+
+def in_place_of(name: str, kind: str) -> Callable[[Path, Path], None]:
+    """A file of a run that is a link, a hard link, a pipe or never ends."""
+
+    def change(run: Path, victim: Path) -> None:
+        path = run / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "link":
+            path.symlink_to(victim)
+        elif kind == "folder":
+            path.symlink_to(victim.parent)
+        elif kind == "hard link":
+            path.hardlink_to(victim)
+        else:
+            put(path, pipe if kind == "pipe" else link_to("/dev/zero"))
+
+    return change
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step-*"))
+
+
+def of_checkpoint(change: Callable[[Path], None], is_agreed: bool = True) -> Attack:
+    """The newest checkpoint of a run, changed, with hashes that agree: the one before it is taken, or one line said."""
+
+    def altered(run: Path, victim: Path) -> None:
+        change(newest(run))
+        if is_agreed:
+            agree(newest(run))
+
+    return of_folder(altered)
+
+
+def of_manifest(hashes: Any) -> Attack:
+    return of_checkpoint(lambda path: put(path / MANIFEST, hashes), is_agreed=False)
+
+
+def of_setting(key: str, value: str, program: str = "train.py", *words: str) -> Attack:
+    """A run's config.yaml with another value; {victim} is a folder that is none of the run's."""
+
+    def change(run: Path, victim: Path) -> None:
+        for place in (run, *(run / "checkpoints").glob("step-*")):
+            set_in(place / "config.yaml", key, value.replace("{victim}", str(victim.parent)))
+            if (place / MANIFEST).exists():
+                agree(place)
+
+    return of_folder(change, program, *words)
+
+
+def of_records(*records: Any) -> Attack:
+    """Lines of a run's log, as the pages show them: no markup of theirs, and no traceback."""
+
+    def attack(folder: Path) -> str | None:
+        with copy_of_run(folder) as run:
+            log = run / "logs" / "rank-000.jsonl"
+            with log.open("ab") as file:
+                for record in records:
+                    file.write((record if isinstance(record, bytes) else json.dumps(record).encode()) + b"\n")
+            return _page(run)
+
+    return attack
+
+
+def _page(run: Path) -> str | None:
+    """Why the pages of a run do not hold."""
+    status, _, errors = run_of("lib.dashboard", ["--export", str(run)])
+    if status not in (0, 2) or "Traceback" in errors:
+        return f"status {status}: {errors[-300:]}"
+    for page in (*run.rglob("*.html"), *run.rglob("*.svg"), run / "README.md"):
+        text = page.read_text() if page.exists() else ""
+        if MARKUP in text or (page.suffix == ".md" and "\n<script" in text):
+            return f"{page.name} has its markup"
+    return None
+
+
+def record(**fields: Any) -> dict[str, Any]:
+    return {"kind": "step", "time": 2e9, "rank": 0, "host": "a", "step": 1, "loss": 0.5} | fields
+
+
+def of_run_name(name: str) -> Attack:
+    """A word run.name that would lead out of run.dir, or is no name."""
+    return of_words(f"run.name={name}")
+
+
+def of_hosts(content: Content) -> Attack:
+    """A host file: names that ssh or a shell could take for more than names are refused."""
+
+    def attack(folder: Path) -> str | None:
+        put(folder / "evil-hosts", content)
+        return _refuses(lambda: hostfile.read(folder / "evil-hosts"))
+
+    return attack
+
+
+def of_keys(content: Content) -> Attack:
+    def attack(folder: Path) -> str | None:
+        put(folder / "evil-keys", content)
+        return _refuses(lambda: api_keys.read(folder / "evil-keys"))
+
+    return attack
+
+
+def _refuses(read: Callable[[], object]) -> str | None:
+    """Why a reader did not refuse by one clear line."""
+    try:
+        taken = read()
+    except UserError as error:
+        return None if str(error) == shown(str(error)) and "\n" not in str(error) else f"it shows {str(error)!r}"
+    return f"it takes {str(taken)[:200]}"
+
+
+def of_environment(**variables: str) -> Attack:
+    """Variables of the environment: training goes on, or one line says what is wrong."""
+
+    def attack(folder: Path) -> str | None:
+        before = dict(os.environ)
+        try:
+            os.environ.update(variables)
+            words = [f"run.dir={folder / 'attacked'}", "run.name=attacked", "train.steps=1", "evaluate.samples=0"]
+            shutil.rmtree(folder / "attacked", ignore_errors=True)
+            words += [*tiny.settings(folder), *words, "--config", str(tiny.config_file(folder))]
+            status, _, errors = run_of("train.py", words)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return None if status in (0, 2) and "Traceback" not in errors else f"status {status}: {errors[-300:]}"
+
+    return attack
+
+
+def pushes(name: str, change: Callable[[Path], None]) -> Attack:
+    """A file in an export that must not be sent."""
+
+    def attack(folder: Path) -> str | None:
+        export = folder / "evil-export"
+        shutil.rmtree(export, ignore_errors=True)
+        put(export / "adapter_config.json", {"a": 1})
+        change(export / name)
+        return _refuses(lambda: push_checks.files_to_send(export))
+
+    return attack
+
+
+def link_out(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+WRITTEN = ("config.yaml", "plan.json", "summary.json", "README.md", "adapters.safetensors", "adapter_config.json")
+ATTACKS: dict[str, Attack] = {
+    # Links in a run's folder
+    **{f"run: {name} is a link": of_folder(in_place_of(name, "link")) for name in (*WRITTEN, ".lock")},
+    **{f"run: {name} is a hard link": of_folder(in_place_of(name, "hard link")) for name in (*WRITTEN, ".lock")},
+    "run: its log is a link": of_folder(in_place_of("logs/rank-000.jsonl", "link")),
+    "run: its log is a hard link": of_folder(in_place_of("logs/rank-000.jsonl", "hard link")),
+    "run: its log is a pipe": of_folder(in_place_of("logs/rank-000.jsonl", "pipe")),
+    "run: its log never ends": of_folder(in_place_of("logs/rank-000.jsonl", "zero")),
+    "run: its lock is a pipe": of_folder(in_place_of(".lock", "pipe")),
+    "run: its plan is a pipe": of_folder(in_place_of("plan.json", "pipe")),
+    "run: its configuration is a pipe": of_folder(in_place_of("config.yaml", "pipe")),
+    "run: an unfinished checkpoint is a link": of_folder(in_place_of("checkpoints/.unfinished-00000003", "folder")),
+    "run: a checkpoint is a link": of_folder(in_place_of("checkpoints/step-00000009", "folder")),
+    "pages: the log is a pipe": of_folder(
+        in_place_of("logs/rank-000.jsonl", "pipe"), "lib.dashboard", "--export", "{run}"
+    ),
+    "pages: the summary is a pipe": of_folder(
+        in_place_of("summary.json", "pipe"), "lib.dashboard", "--export", "{run}"
+    ),
+    "pages: the README is a link": of_folder(in_place_of("README.md", "link"), "lib.dashboard", "--export", "{run}"),
+    # Names of runs
+    "name: ..": of_run_name(".."),
+    "name: .": of_run_name("."),
+    "name: a folder above": of_run_name("../outside"),
+    "name: two folders": of_run_name("a/b"),
+    "name: a full path": of_run_name("/tmp/outside"),
+    "name: a line break": of_run_name("a\nb"),
+    "name: what a terminal obeys": of_run_name("\x1b[31ma"),
+    "name: 300 letters": of_run_name("a" * 300),
+    "name: written backwards": of_run_name("a\u202eb"),
+    "name: a list": of_run_name("[1, 2]"),
+    "folder: a file": of_words("run.dir={d}/train.jsonl"),
+    "folder: a device": of_words("run.dir=/dev/null"),
+    # Checkpoints
+    "checkpoint: a manifest that is a list": of_manifest([1]),
+    "checkpoint: a manifest of numbers": of_manifest({STATE: 3}),
+    "checkpoint: a manifest of 100,000 lists": of_manifest("[" * 100_000 + "]" * 100_000),
+    "checkpoint: a file outside": of_manifest({"../../config.yaml": "x"}),
+    "checkpoint: the passwords": of_manifest({"/etc/passwd": "x"}),
+    "checkpoint: a manifest that is a pipe": of_checkpoint(lambda path: put(path / MANIFEST, pipe), is_agreed=False),
+    "checkpoint: a manifest that never ends": of_checkpoint(
+        lambda path: put(path / MANIFEST, link_to("/dev/zero")), is_agreed=False
+    ),
+    "checkpoint: weights that are a pipe": of_checkpoint(
+        lambda path: put(path / "adapters.safetensors", pipe), is_agreed=False
+    ),
+    "checkpoint: weights that never end": of_checkpoint(
+        lambda path: put(path / "adapters.safetensors", link_to("/dev/zero")), is_agreed=False
+    ),
+    "checkpoint: weights that are none": of_checkpoint(lambda path: put(path / "adapters.safetensors", b"")),
+    "checkpoint: an optimizer that is none": of_checkpoint(lambda path: put(path / "optimizer.safetensors", b"x" * 99)),
+    "checkpoint: an optimizer of 2^63 bytes": of_checkpoint(
+        lambda path: put(path / "optimizer.safetensors", b"\xff" * 7 + b"\x7f{}")
+    ),
+    "checkpoint: an adapter's configuration of lists": of_checkpoint(
+        lambda path: put(path / "adapter_config.json", {"padded": True, "layers": [], "lora_parameters": 3})
+    ),
+    "checkpoint: a step of 30 digits": of_folder(
+        lambda run, victim: (run / "checkpoints" / f"step-{'9' * 30}").mkdir()
+    ),
+    "checkpoint: a step of 5,000 digits in other letters": of_folder(
+        lambda run, victim: (run / "checkpoints" / "step-٣").mkdir()
+    ),
+    "checkpoint: a file in a checkpoint's place": of_folder(
+        lambda run, victim: put(run / "checkpoints/step-00000009", "x")
+    ),
+    "checkpoint: --checkpoint ../..": of_folder(
+        lambda run, victim: None, "lib.evaluate", "--run", "{run}", "--checkpoint", "../.."
+    ),
+    "checkpoint: --checkpoint of 5,000 digits": of_folder(
+        lambda run, victim: None, "lib.evaluate", "--run", "{run}", "--checkpoint", "9" * 5000
+    ),
+    # Settings of a run's folder
+    "setting: run.dir of another": of_setting("run.dir", "{victim}"),
+    "setting: run.name of another": of_setting("run.name", "../../../victim"),
+    "setting: calibrations of another": of_setting("plan.calibration_dir", "{victim}"),
+    "setting: a cache of another": of_setting("data.cache_dir", "{victim}"),
+    "setting: a sink that sends": of_setting("run.sinks", "[wandb]"),
+    "setting: two figures' pages": of_setting("run.pages", "3"),
+    "setting: a key twice": of_folder(
+        lambda run, victim: put(run / "config.yaml", (run / "config.yaml").read_text() + "run: {}\n")
+    ),
+    # Records, as pages show them
+    "record: markup as a host": of_records(record(host=MARKUP)),
+    "record: markup as a kind": of_records(record(kind=MARKUP)),
+    "record: markup as a warning": of_records(record(kind="warning", text=MARKUP)),
+    "record: markup as a sample": of_records(
+        record(kind="samples", samples=[{"prompt": MARKUP, "before": MARKUP, "after": MARKUP}])
+    ),
+    "record: markup as a setting": of_records(record(kind="start", config={"model": {"path": MARKUP}, MARKUP: MARKUP})),
+    "record: markup as a plan": of_records(record(kind="plan", plan={"strategy": MARKUP, "hosts": [MARKUP]})),
+    "record: samples that are none": of_records(record(kind="samples", samples=[3, None, {"prompt": [1]}])),
+    "record: a step of 10^300": of_records(record(step=1e300), record(step=10**300)),
+    "record: a step below zero": of_records(record(step=-5)),
+    "record: a step of text": of_records(record(step="x")),
+    "record: a time of 10^300": of_records(record(time=1e300)),
+    "record: a time of text": of_records(record(time="x")),
+    "record: a rank of 10^18": of_records(record(rank=10**18)),
+    "record: a rank of text": of_records(record(rank="x")),
+    "record: a loss of text": of_records(record(loss="x")),
+    "record: figures without end": of_records(b'{"kind": "step", "step": 1, "loss": Infinity, "time": NaN}'),
+    "record: 100,000 lists deep": of_records(b"[" * 100_000 + b"]" * 100_000),
+    "record: 50 MB in one line": of_records(b'{"kind": "' + b"x" * 50_000_000 + b'"}'),
+    "record: no text": of_records(bytes(range(256)).replace(b"\n", b"")),
+    "record: a list": of_records([1, 2], 3, None, "x"),
+    "record: half a surrogate pair": of_records(record(host="\ud800", kind="\udfff")),
+    # Host files
+    **{
+        f"host: {name!r}": of_hosts(f"{name} slots=1\n")
+        for name in (
+            "-oProxyCommand=touch\tx",
+            "-F/etc/passwd",
+            "a;touch x",
+            "a&&b",
+            "$(touch",
+            "`touch`",
+            "a|b",
+            "user@-oProxyCommand=x",
+            "a@b@c",
+            "a'b",
+            'a"b',
+            "a\\b",
+            "../a",
+            "a/b",
+            "ä.example",
+            "а.example",
+            "a\u200bb",
+            "%h",
+            "ssh://a",
+            "a" * 300,
+        )
+    },
+    "host: slots of 20 digits behind zeros": of_hosts("a slots=00000000199999999999\n"),
+    "host: slots below zero": of_hosts("a slots=-1\n"),
+    "host: slots of other digits": of_hosts("a slots=٣\n"),
+    "host: a command as an option": of_hosts("a slots=1 ssh=evil\n"),
+    "host: a pipe": of_hosts(pipe),
+    "host: /dev/zero": of_hosts(link_to("/dev/zero")),
+    "host: a million lines": of_hosts("a slots=1\n" * 1_000_000),
+    "host: a million hosts": of_hosts("".join(f"h{i}\n" for i in range(1_000_000))),
+    "host: JSON of 100,000 lists": of_hosts("[" * 100_000 + "]" * 100_000),
+    "host: JSON with a command": of_hosts([{"ssh": "-oProxyCommand=touch x", "ips": ["10.0.0.1"]}]),
+    "host: JSON with a device": of_hosts([{"ssh": "a", "ips": ["10.0.0.1"], "rdma": ["x; touch y"]}]),
+    "host: JSON with an address": of_hosts([{"ssh": "a", "ips": ["10.0.0.1; touch x"]}]),
+    "host: JSON with a variable": of_hosts({"hosts": [{"ssh": "a"}], "envs": ["A B=1"]}),
+    "host: JSON with a line break": of_hosts({"hosts": [{"ssh": "a"}], "envs": ["A=1\nLD_PRELOAD=x"]}),
+    "host: JSON of another backend": of_hosts({"hosts": [{"ssh": "a"}], "backend": "../evil"}),
+    "host: not UTF-8": of_hosts(b"\xff\xfe\xfd"),
+    # Keys
+    "keys: a pipe": of_keys(pipe),
+    "keys: /dev/zero": of_keys(link_to("/dev/zero")),
+    "keys: a key itself": of_keys("sk-secret\n"),
+    "keys: a name that a terminal obeys": of_keys("\x1b[31m sha256:" + "a" * 64),
+    "keys: a short hash": of_keys("alice sha256:abc\n"),
+    "keys: other digits": of_keys("alice sha256:" + "٣" * 64),
+    "keys: a name twice": of_keys(("alice sha256:" + "a" * 64 + "\n") * 2),
+    "keys: 100 MB": of_keys(b"#" * 100_000_000),
+    # The environment
+    "environment: a rank of text": of_environment(MLX_RANK="x"),
+    "environment: a rank below zero": of_environment(MLX_RANK="-1", MLX_WORLD_SIZE="2"),
+    "environment: a rank beyond": of_environment(OMPI_COMM_WORLD_RANK="9", OMPI_COMM_WORLD_SIZE="2"),
+    "environment: a world of text": of_environment(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="x"),
+    "environment: a world of 10^9": of_environment(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1000000000"),
+    "environment: hosts that never end": of_environment(MLX_RANK="0", MLX_HOSTFILE="/dev/zero"),
+    "environment: hosts that are none": of_environment(MLX_RANK="0", MLX_HOSTFILE="/nowhere"),
+    "environment: columns below zero": of_environment(COLUMNS="-5", LINES="x"),
+    "environment: a million columns": of_environment(COLUMNS="1000000"),
+    # What is sent away
+    "push: a link out of the export": pushes("notes.txt", link_out),
+    "push: a private key": pushes("notes.txt", lambda path: put(path, "-----BEGIN OPENSSH PRIVATE KEY-----\nx\n")),
+    "push: a token": pushes("x.json", lambda path: put(path, {"token": "hf_" + "a" * 34})),
+    "push: an .env": pushes(".env", lambda path: put(path, "A=1")),
+    "push: the data": pushes("train.jsonl", lambda path: put(path, "{}")),
+    "push: a name outside": lambda folder: refused(
+        "lib.export", [str(folder / "runs/done"), "--to", "mlx", "--push", "../evil"]
+    ),
+    "push: a name that is an option": lambda folder: refused(
+        "lib.export", [str(folder / "runs/done"), "--to", "mlx", "--push", "-x/y"]
+    ),
+}

@@ -1,0 +1,268 @@
+"""Commands that are killed at moments of their lives, given again until they end, and compared with one that nobody killed.
+
+A story knows a command, how it is given again, and what it leaves. Its first life is whole: it tells what the end is, and
+which moments there are (tests/dies.py). Moments are drawn by kind, so that the one rename of a checkpoint is as likely as
+its hundred writes. tests/test_kills.py plays a few, benchmarks/kill_resume.py a thousand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lib.system import mpi_and_blas
+from tests import tiny
+from tests.dies import Death
+
+LIFE_SECONDS = 240.0  # no life is longer
+ORPHAN_SECONDS = 30.0  # after a death, all else of the command has ended
+HEADS = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
+
+
+@dataclass(frozen=True)
+class Story:
+    """A command, and what it leaves in a folder of its own.
+
+    Args:
+        command: program and words for a life in this folder; None where nothing is left to do.
+        outcome: what the end left there, to be compared.
+        ranks: how many processes of it there are, under mpirun.
+        environment: beside that of this process.
+        constants: of modules, which make a life short: as tests/dies.py takes them.
+        drive: what uses the command while it lives, and ends it; by default it ends by itself.
+        fault: what no death may leave behind in the folder; None where all is well.
+    """
+
+    command: Callable[[Path], list[str] | None]
+    outcome: Callable[[Path], object]
+    ranks: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict)
+    drive: Callable[[Path, subprocess.Popen[bytes]], None] | None = None
+    fault: Callable[[Path], str | None] = lambda folder: None
+
+
+@dataclass
+class Case:
+    """What became of a command that was killed, and given again, until it ended."""
+
+    story: str
+    moments: list[str] = field(default_factory=list)
+    fault: str | None = None
+
+
+class Fault(Exception):
+    """What no kill may bring about."""
+
+
+# ---- Lives
+
+
+@dataclass
+class Whole:
+    """A life that nobody ended: what there is at its end, the moments of each rank, and how long it took."""
+
+    outcome: object
+    words: list[list[str]]
+    seconds: float
+
+    @classmethod
+    def of(cls, story: Story, folder: Path) -> Whole:
+        """Raises Fault where the command fails."""
+        began = time.monotonic()
+        if not live(story, folder, [death_of(folder, rank) for rank in range(story.ranks)], None):
+            raise Fault("the command without a kill was killed")
+        seconds = time.monotonic() - began
+        traces = [(trace_of(folder, rank)).read_text().splitlines() for rank in range(story.ranks)]
+        return cls(story.outcome(folder), traces, seconds)
+
+
+def play(name: str, story: Story, whole: Whole, folder: Path, rng: random.Random) -> Case:
+    """Kills a command again and again, until it ends by itself."""
+    case = Case(name)
+    folder.mkdir(parents=True)
+    try:
+        while True:
+            deaths, strike = _chosen(story, whole, folder, rng)
+            began = time.monotonic()
+            if live(story, folder, deaths, strike):
+                break
+            case.moments.append(_moment(deaths, strike, folder, time.monotonic() - began))
+        if (outcome := story.outcome(folder)) != whole.outcome:
+            case.fault = f"its end differs: {difference(whole.outcome, outcome)}"
+    except Fault as fault:
+        case.fault = str(fault)
+    return case
+
+
+def _chosen(
+    story: Story, whole: Whole, folder: Path, rng: random.Random
+) -> tuple[list[Death], tuple[float, str] | None]:
+    """How the next life ends: a death for each rank, at most one of which comes; or after so many seconds, and who."""
+    deaths = [death_of(folder, rank) for rank in range(story.ranks)]
+    if rng.random() < 1 / 6:  # at any time, so mostly while it starts
+        return deaths, (rng.uniform(0, whole.seconds), rng.choice(("one", "all")))
+    unlucky = rng.randrange(story.ranks)
+    often = Counter(whole.words[unlucky])
+    word = rng.choice(sorted(often))
+    whom = "self" if story.ranks == 1 else rng.choice(("self", "self", "parent", "both"))
+    delay = 0.0 if rng.random() < 0.5 else rng.choice((0.0003, 0.003, 0.03, 0.3)) * rng.random()
+    count = rng.randint(1, often[word])
+    deaths[unlucky] = dataclasses.replace(deaths[unlucky], word=word, count=count, delay=delay, whom=whom)
+    return deaths, None
+
+
+def death_of(folder: Path, rank: int) -> Death:
+    return Death(root=str(folder), trace=str(trace_of(folder, rank)))
+
+
+def trace_of(folder: Path, rank: int) -> Path:
+    return folder.with_name(f"{folder.name}.trace-{rank}")  # beside it: of no interest to the command
+
+
+def _moment(deaths: list[Death], strike: tuple[float, str] | None, folder: Path, seconds: float) -> str:
+    """Where a life ended, for a person."""
+    if strike is not None:
+        return f"{strike[1]} after {seconds:.1f} s"
+    rank, death = next((rank, death) for rank, death in enumerate(deaths) if death.word is not None)
+    who = f" rank {rank}" if len(deaths) > 1 else ""
+    return f"{death.word} {death.count}{f' + {death.delay * 1e3:.1f} ms' if death.delay else ''}, {death.whom}{who}"
+
+
+def live(story: Story, folder: Path, deaths: list[Death], strike: tuple[float, str] | None) -> bool:
+    """One life of a command; whether it ended by itself.
+
+    strike: after so many seconds one process of it, or all.
+
+    Raises:
+        Fault: it failed, hung, or left a process behind.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    words = story.command(folder)
+    if words is None:
+        return True
+    ranks = [[sys.executable, "-m", "tests.dies", json.dumps(dataclasses.asdict(death)), *words] for death in deaths]
+    command = ranks[0]
+    if story.ranks > 1:
+        command = [str(mpi_and_blas.mpirun_path())]
+        for rank in ranks:
+            command += [*([":"] if rank is not ranks[0] else []), "-n", "1", *rank]
+    with (folder.with_name(f"{folder.name}.said")).open("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=tiny.ROOT, stdout=said, stderr=said, env={**os.environ, **story.environment}
+        )
+        user = threading.Thread(target=story.drive or (lambda *_: None), args=(folder, process))
+        user.start()
+        try:
+            struck = _ended(process, folder, strike)
+        finally:
+            left = _await_all(folder, process)
+            user.join()
+        said.seek(0)
+        text = _essence(said.read())
+    if left:
+        raise Fault(f"it left processes behind: {left[0][:300]}")
+    if (fault := story.fault(folder)) is not None:
+        raise Fault(fault)
+    dead = struck or any(_came(death) for death in deaths)
+    if process.returncode == 0 and not dead:
+        return True
+    if "Traceback (most recent call last)" in text and not dead:
+        raise Fault(f"a traceback: {text}")
+    if not dead:
+        raise Fault(f"it ended with status {process.returncode}: {text}")
+    return False
+
+
+def _essence(said: str) -> str:
+    """What a command said of why it ended."""
+    lines = said.splitlines()
+    first = next((n for n, line in enumerate(lines) if line.startswith(("error: ", "stopped: ", "Traceback"))), None)
+    return "\n".join(lines[-20:] if first is None else lines[first : first + 40])[-2500:]
+
+
+def _ended(process: subprocess.Popen[bytes], folder: Path, strike: tuple[float, str] | None) -> bool:
+    """Waits for a life's end; whether it was brought about from outside."""
+    try:
+        process.wait(LIFE_SECONDS if strike is None else strike[0])
+        return False
+    except subprocess.TimeoutExpired:
+        if strike is None:
+            raise Fault(f"it was not over after {LIFE_SECONDS:g} s") from None
+    pids = [pid for pid, _ in processes(folder)]
+    for pid in pids if strike[1] == "all" else [process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ORPHAN_SECONDS)
+    return True
+
+
+def _came(death: Death) -> bool:
+    """Whether a death's word was reached."""
+    trace = Path(death.trace)
+    return death.word is not None and trace.exists() and trace.read_text().split("\n").count(death.word) >= death.count
+
+
+def _await_all(folder: Path, process: subprocess.Popen[bytes]) -> list[str]:
+    """What is left of a command after a while; it is ended then."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while True:
+        process.poll()
+        left = processes(folder)
+        if not left:
+            return []
+        if time.monotonic() > deadline:
+            for pid, _ in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            return [command for _, command in left]
+        time.sleep(0.05)
+
+
+def processes(folder: Path) -> list[tuple[int, str]]:
+    """Id and command of what has this folder among its words, apart from this process."""
+    told = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,stat=,command="], capture_output=True, text=True).stdout
+    found = []
+    for line in told.splitlines():
+        pid, state, command = [*line.split(None, 2), ""][:3]
+        is_of_it = f"{folder}/" in command or f'{folder}"' in command
+        if is_of_it and not state.startswith("Z") and int(pid) != os.getpid():
+            found.append((int(pid), command))
+    return found
+
+
+def difference(one: object, other: object) -> str:
+    """The first place at which two outcomes differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                return f"{key}: {difference(one.get(key), other.get(key))}"
+    if isinstance(one, list) and isinstance(other, list):
+        for index, pair in enumerate(zip(one, other, strict=False)):
+            if pair[0] != pair[1]:
+                return f"{index}: {difference(*pair)}"
+        return (
+            f"{len(one)} items, and {len(other)}: {[item for item in one + other if (item in one) != (item in other)]}"
+        )
+    return f"{str(one)[:200]} is {str(other)[:200]}"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """What is in every file of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -1,0 +1,254 @@
+"""Parsers of what comes with models, fed as those of tests/parsers.py: adapters, weights, templates, cards, calibrations."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import mlx.core as mx
+from hypothesis import strategies as st
+
+from lib.config.schema import DataSettings
+from lib.data import hub_files, parquet_pages
+from lib.data.chat_template import ChatTemplate, Conversation
+from lib.data.tokenizer import load_tokenizer_of
+from lib.errors import UserError
+from lib.launch import hostfile
+from lib.model import adapter_files, load, peft_files
+from lib.plan import calibration
+from lib.system import model_folder
+from tests import tiny
+from tests.parsers import Parser, as_json, bent, trees
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+PEFT = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "rank_pattern": {"q_proj": 4},
+    "target_modules": ["q_proj"],
+}
+PADDED = {
+    "padded": True,
+    "layers": {"model.layers.0.self_attn.q_proj": {"rank": 4, "scale": 2.0}},
+    "lora_parameters": {"rank": 4, "scale": 2.0},
+}
+OURS = {"model.layers.0.self_attn.q_proj.lora_a": ((16, 4), mx.float32)}
+CONFIGS = st.sampled_from([*tiny.LLAMA, "rope_scaling", "rope_theta", "quantization", "head_dim", "model_file", "x"])
+TEMPLATE = "{% for m in messages %}{{ '<|' ~ m['role'] ~ '|>' ~ m['content'] }}{% if loop.last %}<|end|>{% endif %}{% endfor %}"
+WORDS = (
+    *(
+        "{%",
+        "%}",
+        "{{",
+        "}}",
+        " for ",
+        " in ",
+        "messages",
+        "range(3)",
+        " if ",
+        " endif ",
+        " endfor ",
+        " set ",
+        "x",
+        "'y'",
+    ),
+    *(
+        " macro m() ",
+        " endmacro ",
+        "m()",
+        "|",
+        "tojson",
+        "upper",
+        "~",
+        "[0]",
+        ".content",
+        "loop.",
+        "raise_exception('\x1b')",
+    ),
+)
+CARD = b"---\nconfigs:\n- config_name: a\n  data_files:\n  - split: train\n    path: [b/*.jsonl, '**/c.parquet']\n---\n# x\n"
+CARD_WORDS = st.sampled_from(["configs", "config_name", "data_files", "split", "path", "data_dir", "default", "train"])
+NAMES = ["a/b.jsonl", "b/c.jsonl", "data/train-0.parquet", "README.md"]
+CALIBRATION = {
+    "host": "a",
+    "machine": {},
+    "curves": [{"key": {"model": "m", "method": "lora", "dtype": "float32"}, "points": [{"batch_size": 1}]}],
+}
+
+
+def safetensors(header: object) -> bytes:
+    """A file with this header, and 64 bytes of data."""
+    text = as_json(header)
+    return struct.pack("<Q", len(text)) + text + bytes(64)
+
+
+def _peft(data: bytes, folder: Path) -> None:
+    """A configuration, and then the weights, with the other half as it should be."""
+    good = {f"{Q}.lora_A.weight": mx.zeros((4, 16)), f"{Q}.lora_B.weight": mx.zeros((16, 4))}
+    (folder / model_folder.ADAPTER_CONFIG).write_bytes(data)
+    mx.save_safetensors(str(folder / model_folder.PEFT_WEIGHTS), good)
+    _both(lambda: peft_files.read(folder, "model.adapter"))
+    (folder / model_folder.ADAPTER_CONFIG).write_bytes(as_json(PEFT))
+    (folder / model_folder.PEFT_WEIGHTS).write_bytes(data)
+    peft_files.read(folder, "model.adapter")
+
+
+def _adapter(data: bytes, folder: Path) -> None:
+    mx.save_safetensors(
+        str(folder / model_folder.ADAPTER_WEIGHTS), {name: mx.zeros(shape) for name, (shape, _) in OURS.items()}
+    )
+    (folder / model_folder.ADAPTER_CONFIG).write_bytes(data)
+    _both(lambda: mx.eval(adapter_files.read_trained(OURS, folder, "--run")))
+    (folder / model_folder.ADAPTER_CONFIG).write_bytes(as_json(PADDED))
+    (folder / model_folder.ADAPTER_WEIGHTS).write_bytes(data)
+    mx.eval(adapter_files.read_trained(OURS, folder, "--run"))
+
+
+def _both(read: object) -> None:
+    """Goes on behind a refusal: a second reader waits."""
+    try:
+        read()  # type: ignore[operator]
+    except UserError:
+        return
+
+
+def _model(data: bytes, folder: Path) -> None:
+    (folder / "config.json").write_bytes(data)
+    settings = tiny_settings(folder)
+    model_folder.end_ids(model_folder.resolve(str(folder)))
+    load.load(settings, 0, lazy=True)
+
+
+def tiny_settings(folder: Path) -> object:
+    from lib.config.schema import ModelSettings
+
+    return ModelSettings(path=str(folder), random_init=True)
+
+
+def _template(data: bytes, folder: Path) -> None:
+    (folder / "template").write_bytes(data)
+    template = ChatTemplate(_tokenizer(), DataSettings(train="-", chat_template=str(folder / "template")))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    template.texts([Conversation(turns, None, template.arguments_without_answer)], True)  # type: ignore[list-item]
+    assert template.refuses_system in (True, False)
+
+
+def _tokenizer() -> object:
+    from lib.config.schema import ModelSettings
+
+    global _loaded
+    if _loaded is None:
+        _loaded = load_tokenizer_of(ModelSettings(path=str(tiny.ROOT / "configs/quickstart/model")))
+    return _loaded
+
+
+_loaded: object = None
+
+
+def _card(data: bytes, folder: Path) -> None:
+    for config, split in ((None, "train"), ("a", "test"), ("b", "train")):
+        try:
+            hub_files.files_of_split(NAMES, data.decode("utf-8", "replace"), config, split)
+        except ValueError as why:  # what open_stream makes one line of
+            str(why).encode()
+
+
+def _hub_list(data: bytes, folder: Path) -> None:
+    (folder / "data.json").write_bytes(b"[" + data)
+    list(hub_files.open_stream("hf://x", str(folder), {}))
+
+
+def _pages(data: bytes, folder: Path) -> None:
+    try:
+        parquet_pages.struct(data, 0)
+    except (IndexError, parquet_pages.FalsePage):
+        return
+
+
+def _calibration(data: bytes, folder: Path) -> None:
+    (folder / "a.json").write_bytes(data)
+    calibration.read_calibration(folder / "a.json")
+
+
+def _variables(data: bytes, folder: Path) -> None:
+    hostfile.environment([data.decode("utf-8", "surrogateescape")], "--env")
+
+
+KEYS = st.one_of(st.sampled_from([*PEFT, *PADDED, "rank", "scale", "alpha_pattern", "bias"]), st.text(max_size=5))
+HEADERS = st.dictionaries(
+    st.sampled_from([f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", *OURS, "x", "__metadata__"]),
+    st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "BF16", "I64", "BOOL", "X", "F8_E4M3"]),
+            "shape": st.lists(st.one_of(st.integers(0, 20), st.sampled_from([-1, 2**31, 2**62, "x"])), max_size=3),
+            "data_offsets": st.lists(st.one_of(st.integers(0, 64), st.sampled_from([-8, 2**40])), max_size=3),
+        }
+    ),
+    max_size=3,
+)
+MODEL_PARSERS: dict[str, Parser] = {
+    "PEFT folders": Parser(
+        st.one_of(
+            st.dictionaries(KEYS, trees(KEYS), max_size=4).map(lambda changed: as_json(PEFT | changed)),
+            bent(as_json(PEFT)),
+            HEADERS.map(safetensors),
+        ),
+        _peft,
+    ),
+    "adapters": Parser(
+        st.one_of(
+            st.dictionaries(KEYS, trees(KEYS), max_size=4).map(lambda changed: as_json(PADDED | changed)),
+            bent(as_json(PADDED)),
+            HEADERS.map(safetensors),
+        ),
+        _adapter,
+    ),
+    "model configs": Parser(
+        st.one_of(
+            st.dictionaries(CONFIGS, trees(CONFIGS), max_size=2).map(lambda changed: as_json(tiny.LLAMA | changed)),
+            bent(as_json(tiny.LLAMA)),
+        ),
+        _model,
+    ),
+    "templates": Parser(
+        st.one_of(
+            bent(TEMPLATE.encode()),
+            st.lists(st.sampled_from(WORDS), max_size=15).map(lambda words: "".join(words).encode()),
+        ),
+        _template,
+    ),
+    "hub cards": Parser(
+        st.one_of(
+            bent(CARD),
+            trees(CARD_WORDS).map(lambda tree: b"---\n" + json.dumps({"configs": [tree]}).encode() + b"\n---\n"),
+        ),
+        _card,
+    ),
+    "hub lists": Parser(
+        st.one_of(
+            bent(b'{"prompt": "a"}, {"prompt": "\xc3\xa4"}]'),
+            st.lists(trees(CARD_WORDS), max_size=4).map(lambda tree: as_json(tree)[1:]),
+        ),
+        _hub_list,
+    ),
+    "parquet pages": Parser(
+        st.one_of(
+            st.binary(max_size=60),
+            bent(bytes.fromhex("150415801015201500") + b"\x2c\x15\x06\x15\x00\x15\x06\x15\x06\x00\x00"),
+        ),
+        _pages,
+    ),
+    "calibrations": Parser(
+        st.one_of(
+            bent(as_json(CALIBRATION)),
+            st.dictionaries(st.sampled_from([*CALIBRATION, "key", "points"]), trees(KEYS), max_size=4).map(
+                lambda changed: as_json(CALIBRATION | changed)
+            ),
+        ),
+        _calibration,
+    ),
+    "variables": Parser(bent(b"NAME=VALUE"), _variables),
+}

@@ -1,0 +1,218 @@
+"""Quantised layers: dequantised or packed, the same products and gradients; which of them is taken; what is held."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.lora import LoRALinear
+
+from lib.config import schema
+from lib.data.collate import collate
+from lib.model import adapters, logps, quantised, quantised_products, token_stream
+from lib.model import load as load_module
+from lib.model.quantised_products import ALWAYS, NEVER, DequantiseFrom, Product, dequantise_from, faster_from, go_by
+from tests.rounding import roundoff
+from tests.test_forward import draw
+from tests.tiny import stored_model
+
+FORMATS = [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)]
+FORMATS += [("affine", 4, 32), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+INPUTS, OUTPUTS, TOKENS, EXPERTS = 128, 64, 5, 3
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DequantiseFrom], None]]:
+    """Makes every product the way that is given."""
+    yield lambda chosen: monkeypatch.setattr(quantised, "dequantise_from", lambda *_: (chosen, True))
+
+
+def both(function: Callable[[mx.array], mx.array], x: mx.array) -> list[np.ndarray]:
+    """What a function gives, and the gradient of a sum of it, in float64."""
+    outputs, gradients = mx.vjp(function, [x], [mx.sin(mx.arange(function(x).size)).reshape(function(x).shape)])
+    return [np.array(array.astype(mx.float32), np.float64) for array in (*outputs, *gradients)]
+
+
+def assert_near(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@pytest.mark.parametrize("chosen", [ALWAYS, NEVER, DequantiseFrom(1, None), DequantiseFrom(None, 1)])
+def test_every_way_is_the_plain_formula(
+    mode: str, bits: int, group_size: int, chosen: DequantiseFrom, choose: Callable[[DequantiseFrom], None]
+) -> None:
+    choose(chosen)
+    mx.random.seed(bits)
+    linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS), group_size, bits, mode)
+    linear.bias = mx.random.normal((OUTPUTS,))
+    table = nn.QuantizedEmbedding.from_embedding(nn.Embedding(OUTPUTS, INPUTS), group_size, bits, mode)
+    experts = SwitchLinear(INPUTS, OUTPUTS, EXPERTS).to_quantized(group_size, bits, mode)
+    model = nn.Sequential(linear, table, experts)
+    quantised.use_own_layers(model)
+    linear, table, experts = model.layers
+
+    def weight(layer: nn.Module) -> mx.array:
+        biases = layer.get("biases")
+        return mx.dequantize(layer.weight, layer.scales, biases, group_size, bits, mode, dtype=mx.float32)
+
+    x = mx.random.normal((TOKENS, 1, INPUTS))
+    assert_near(both(linear, x), both(lambda x: x @ weight(linear).T + linear.bias, x))
+    assert_near(both(table.as_linear, x), both(lambda x: x @ weight(table).T, x))
+    chosen_experts = mx.array([[0, 2], [2, 0], [1, 1], [2, 1], [0, 0]])
+
+    def of_experts(x: mx.array) -> mx.array:
+        y = mx.einsum("tki,toi->tko", mx.repeat(x, 2, axis=1), mx.zeros((TOKENS, OUTPUTS, INPUTS)))
+        for k in range(2):
+            own = mx.take(weight(experts), chosen_experts[:, k], axis=0)
+            y[:, k] = (own @ x[:, 0, :, None]).squeeze(-1) + experts.bias[chosen_experts[:, k]]
+        return y
+
+    assert_near(both(lambda x: experts(x[:, None], chosen_experts).squeeze(-2), x), both(of_experts, x))
+    order = mx.argsort(chosen_experts.flatten())  # as mlx-lm sorts the tokens of a longer input
+    rows = mx.take(x, order // 2, axis=0)
+    found = both(lambda x: experts(x, chosen_experts.flatten()[order], sorted_indices=True), rows)
+    assert_near(
+        found,
+        both(
+            lambda x: (
+                (weight(experts)[chosen_experts.flatten()[order]] @ x.swapaxes(1, 2)).swapaxes(1, 2)
+                + experts.bias[chosen_experts.flatten()[order]][:, None]
+            ),
+            rows,
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Callable[[DequantiseFrom], None]) -> None:
+    choose(ALWAYS)
+    linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS, bias=False), 64, 4)
+    linear.set_dtype(dtype)
+    quantised.use_own_layers(linear)
+    weight = mx.dequantize(linear.weight, linear.scales, linear.biases, 64, 4)
+    assert weight.dtype == dtype
+    x = mx.random.normal((TOKENS, INPUTS)).astype(dtype)
+    for found, wanted in zip(both(linear, x), both(lambda x: x @ weight.T, x), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def test_inputs_wider_than_the_weights_are_not_rounded(choose: Callable[[DequantiseFrom], None]) -> None:
+    linear = nn.QuantizedLinear.from_linear(nn.Linear(INPUTS, OUTPUTS, bias=False), 64, 4)
+    linear.set_dtype(mx.bfloat16)
+    quantised.use_own_layers(linear)
+    x = mx.random.normal((TOKENS, INPUTS))
+    choose(NEVER)
+    wanted = both(linear, x)
+    choose(ALWAYS)
+    assert linear(x).dtype == mx.float32
+    assert_near(both(linear, x), wanted)
+
+
+def test_a_scale_for_each_expert_is_left_to_mlx(choose: Callable[[DequantiseFrom], None]) -> None:
+    layer = QuantizedSwitchLinear(INPUTS, OUTPUTS, EXPERTS, False, 16, 4, "nvfp4", global_scale=True)
+    quantised.use_own_layers(layer)
+    choose(ALWAYS)
+    with pytest.raises(ValueError, match="gather_qmm.*Global scale is only supported on the GPU"):
+        layer(mx.random.normal((TOKENS, 1, INPUTS)), mx.array([0, 0, 1, 2, 2]), True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "compiled"),
+    [(None, False), (None, True), (["self_attn.q_proj", "mlp.down_proj"], False), (["lm_head"], False)],
+)
+def test_log_probabilities_and_gradients_of_a_model_are_equal(
+    tmp_path: Path,
+    compiled: bool,
+    keys: list[str] | None,
+    choose: Callable[[DequantiseFrom], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logps, "LOGITS_BYTES", 7 * 48 * 4)  # the head's products are several
+    settings = schema.ModelSettings(path=str(stored_model(tmp_path, quantised=True)), keys=keys)
+    model = load_module.load(settings, 0)
+    adapters.make_trainable(model, settings, 0)
+    mx.random.seed(1)
+    model.apply_to_modules(
+        lambda _, part: (
+            part.update({"lora_b": 0.02 * mx.random.normal(part.lora_b.shape)})
+            if isinstance(part, LoRALinear)
+            else None
+        )
+    )
+    assert token_stream.cannot_share_prompts(model.train()) is None
+    inputs = token_stream.arrays_of(collate(draw(5, 3), 4, True).inputs)
+
+    def loss() -> mx.array:
+        return (logps.completion_logps(model, inputs) * mx.array([1.0, -1.0])).sum()
+
+    def computed() -> dict[str, np.ndarray]:
+        function = nn.value_and_grad(model, loss)
+        state = [model.state]
+        value, gradients = (mx.compile(function, inputs=state, outputs=state) if compiled else function)()
+        return {"loss": np.array(value), **{name: np.array(a) for name, a in tree_flatten(gradients)}}
+
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    choose(NEVER)
+    wanted = computed()
+    choose(ALWAYS)
+    found = computed()
+    scored = np.array(logps.completion_logps(model.eval(), inputs))
+    choose(NEVER)
+    assert np.allclose(scored, np.array(logps.completion_logps(model, inputs)), rtol=1e-5)
+    for name, array in wanted.items():
+        assert np.linalg.norm(found[name] - array) <= 1e-5 * np.linalg.norm(array) + roundoff(64), name
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_more_than_a_few_layers_weights_are_held(compiled: bool, choose: Callable[[DequantiseFrom], None]) -> None:
+    choose(ALWAYS)
+    width = 512
+
+    def peak_bytes(layers: int) -> int:
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        nn.quantize(model)
+        quantised.use_own_layers(model)
+        x = mx.random.normal((2, width))
+        mx.eval(model.parameters(), x)
+        gradient = mx.grad(lambda x: model(x).sum())
+        gradient = mx.compile(gradient, inputs=model.state) if compiled else gradient
+        mx.eval(gradient(x))  # traces
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
+        mx.eval(gradient(x))
+        return mx.get_peak_memory() - held
+
+    few, many = peak_bytes(24), peak_bytes(72)
+    assert many - few < 12 * 4 * width**2, (few, many)
+
+
+def test_when_to_dequantise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_products, "_measured", {})
+    product = Product(256, 1024, 0, 4, 64, "affine", "float32")
+    assert dequantise_from(product, "cpu") == (DequantiseFrom(32, 32), False)
+    assert dequantise_from(replace(product, experts=8), "cpu")[0] == DequantiseFrom(256, 256)
+    wide, small = replace(product, outputs=100_000), replace(product, outputs=512)
+    go_by({wide: DequantiseFrom(4, None), small: DequantiseFrom(16, 8), replace(small, bits=8): NEVER})
+    assert dequantise_from(product, "cpu") == (DequantiseFrom(16, 8), True)
+    assert dequantise_from(replace(product, outputs=50_000), "cuda") == (DequantiseFrom(4, None), True)
+    assert dequantise_from(replace(product, bits=8), "metal") == (NEVER, True)
+    assert dequantise_from(replace(product, dtype="bfloat16"), "metal") == (DequantiseFrom(512, 512), False)
+    assert DequantiseFrom(16, None).reached_by(15) == (False, False) and ALWAYS.reached_by(1) == (True, True)
+    assert DequantiseFrom(16, None).reached_by(16) == (True, False)
+
+
+def test_measured_times_decide() -> None:
+    packed = {2: 1.0, 4: 2.0, 8: 4.0, 16: 8.0}
+    assert faster_from(packed, {2: 3.0, 4: 3.0, 8: 3.0, 16: 3.0}) == 8
+    assert faster_from(packed, {2: 0.5, 4: 3.0, 8: 3.0, 16: 3.0}) == 8, "what holds from there on"
+    assert faster_from(packed, dict.fromkeys(packed, 9.0)) is None
+    assert faster_from(packed, dict.fromkeys(packed, 0.1)) == 2
