@@ -29,6 +29,10 @@ QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
 LONGEST_PAUSE_SECONDS = 30.0
 # By default where a host is a Mac: a lit display may end a rank there at any time (lib/system/metal.py).
 MAC_RESTARTS = 3
+HOPELESS = (
+    "not started again: the updates are not finite, as before; lower train.learning_rate or look at the rows of that "
+    "step, then --resume {run}"
+)
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
 
 
@@ -95,10 +99,7 @@ async def supervise(
                 if outcome.status == 2 or restarts >= (max_restarts or 0):  # 2: the user's input is wrong, and stays so
                     return outcome.status
                 if is_hopeless(outcome.fault, fault_before, attempt.world.checkpoint is not None):
-                    console.note(
-                        f"not started again: the updates are not finite, as before; lower train.learning_rate or look "
-                        f"at the rows of that step, then --resume {run}"
-                    )
+                    console.note(HOPELESS.format(run=run))
                     return outcome.status
                 fault_before = outcome.fault
                 restarts += 1
