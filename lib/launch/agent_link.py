@@ -17,6 +17,7 @@ from lib.launch.agent_messages import Hello, Message
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job
 from lib.launch.patience import Punctuality
+
 END_SECONDS = 3.0  # for an agent whose input has ended
 
 
