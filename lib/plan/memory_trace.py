@@ -36,8 +36,28 @@ LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/log
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
 CUDA_LATE_BLOCKS = {"lora": 0, "dora": 3, "full": 5}  # the same by one H200's peaks
-# Float32 numbers that an optimizer keeps for each that is trained; others keep two.
-MOMENTS = {**dict.fromkeys(("sgd", "lion", "muon", "rmsprop", "adagrad", "adafactor"), 1.0), "adamw_8bit": 0.51}
+
+
+@dataclass(frozen=True)
+class OptimizerNeeds:
+    """What an optimizer keeps and takes, in float32 numbers for one that is trained; measured on a CPU."""
+
+    moments: float = 2  # that it keeps
+    update: float = 5.2  # that updating an array makes on the way, until all of it is done
+    slice_update: float = 0  # the same, where no more than a slice is updated at a time (lib/training/optimizers.py)
+
+
+OPTIMIZERS = {
+    "adafactor": OptimizerNeeds(0.02, 6.0),
+    "adagrad": OptimizerNeeds(1, 4.6),
+    "adadelta": OptimizerNeeds(2, 7.2),
+    "adamw_8bit": OptimizerNeeds(0.51, 2.2, 36),
+    "lion": OptimizerNeeds(1, 5.6),
+    "muon": OptimizerNeeds(1, 13.0),
+    "rmsprop": OptimizerNeeds(1, 4.3),
+    "sgd": OptimizerNeeds(1, 1.3),
+}
+ADAM = OptimizerNeeds()  # and all others
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,8 @@ class Training:
     adapts_embeddings: bool = False
     checkpointing: bool = False
     window: int | None = None  # of attention
-    moments: float = 2  # as MOMENTS has them
+    optimizer: OptimizerNeeds = ADAM
+    moving_reference: bool = False
     shared_prompts: bool = True
 
     @classmethod
@@ -64,7 +85,8 @@ class Training:
             adapts_embeddings=model.adapt_embeddings,
             checkpointing=bool(model.gradient_checkpointing),
             window=model.attention_window,
-            moments=MOMENTS.get(train.optimizer, 2) + (config.reference_sync_steps is not None),
+            optimizer=OPTIMIZERS.get(train.optimizer, ADAM),
+            moving_reference=config.reference_sync_steps is not None,
             shared_prompts=shared_prompts,
         )
 
