@@ -15,6 +15,7 @@ import numpy as np
 
 from lib.config import load as config
 from lib.config.schema import Config
+from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenizer import load_tokenizer_of, stored_config, vocabulary
 from lib.errors import UserError
@@ -127,8 +128,12 @@ def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)
     words = vocabulary(settings.model)
-    held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
-    data: Any = held_out
+    held_out = None
+    data: Any = None
+    if settings.record_kind == "group":
+        data = load_groups(settings.data, words["vocab_size"])
+    else:
+        data = held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     if data is None:
         data = open_training(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
