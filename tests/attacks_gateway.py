@@ -37,11 +37,8 @@ GUARDS: list[subprocess.Popen[bytes]] = []  # each ends a gateway
 SECONDS = 60.0  # for all of them
 
 
-@functools.cache
 def prepare(folder: Path) -> Path:
-    """A folder with a finished run, two keys, and a certificate, in another one."""
-    folder = folder / "gateway"
-    folder.mkdir()
+    """A folder with a finished run, two keys, and a certificate."""
     finished_run(folder)
     for name in ("good", "hostile"):
         (folder / name).write_text(api_keys.make(name, folder / "keys"))
@@ -343,9 +340,4 @@ WORDS_OF_OTHERS: dict[str, Attack] = {
     ),
 }  # fmt: skip
 
-
-def _of(attack: Attack) -> Attack:
-    return lambda folder: attack(prepare(folder))
-
-
-ATTACKS = {f"gateway: {name}": _of(attack) for name, attack in (BESIDE | WORDS_OF_OTHERS).items()}
+ATTACKS = {f"gateway: {name}": attack for name, attack in (BESIDE | WORDS_OF_OTHERS).items()}

@@ -12,7 +12,7 @@ from tests import attacks_gateway
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("attacked")
+    yield attacks_gateway.prepare(tmp_path_factory.mktemp("attacked"))
     attacks_gateway.end()
 
 
