@@ -113,10 +113,11 @@ def outcome_of_run(run: Path) -> dict[str, object]:
 
 
 def of_output(out: str, words: Callable[[Path], list[str]], **own: Any) -> Story:
-    """A command that writes `out` in its folder, and refuses to where that is there: then it is done."""
+    """A command that writes `out` in its folder, and refuses to where that is there and nothing else: then it is done."""
 
     def command(folder: Path) -> list[str] | None:
-        return None if (folder / out).exists() else words(folder)
+        is_done = (folder / out).exists() and not any(path.name.startswith(f"{out}.") for path in folder.iterdir())
+        return None if is_done else words(folder)
 
     def outcome(folder: Path) -> dict[str, object]:
         left = sorted(path.name for path in folder.iterdir() if path.name not in (out, "cache"))
@@ -155,6 +156,7 @@ def commands(base: Path, run: Path) -> dict[str, Story]:
         "scores": in_bulk("--out", *scores),
         "scores, two ranks": in_bulk("--out", *scores, ranks=2),
         "make pairs": in_bulk("--make-pairs", *made),
+        "against": in_bulk("--out", *made[:2], "--against", "base", "evaluate.judge=number"),
         "export, fused": export("fused"),
         "export, gguf": export("gguf"),
         "export, mlx": export("mlx"),
@@ -184,7 +186,7 @@ def download(base: Path, address: str) -> Story:
         return ["train.py", *words, *own]
 
     def outcome(folder: Path) -> dict[str, object]:
-        [shards] = (folder / "cache").glob("hub-*")
+        [shards] = (path for path in (folder / "cache").glob("hub-*") if path.is_dir())  # beside its lock
         return {"shards": digests(shards), "run": outcome_of_run(folder / "run")}
 
     known = {"HF_ENDPOINT": address, "HF_HOME": str(base / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}

@@ -192,6 +192,25 @@ def test_a_file_that_cannot_take_rows_is_one_clear_line(tmp_path: Path) -> None:
     assert torn.read_text() == '{"label": tr'
 
 
+def test_half_a_row_that_a_kill_left_goes_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody was told that it is kept; a whole row without its end is somebody's, and is not touched."""
+    own, _ = kept(tmp_path)
+    own.remember("alice", request(), answer(content="3" * 5000))
+    own.remember("alice", request(), answer("chatcmpl-2"))
+    assert label(own, "chatcmpl-1") == 200
+    first = own.path.read_bytes()
+    assert label(own, "chatcmpl-2") == 200
+    both = own.path.read_bytes()
+    for cut in (len(first) + 8, len(first) + 40, len(both) - 2):
+        own.path.write_bytes(both[:cut])
+        assert open_file(own.path).read_bytes() == first
+        assert f"the last {cut - len(first):,} bytes were half a row" in capsys.readouterr().err
+    own.path.write_bytes(both[:-1])
+    with pytest.raises(UserError, match="its last line has no end"):
+        open_file(own.path)
+    assert own.path.read_bytes() == both[:-1]
+
+
 def test_off_there_is_no_such_address_and_nothing_is_kept() -> None:
     async def read(*_: Any) -> Any:
         raise AssertionError

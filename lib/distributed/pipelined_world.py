@@ -47,12 +47,15 @@ class PipelinedWorld(World):
         """The rank that knows what comes out of the model."""
         return self.size - 1
 
-    def all_sum(self, array: mx.array, what: str) -> mx.array:
+    def finish_messages(self, what: str) -> None:
         self.links.finish(what)
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        self.finish_messages(what)
         return super().all_sum(array, what)
 
     def gather_arrays(self, arrays: list[mx.array], what: str) -> list[list[mx.array]]:
-        self.links.finish(what)
+        self.finish_messages(what)
         return super().gather_arrays(arrays, what)
 
     def from_last(self, array: mx.array, what: str) -> mx.array:

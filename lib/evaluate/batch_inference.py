@@ -129,9 +129,15 @@ def opened_journal(out: Path, key: str, chunks: int) -> Journal:
         UserError: the output is there, or the journal is of another model, data or settings.
         OSError: it cannot be written.
     """
-    if out.exists():
-        raise UserError(f"{out} is there already; remove it, or give another name")
-    return Journal(out.with_name(f"{out.name}.partial"), key, chunks)
+    partial = out.with_name(f"{out.name}.partial")
+    if not out.exists():
+        return Journal(partial, key, chunks)
+    if partial.exists():  # of a process that was killed between the two: the output is whole, and is written once more
+        journal = Journal(partial, key, chunks)
+        if journal.done.all():
+            return journal
+        journal.close()
+    raise UserError(f"{out} is there already; remove it, or give another name")
 
 
 def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:
