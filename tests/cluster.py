@@ -51,7 +51,7 @@ echo ready
 read -r
 ip address add "$3/24" dev eth0
 ip link set eth0 up
-"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o "ListenAddress=$3" -o PidFile=none ${4:+-o "SetEnv=$4"}
+"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o PidFile=none ${4:+-o "SetEnv=$4"}
 echo ready
 while read -r; do :; done
 """
@@ -166,12 +166,11 @@ class Host:
     def move(self, name: str, address: str) -> None:
         """Gives the host another name of its own and another address, which all hosts resolve its old name to."""
         _check(self.words(["hostname", name]))
-        _check(self.words(["ip", "address", "add", f"{address}/24", "dev", "eth0"]))
         _check(self.words(["ip", "address", "del", f"{self.address}/24", "dev", "eth0"]))
+        _check(self.words(["ip", "address", "add", f"{address}/24", "dev", "eth0"]))
         folder = self.outside.parent
         lines = (folder / "hosts").read_text().replace(f"{self.address} {self.name}", f"{address} {self.name}")
         (folder / "hosts").write_text(lines)  # in place: every host has this very file
-        _check(self.words(["sh", "-c", f'"$(command -v sshd)" -f {folder}/sshd_config -o ListenAddress={address}']))
         self.address = address
 
     def add_disk(self, name: str, size_bytes: int) -> Path:

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any, cast
 
+from lib.distributed import heartbeat
 from lib.launch import agent_messages, remote_process, ssh
 from lib.launch.agent_messages import Hello, Message
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job
+from lib.launch.patience import Punctuality
 
-PING_SECONDS = 1.0
 END_SECONDS = 3.0  # for an agent whose input has ended
 
 
@@ -28,6 +30,7 @@ class Link:
         self.identity = hello["identity"]  # of the machine: two may have one name
         self.system = hello["system"]  # Darwin, Linux
         self.closed = False
+        self.punctuality = Punctuality(heartbeat.SECONDS, time.monotonic())  # of its messages
         self.on_message: Callable[[str, Message], None] = lambda kind, fields: None
         self.questions: dict[int, asyncio.Future[Any]] = {}
         self.numbers = itertools.count()
@@ -112,7 +115,7 @@ class Link:
         """Sends a sign of life: an agent that receives nothing for too long ends its ranks."""
         while not self.closed:
             self.send("ping")
-            await asyncio.sleep(PING_SECONDS)
+            await asyncio.sleep(agent_messages.PING_SECONDS)
 
 
 def agent_command(job: Job, host: Host) -> list[str]:
