@@ -145,7 +145,10 @@ def set_up(folder: Path, machines: Sequence[Host], is_tiny: bool, backend: str, 
     if is_tiny:
         rows, batch_size = 45, 8
         words = [*tiny.settings(folder, rows=rows), "--config", str(tiny.config_file(folder))]
-        words += ["train.learning_rate=1e-4", "evaluate.every=400"]
+        words += ["train.learning_rate=1e-4", "evaluate.every=40"]
+        hosts = len(machines) - 1  # each may hold heads of every block, or blocks of its own
+        heads = {"num_attention_heads": 2 * hosts, "num_key_value_heads": hosts, "hidden_size": 8 * hosts}
+        tiny.model_folder(folder / "model", num_hidden_layers=hosts, **heads)
     else:
         # A rate at which an hour of steps neither breaks the model nor makes much of roundings.
         words = ["--config", str(ROOT / "configs/quickstart.yaml"), "train.learning_rate=1e-6"]
@@ -248,7 +251,7 @@ def run_strategy(
         machines[-1], [*setup.launch, "--", "train.py", *words, f"run.dir={scene.run.parent}", "train.steps=1000000"]
     )
     if not scene.wait(lambda: scene.newest_step() >= 1, HANG_SECONDS, 0.05):
-        sys.exit("\n".join(["no first step came:", *(line for _, line in scene.launch.lines[-40:])]))
+        sys.exit("\n".join([f"{strategy}: no first step came:", *(line for _, line in scene.launch.lines[-40:])]))
     first_step = time.monotonic()
     time.sleep(5)  # until processes are ready for a restart, as they are in a run that goes on for hours
     found, turns, last_end = [], time.monotonic(), time.monotonic()

@@ -1,18 +1,21 @@
 """What a stranger, or somebody with a key, does to a gateway: each holds where a good client is answered beside it.
 
-As tests/attacks.py: an attack gives why it fell, or nothing where the gateway held. The gateway of `prepare`'s folder is
-started by the first attack of a process, and ends with it.
+As tests/attacks.py: an attack gives why it fell, or nothing where the gateway held. The first attack of a process starts
+the gateway, which ends with the process, however that does.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
+import os
 import signal
 import socket
 import ssl
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,17 +26,21 @@ import httpx2
 from lib.serve import api_keys
 from tests import hostile
 from tests.hostile import chat, head
-from tests.served import Served, certificate, finished_run
+from tests.served import Served, certificate, command_of, finished_run
 
 Attack = Callable[[Path], str | None]  # in the folder of `prepare`; why it fell
 READ_SECONDS = 2.0
 WORDS = [f"serve.read_seconds={READ_SECONDS}", "serve.max_queue=16", "serve.drain_seconds=0"]
-REQUESTS = 5  # of the good client
-SECONDS = 60.0  # for all of them: with the faults of old they take minutes
+REQUESTS = 3  # of the good client
+GUARDS: list[subprocess.Popen[bytes]] = []  # each ends a gateway
+SECONDS = 60.0  # for all of them
 
 
+@functools.cache
 def prepare(folder: Path) -> Path:
-    """A folder with a finished run, two keys, and a certificate."""
+    """A folder with a finished run, two keys, and a certificate, in another one."""
+    folder = folder / "gateway"
+    folder.mkdir()
     finished_run(folder)
     for name in ("good", "hostile"):
         (folder / name).write_text(api_keys.make(name, folder / "keys"))
@@ -46,8 +53,17 @@ def gateway(folder: Path, tls: bool = False) -> Served:
     """The gateway that is attacked."""
     words = [f"serve.tls_certificate={folder}/certificate.pem", f"serve.tls_key={folder}/key.pem"] if tls else []
     one = Served("--run", folder / "tiny", f"serve.keys={folder}/keys", *WORDS, *words)
-    atexit.register(one.process.kill)
+    # Its input ends with this process, also where that is killed.
+    kill = ["sh", "-c", 'read -r _; kill -9 "$0"', str(one.process.pid)]
+    GUARDS.append(subprocess.Popen(kill, stdin=subprocess.PIPE, start_new_session=True))
     return one.until_up(1)
+
+
+def end() -> None:
+    """Ends all gateways."""
+    while GUARDS:
+        GUARDS.pop().communicate()
+    gateway.cache_clear()
 
 
 def _key(folder: Path, name: str) -> str:
@@ -78,7 +94,7 @@ def beside(name: str) -> Attack:
         one = gateway(folder, "TLS" in name)
         attacking = hostile.start(name, one.address, _key(folder, "hostile"), 2 * SECONDS)
         try:
-            time.sleep(1.0)
+            time.sleep(0.7)
             return _good(folder, one)
         finally:
             attacking.kill()
@@ -210,6 +226,28 @@ def revoked(folder: Path) -> str | None:
         one.process.kill()
 
 
+def other_user(folder: Path) -> str | None:
+    """Another user of the machine looks for the backend's socket, and for its secret on command lines."""
+    one = gateway(folder)
+    connect = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+    sockets = [path for path in Path(tempfile.gettempdir()).glob("tandem-*/*") if path.is_socket()]
+    if not sockets:
+        return "no socket was found"
+    for path in sockets:
+        if path.parent.stat().st_mode & 0o077:
+            return f"others may enter {path.parent}"
+        if os.geteuid() == 0:  # become somebody else
+            done = subprocess.run([sys.executable, "-c", connect, path], user=65534, capture_output=True, text=True)
+            if "PermissionError" not in done.stderr and path.exists():  # some other gateway's may have ended
+                return f"another user reached {path}: {done.stderr[-200:]}"
+    told = [
+        str(path.parent)
+        for path in sockets
+        if any(str(path) in " ".join(command_of(pid)) for pid in one.backend_pids())
+    ]
+    return f"a command line says {told}" if told else _good(folder, one)
+
+
 def unread_answers(folder: Path) -> str | None:
     """Streams that nobody reads hold no more than their slots."""
     one = gateway(folder)
@@ -259,12 +297,13 @@ CHUNKED = head("KEY", "Transfer-Encoding: chunked")
 NO_KEY = head(None, "Content-Length: 1000000")
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 MESSAGE = {"role": "user", "content": "x"}
-ATTACKS: dict[str, Attack] = {
+_ATTACKS: dict[str, Attack] = {
     **{f"beside: {name}": beside(name) for name in hostile.HOSTILE},
     "abandoned logprobs keep their slots": abandoned_slots,
     "one key fills the queue": full_queue,
     "one key half-sends its bodies": half_sent_bodies,
     "a revoked last key": revoked,
+    "another user of the machine": other_user,
     "streams that nobody reads": unread_answers,
     "headers byte by byte": slow_headers,
     "a body after a 401": raw(401, NO_KEY, *[b"x" * 1000] * 100),
@@ -296,3 +335,10 @@ ATTACKS: dict[str, Attack] = {
         ).encode(),
     ),
 }  # fmt: skip
+
+
+def _of(attack: Attack) -> Attack:
+    return lambda folder: attack(prepare(folder))
+
+
+ATTACKS = {f"gateway: {name}": _of(attack) for name, attack in _ATTACKS.items()}

@@ -51,7 +51,7 @@ echo ready
 read -r
 ip address add "$3/24" dev eth0
 ip link set eth0 up
-"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o "ListenAddress=$3" -o PidFile=none ${4:+-o "SetEnv=$4"}
+"$(command -v sshd)" -f "$1/sshd_config" -E "$1/$2.sshd.log" -o PidFile=none ${4:+-o "SetEnv=$4"}
 echo ready
 while read -r; do :; done
 """
@@ -113,12 +113,12 @@ class Host:
 
     def processes(self) -> dict[int, str]:
         """Process id, as seen on this host, and command line of all that run here; kernel, sshd and shell left out."""
-        script = r"""for p in /proc/[0-9]*; do printf '%s %s\n' "${p#/proc/}" "$(tr '\n\0' '  ' < $p/cmdline)"; done"""
         found = {}
-        for line in self.run(["sh", "-c", script]).stdout.splitlines():
-            pid, _, words = line.partition(" ")
-            if words.strip() and pid != "1" and "sshd" not in words.split()[0] and "/proc/[0-9]" not in words:
-                found[int(pid)] = words.strip()
+        for entry in (self.root / "proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\n", " ").replace("\0", " ")
+                if words.strip() and entry.name != "1" and "sshd" not in words.split()[0]:
+                    found[int(entry.name)] = words.strip()
         return found
 
     def signal(self, pid: int, number: signal.Signals) -> None:
@@ -166,12 +166,11 @@ class Host:
     def move(self, name: str, address: str) -> None:
         """Gives the host another name of its own and another address, which all hosts resolve its old name to."""
         _check(self.words(["hostname", name]))
-        _check(self.words(["ip", "address", "add", f"{address}/24", "dev", "eth0"]))
         _check(self.words(["ip", "address", "del", f"{self.address}/24", "dev", "eth0"]))
+        _check(self.words(["ip", "address", "add", f"{address}/24", "dev", "eth0"]))
         folder = self.outside.parent
         lines = (folder / "hosts").read_text().replace(f"{self.address} {self.name}", f"{address} {self.name}")
         (folder / "hosts").write_text(lines)  # in place: every host has this very file
-        _check(self.words(["sh", "-c", f'"$(command -v sshd)" -f {folder}/sshd_config -o ListenAddress={address}']))
         self.address = address
 
     def add_disk(self, name: str, size_bytes: int) -> Path:

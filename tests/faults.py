@@ -33,9 +33,9 @@ DISK_BYTES = 256 * 2**20  # of each host's runs
 SLOW_DISK = 200_000  # bytes a second
 WEAK_LINK = 1e6  # bits a second
 MEMORY = Path("/sys/fs/cgroup/memory")
-RESTARTS = r"launch: (died|silent|lost|stopped|late|wedged|hung): "
+RESTARTS = r"launch: (died|diverged|silent|lost|stopped|late|wedged|hung): "
 BACK = r"|launch: a host is back"
-STAYS_NAN = r"not finite .*and were not before|not finite, the last at step"
+STAYS_NAN = r"launch: not started again: the updates are not finite"
 
 # Every Python of the run imports this. A word in the file "order" of the host is what is to happen, at the next moment for
 # it: "merge" and "evaluation" end the process in the middle of one, "nan" makes the gradients of a step NaN, once (the word

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.attacks_gateway import ATTACKS, gateway, prepare
+from tests import attacks_gateway
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = prepare(tmp_path_factory.mktemp("attacked"))
-    yield folder
-    for tls in (False, True):
-        gateway(folder, tls).process.kill()
+    yield tmp_path_factory.mktemp("attacked")
+    attacks_gateway.end()
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", attacks_gateway.ATTACKS)
 def test_it_holds(name: str, folder: Path) -> None:
-    assert ATTACKS[name](folder) is None
+    assert attacks_gateway.ATTACKS[name](folder) is None

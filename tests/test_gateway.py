@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 from lib.config import load
 from lib.config.serve_settings import ServeSettings
-from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.launch.hostfile import Host
 from lib.serve import api_keys, openai_answers, openai_requests, request_reading
@@ -147,26 +146,29 @@ def test_nobody_fills_the_places_for_others() -> None:
     asyncio.run(story())
 
 
-def test_one_key_has_all_slots_until_another_asks() -> None:
+def test_one_of_several_keys_leaves_slots_to_the_others() -> None:
     async def story() -> None:
         now = [0.0]
         pool = Pool(ups(8), max_queue=99, clock=lambda: now[0])
-        alone = [await pool.take("greedy", 1) for _ in range(8)]
-        late = asyncio.create_task(pool.take("modest", 60))
-        more = [asyncio.create_task(pool.take("greedy", 60)) for _ in range(8)]
-        await asyncio.sleep(0)
+        whole = [await pool.take("greedy", 1) for _ in range(8)]  # nobody else has a key
+        for backend in whole:
+            pool.give_back(backend, "greedy", 0.1)
+        pool.is_shared = True
+        more = [asyncio.create_task(pool.take("greedy", 60)) for _ in range(12)]
+        await asyncio.sleep(0.01)
+        alone = [task.result() for task in more if task.done()]
+        assert len(alone) == 6, "a quarter of the slots is for whoever comes next"
+        late = await pool.take("modest", 0.1)
         for backend in alone[:4]:
             pool.give_back(backend, "greedy", 0.1)
         await asyncio.sleep(0.01)
-        # A quarter of the slots is greedy's part: it has more still, and gets no other.
-        assert late.done() and not any(task.done() for task in more)
-        for backend in alone[4:]:
-            pool.give_back(backend, "greedy", 0.1)
+        assert sum(task.done() for task in more) == 6, "it has its quarter still"
+        pool.give_back(alone[4], "greedy", 0.1)
         await asyncio.sleep(0.01)
-        assert sum(task.done() for task in more) == 2
-        pool.give_back(late.result(), "modest", 0.1)
+        assert sum(task.done() for task in more) == 7
+        pool.give_back(late, "modest", 0.1)
         now[0] = 120.0  # nobody else asked for a while
-        pool.give_back(next(task.result() for task in more if task.done()), "greedy", 0.1)
+        pool.give_back(alone[5], "greedy", 0.1)
         await asyncio.sleep(0.01)
         assert all(task.done() for task in more)
 
@@ -295,6 +297,8 @@ def test_what_takes_long_to_check_is_not_checked(words: dict[str, Any], said: st
 def test_prompts_are_counted_as_the_model_will_see_them(tmp_path: Path, template: bool) -> None:
     """By mlx_lm.server itself: messages without a word, tools, calls, parts."""
     from mlx_lm import server as mlx_server
+
+    from lib.data.tokenizer import load_tokenizer_of
 
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "configs/quickstart/model", folder)

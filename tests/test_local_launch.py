@@ -246,3 +246,18 @@ def test_an_error_of_mlx_inside_a_divided_pass_ends_all_ranks_with_one_message(t
     last = done.stderr.splitlines()[-1]
     assert re.match(r"launch: died: .*rank 1 on localhost: MLX failed: \[Inverse::eval_cpu\]", last), last
     assert "rank 0" not in last and done.stderr.count("launch: ") == 1
+
+
+def test_a_run_whose_updates_are_never_finite_is_started_once_more_and_then_no_more(tmp_path: Path) -> None:
+    changes = {"train__steps": 99, "train__learning_rate": "1e30", "train__max_grad_norm": "null"}
+    settings = tiny.settings(tmp_path, run__name="run", train__max_skipped_steps=2, evaluate__samples=0, **changes)
+    command = [*words("localhost", "--max-restarts", "9"), "train.py", "--config", str(tiny.config_file(tmp_path))]
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    notes = [line for line in done.stderr.splitlines() if line.startswith("launch: ")]
+    assert re.match(
+        r"launch: diverged: rank 0 on .*: 2 updates in a row were not finite, the last at step \d", notes[0]
+    )
+    assert "start 2" in notes[1] and notes[2] == notes[0], notes
+    assert notes[3].startswith("launch: not started again: the updates are not finite, as before; lower train.learn")
+    assert len(notes) == 4

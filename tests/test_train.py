@@ -305,6 +305,26 @@ def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypat
     assert tiny.difference(tmp_path / "runs/plain", tmp_path / "runs/poisoned") == 0.0
 
 
+def test_a_nan_that_stays_gets_into_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the cause is gone, the run goes on as if nothing had been: the updates that were left out are made."""
+    words = [*tiny.settings(tmp_path), "train.steps=8", "checkpoint.every=1", "evaluate.samples=0"]
+    tiny.train(tmp_path, [*words, "run.name=plain"])
+    sums, calls = exchange.sum_gradients, iter(range(99))
+
+    def poisoned(world: Any, gradients: Any, *rest: Any) -> Any:
+        factor = float("nan") if next(calls) >= 3 else 1.0
+        return sums(world, tree_map(lambda g: g * factor, gradients), *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "sum_gradients", poisoned)
+        stopped = tiny.train(tmp_path, [*words, "run.name=run", "train.max_skipped_steps=3"], check=False)
+    run = tmp_path / "runs/run"
+    assert stopped.returncode == 1 and "3 updates in a row were not finite, the last at step 6" in stopped.stderr
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*"))[-1] == "step-00000003"
+    tiny.train(tmp_path, ["--resume", str(run)])
+    assert tiny.difference(tmp_path / "runs/plain", run) == 0.0
+
+
 def test_a_run_that_is_never_finite_stops_with_a_remedy_and_no_traceback(tmp_path: Path) -> None:
     words = [*tiny.settings(tmp_path), "train.learning_rate=1e30", "train.max_grad_norm=null"]
     result = tiny.train(tmp_path, [*words, "run.name=run", "train.max_skipped_steps=1"], check=False)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lib.launch.patience import Load, Punctuality, silence_limit, work_limit
 from lib.launch.rank_faults import (
     Fault,
     HostState,
@@ -16,6 +17,7 @@ from lib.launch.rank_faults import (
     exit_status,
     stragglers,
 )
+from lib.launch.supervisor import is_hopeless
 
 
 def found(ranks: list[RankState], hosts: list[HostState] | None = None) -> Fault | None:
@@ -128,3 +130,85 @@ def test_more_patience_never_finds_more(world: list[tuple[int, int | None, float
 
 def test_exit_statuses_are_a_shells() -> None:
     assert [exit_status(status) for status in (0, 1, 255, -1, -9)] == [0, 1, 255, 129, 137]
+
+
+# ---- Limits that follow the load (lib/launch/patience.py)
+
+
+def heard(lateness: list[float], every_seconds: float = 0.5) -> Punctuality:
+    """A host whose messages came so late one after the other, up to 100 s."""
+    moments = [100.0 - sum(every_seconds + late for late in lateness[place:]) for place in range(len(lateness) + 1)]
+    punctuality = Punctuality(every_seconds, moments[0])
+    for moment in moments[1:]:
+        punctuality.note(moment)
+    return punctuality
+
+
+def test_a_punctual_host_has_the_users_limit_and_a_late_one_more() -> None:
+    assert silence_limit(10.0, heard([0.0] * 50).usual_lateness(100.0)) == 10.0
+    assert silence_limit(10.0, heard([-0.4, 0.04] * 25).usual_lateness(100.0)) == 10.0, "by less than anybody sees"
+    assert silence_limit(10.0, heard([0.0, 2.0, 3.0, 1.5, 0.0]).usual_lateness(100.0)) == pytest.approx(14.5)
+    assert silence_limit(10.0, 1000.0) == 50.0, "a host that dies slowly is given up as well"
+
+
+def test_one_or_two_long_silences_are_no_load() -> None:
+    """A cable that was out for a while must not make the next loss be noticed later."""
+    assert heard([0.0] * 30 + [9.0, 8.0] + [0.0] * 30).usual_lateness(100.0) == 0.0
+
+
+def test_lateness_is_forgotten_after_a_minute() -> None:
+    punctuality = heard([2.0, 2.0, 2.0])
+    assert punctuality.usual_lateness(100.0) == 2.0 and punctuality.usual_lateness(150.0) == 2.0
+    assert punctuality.usual_lateness(165.1) == 0.0
+
+
+def test_who_did_not_look_blames_nobody() -> None:
+    punctuality = heard([0.0] * 5)
+    punctuality.excuse(30.0)  # a laptop's lid was closed for so long
+    punctuality.note(130.2)
+    assert punctuality.usual_lateness(131.0) == 0.0
+
+
+def test_work_may_take_as_much_longer_as_more_processes_want_a_core() -> None:
+    assert [work_limit(30.0, load) for load in (0.0, 1.0, 2.5, 1000.0)] == [30.0, 30.0, 75.0, 300.0]
+
+
+@given(st.lists(st.floats(0, 5), max_size=20), st.floats(0, 5), st.floats(1, 100))
+def test_more_lateness_never_makes_a_limit_shorter(lateness: list[float], more: float, limit: float) -> None:
+    before, after = (heard(one, 0.5).usual_lateness(100.0) for one in (lateness, [*lateness, more]))
+    assert limit <= silence_limit(limit, before) <= silence_limit(limit, max(before, after)) <= 5 * limit
+
+
+def test_a_busy_host_is_given_up_later_and_a_dead_one_beside_it_in_time() -> None:
+    busy, idle = HostState("a", 88.0, usual_lateness=1.0, load=4.0), HostState("b", 88.0)
+    ranks = [RankState(0, "a", beats=True), RankState(1, "b", beats=True)]
+    fault = found(ranks, [busy, idle])
+    assert fault and fault.kind == "silent" and fault.hosts == ("b",)
+    assert found(ranks, [busy, HostState("b", 100.0)]) is None
+    assert found(ranks, [HostState("a", 86.9, usual_lateness=1.0), HostState("b", 100.0)]) is not None
+    passing = [RankState(0, "a", beats=True, passing="the step", passing_since=50.0), ranks[1]]
+    assert found(passing, [HostState("a", 100.0, load=2.0), HostState("b", 100.0)]) is None
+    hung = found(passing)
+    assert hung and hung.kind == "hung"
+
+
+def test_load_is_how_many_want_a_core() -> None:
+    load = Load()
+    assert 0 <= load.look() < 1000 and load.cores >= 1
+
+
+# ---- Faults that another start would meet again
+
+
+def test_updates_that_are_never_finite_are_told_before_the_deaths_that_follow() -> None:
+    why = "5 updates in a row were not finite, the last at step 9"
+    fault = found([RankState(0, "a", status=1, diverged=why), RankState(1, "b", status=1, lost_another=True)])
+    assert fault == Fault("diverged", f"rank 0 on a: {why}", ("a",))
+
+
+def test_no_start_follows_where_the_last_two_ended_alike() -> None:
+    diverged, died = Fault("diverged", "", ("a",)), Fault("died", "", ("a",))
+    assert not is_hopeless(diverged, None, False), "a chip may have failed, once"
+    assert not is_hopeless(diverged, died, False) and not is_hopeless(died, diverged, False)
+    assert not is_hopeless(diverged, diverged, True), "it was trained on between them"
+    assert is_hopeless(diverged, diverged, False)

@@ -41,6 +41,7 @@ class Facts(TypedDict, total=False):
     gradient_checkpointing: bool
     machine: str
     ended: bool  # by itself: nobody killed it
+    diverged: str  # why it ends, where another start would end the same
 
 
 NO_PASS: Facts = {"passing": None, "passing_since": 0.0, "passes": 1}

@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any, cast
 
+from lib.distributed import heartbeat
 from lib.launch import agent_messages, remote_process, ssh
 from lib.launch.agent_messages import Hello, Message
 from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job
+from lib.launch.patience import Punctuality
 
-PING_SECONDS = 1.0
+END_SECONDS = 3.0  # for an agent whose input has ended
 
 
 class Link:
@@ -27,6 +30,7 @@ class Link:
         self.identity = hello["identity"]  # of the machine: two may have one name
         self.system = hello["system"]  # Darwin, Linux
         self.closed = False
+        self.punctuality = Punctuality(heartbeat.SECONDS, time.monotonic())  # of its messages
         self.on_message: Callable[[str, Message], None] = lambda kind, fields: None
         self.questions: dict[int, asyncio.Future[Any]] = {}
         self.numbers = itertools.count()
@@ -47,7 +51,8 @@ class Link:
         self.questions[number] = answer
         self.send("ask", question=question, number=number, **fields)
         try:
-            return await asyncio.wait_for(answer, 0.0 if self.closed else limit_seconds)
+            async with asyncio.timeout(0.0 if self.closed else limit_seconds):
+                return await answer
         except TimeoutError:
             raise ConnectionError(f"{self.name}: no answer") from None
         finally:
@@ -58,7 +63,8 @@ class Link:
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
-            await asyncio.wait_for(self.process.wait(), 3)
+            async with asyncio.timeout(END_SECONDS):
+                await self.process.wait()
         except TimeoutError:
             remote_process.kill(self.process)
             await self.process.wait()
@@ -109,7 +115,7 @@ class Link:
         """Sends a sign of life: an agent that receives nothing for too long ends its ranks."""
         while not self.closed:
             self.send("ping")
-            await asyncio.sleep(PING_SECONDS)
+            await asyncio.sleep(agent_messages.PING_SECONDS)
 
 
 def agent_command(job: Job, host: Host) -> list[str]:
@@ -136,8 +142,9 @@ async def connect(job: Job, host: Host) -> Link:
     assert process.stdout is not None
     hello = None
     try:
-        with contextlib.suppress(asyncio.TimeoutError):
-            hello = await asyncio.wait_for(remote_process.first_object(process.stdout, "host"), ssh.CONNECT_SECONDS + 2)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ssh.CONNECT_SECONDS + 2):
+                hello = await remote_process.first_object(process.stdout, "host")
     finally:
         error = await remote_process.last_error_line(process) if hello is None else ""
     if hello is None:

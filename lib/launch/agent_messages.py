@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+PING_SECONDS = 1.0  # between two signs of life of the launcher
 LINE_BYTES = 2**24  # of one message; a longer line is none
 TEXTS, TEXT_CHARACTERS = 20, 300  # of foreign texts that are shown
 BEGINNING = '{"kind": "'  # of every message, as `encoded` writes it
@@ -69,6 +70,7 @@ class Beat(TypedDict, total=False):
     machine: str
     micro_batch_size: int
     gradient_checkpointing: bool
+    diverged: str
 
 
 def encoded(kind: str, **fields: Any) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lib.distributed import run_secret
-from lib.launch import rank_faults, reachable_hosts, topology
+from lib.launch import patience, rank_faults, reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
 from lib.launch.agent_messages import RankProcess, Start
 from lib.launch.hostfile import Host
@@ -26,6 +26,7 @@ from lib.system import network
 
 TICK_SECONDS = 0.03
 SETTLE_SECONDS = 0.5  # after a death, for the others to report why they end
+END_ANSWER_SECONDS = 1.0  # for an agent to report that its ranks have ended
 PREPARE_SECONDS = 60.0  # for a process to import and read everything
 PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
 LEAST_SILENCE_SECONDS = 5.0  # --silent-seconds may be less; an agent and a straggler get this long
@@ -199,7 +200,8 @@ class Attempt:
                 interrupted = await self._end(signal.SIGTERM, interrupts)
                 return Outcome(130 if interrupted else 0, None, world.run, interrupted, rejoined=True)
             try:
-                number = await asyncio.wait_for(interrupts.get(), TICK_SECONDS)
+                async with asyncio.timeout(TICK_SECONDS):
+                    number = await interrupts.get()
             except TimeoutError:
                 continue
             self.console.note("ending every rank (once more: at once)")
@@ -225,7 +227,8 @@ class Attempt:
         if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or world.run is None or waited <= limit / 2:
             self.probing = None
         elif self.probing is None:
-            seconds = max(reachable_hosts.PROBE_SECONDS, limit / 2)
+            # The kernel takes connections on a busy host as on any other; only who asks and who answers may be late.
+            seconds = patience.silence_limit(max(reachable_hosts.PROBE_SECONDS, limit / 2), world.usual_lateness())
             probe = reachable_hosts.reach_each_other(self.job, self.links, self.job.hosts, seconds)
             self.probing = asyncio.ensure_future(probe)
         elif self.probing.done() and (reached := self.probing.result()) is not None and len(reached) < len(world.hosts):
@@ -242,7 +245,7 @@ class Attempt:
 
     async def _fail(self, fault: Fault, interrupts: asyncio.Queue[int]) -> Outcome:
         world = self.world
-        if fault.kind == "died":
+        if fault.kind in ("died", "diverged"):
             fault = await self._settle(fault)
         status = world.worst_status() or 1
         self._report(fault)
@@ -265,7 +268,7 @@ class Attempt:
                 await asyncio.sleep(0.02)
         elif world.is_mpi and len(world.hosts) > 1:  # of other hosts only their agents know
             await asyncio.sleep(SETTLE_SECONDS)
-        if any(rank.memory or rank.cause or rank.lost_another for rank in world.ranks.values()):
+        if any(rank.memory or rank.cause or rank.lost_another or rank.diverged for rank in world.ranks.values()):
             return world.fault() or fault
         return fault
 
@@ -288,7 +291,8 @@ class Attempt:
         ended = asyncio.ensure_future(_all_set(alive))
         again = asyncio.ensure_future(interrupts.get())
         waits: set[asyncio.Future[Any]] = {ended, again}
-        await asyncio.wait(waits, timeout=grace_seconds + 1.0, return_when=asyncio.FIRST_COMPLETED)
+        answer_seconds = patience.work_limit(END_ANSWER_SECONDS, world.load())
+        await asyncio.wait(waits, timeout=grace_seconds + answer_seconds, return_when=asyncio.FIRST_COMPLETED)
         interrupted = again.done()
         if interrupted:
             for link in links:

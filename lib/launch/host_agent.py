@@ -13,8 +13,6 @@ Only the standard library is imported: an agent is there in a tenth of a second.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import json
 import os
 import platform
@@ -30,10 +28,12 @@ from typing import Any
 
 from lib.distributed.heartbeat import ADDRESS, SECONDS, agent_folder
 from lib.launch import agent_messages
-from lib.launch.agent_messages import RankProcess, Start
+from lib.launch.agent_messages import PING_SECONDS, RankProcess, Start
 from lib.launch.host_ranks import Ranks, open_process, process_state, signal_group, write_message
+from lib.launch.patience import Load, Punctuality, silence_limit
 from lib.system import handshake, network, os_commands
 
+LOOK_SECONDS = 0.1  # between looks at the ranks; on a Mac, where each is a program that is run, SECONDS
 PROBE = "whether hosts reach each other"
 HOST_FILE = "host"  # in the agent's folder: the name that the launcher fixed for this machine
 
@@ -47,15 +47,16 @@ class Agent:
         self.ranks: Ranks | None = None
         self.standbys: dict[int, asyncio.subprocess.Process] = {}  # by index among this host's ranks
         self.preparing: asyncio.Future[None] | None = None
-        self.listener: asyncio.Server | None = None
-        self.last_message = time.monotonic()  # of the launcher
+        self.listener: handshake.StreamListener | None = None
+        self.launcher = Punctuality(PING_SECONDS, time.monotonic())
+        self.load = Load()
         self.silent_seconds = 60.0
         self.end_seconds = 1.0
         self.has_priority = False
 
     async def start(self, request: Start) -> None:
         """Starts this host's processes; the `files` that they read are in a folder of their own."""
-        self._stop_listening()
+        await self._stop_listening()
         self._set_priority(request.nice)
         if self.ranks is not None:
             self.ranks.clear()
@@ -110,9 +111,10 @@ class Agent:
             await self.preparing
             return len(self.standbys)
         if question == "listen":  # at a port of the run's, which a firewall may refuse
-            self._stop_listening()
+            await self._stop_listening()
             port, token = int(fields["port"]), bytes.fromhex(fields["token"])
-            self.listener = await asyncio.start_server(functools.partial(_prove, token), port=port)
+            self.listener = handshake.StreamListener(token, PROBE, _nothing_more)
+            await self.listener.start(port)
             return port
         async with asyncio.timeout(fields["seconds"]):
             reader, writer = await asyncio.open_connection(fields["address"], fields["port"])
@@ -121,21 +123,27 @@ class Agent:
         writer.close()
         return "reached"
 
-    def _stop_listening(self) -> None:
+    async def _stop_listening(self) -> None:
         if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+            listener, self.listener = self.listener, None
+            await listener.close()
 
     async def watch(self) -> None:
         """Reports that this host lives, and which ranks are stopped or gone; returns when the launcher is silent."""
+        pause_seconds = SECONDS if os_commands.is_mac() else LOOK_SECONDS
         while True:
             if self.ranks is not None:
                 self.ranks.check_memory_of_mpi_ranks()
+                self.ranks.hang_up_on_strangers()
                 states = {rank: process_state(pid) for rank, pid in self.ranks.pids.items()}
                 # The exits once more: a line can be lost to somebody who writes into the same stream.
-                self.ranks.report("alive", states=states, exits=self.ranks.exits)
-            await asyncio.sleep(SECONDS)
-            if time.monotonic() - self.last_message > self.silent_seconds:
+                self.ranks.report("alive", states=states, exits=self.ranks.exits, load=round(self.load.look(), 2))
+            before = time.monotonic()
+            await asyncio.sleep(pause_seconds)
+            now = time.monotonic()
+            self.launcher.excuse(max(0.0, now - before - pause_seconds - SECONDS))  # this process was not there
+            limit = silence_limit(self.silent_seconds, self.launcher.usual_lateness(now))
+            if now - self.launcher.last > limit:
                 return
 
     async def end(self, number: int, grace_seconds: float) -> None:
@@ -173,11 +181,8 @@ class Agent:
                 write_message(self.writer, "warning", text=text)
 
 
-async def _prove(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Shows another host's agent that it reaches this one, and nobody else anything."""
-    with contextlib.suppress(OSError):
-        await handshake.over_streams(handshake.answering(token, PROBE), reader, writer)
-    writer.close()
+async def _nothing_more(channel: handshake.StreamChannel) -> None:
+    """Another host's agent reaches this one: that is all it wanted to know."""
 
 
 async def serve() -> None:
@@ -219,7 +224,7 @@ async def serve() -> None:
     async def take_all() -> None:
         texts = agent_messages.ForeignTexts()
         async for line in agent_messages.lines(reader):
-            agent.last_message = time.monotonic()
+            agent.launcher.note(time.monotonic())
             messages, foreign = agent_messages.decoded(line)
             for message in messages:
                 try:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lib.launch import patience
 from lib.system import mlx_failures
 
 # What a rank's last lines mean, where it could not say it itself: Metal ends a process in the middle of C++ code.
@@ -32,6 +33,8 @@ class HostState:
     name: str
     last_message: float  # when its agent last sent one, in seconds of the launcher's clock
     closed: bool = False  # the connection ended
+    usual_lateness: float = 0.0  # of its messages, in seconds
+    load: float = 1.0  # processes that want each of its cores
 
 
 @dataclass
@@ -41,6 +44,7 @@ class RankState:
     rank: int
     host: str
     status: int | None = None  # once it ended; negative: by that signal
+    ended_at: float | None = None  # of one that mpirun started: when it was first seen to be gone
     stopped_since: float | None = None
     waiting: str | None = None  # what it waits for, in the words of who waits (lib/distributed/collectives.py)
     waiting_since: float = 0.0
@@ -51,11 +55,12 @@ class RankState:
     cause: str | None = None  # of its death, if it said something that has a known one
     lost_another: bool = False  # it ended because another rank was gone
     memory: str | None = None  # what shows that it ran out of memory
+    diverged: str | None = None  # why no further update can be made, whoever takes it
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a world cannot go on. kind: refused, died, lost, silent, stopped, hung, late, wedged."""
+    """Why a world cannot go on. kind: refused, died, diverged, lost, silent, stopped, hung, late, wedged."""
 
     kind: str
     message: str
@@ -74,6 +79,7 @@ def diagnose(
     Args:
         silent_seconds: a host that says nothing, or a rank that is stopped, for longer is given up.
         wedged_seconds: so are a wait for other ranks and a pass through the model that go on for longer.
+            Both are longer for hosts that are busy (lib/launch/patience.py).
     """
     died = [rank for rank in ranks if rank.status]
     if died:
@@ -81,6 +87,9 @@ def diagnose(
         if starved:  # the others end with them, or mpirun for them
             causes = [f"rank {rank.rank} on {rank.host} ran out of memory: {rank.memory}" for rank in starved]
             return Fault("died", "; ".join(causes), tuple({rank.host for rank in starved}))
+        if diverged := [rank for rank in died if rank.diverged]:
+            names = ", ".join(f"rank {rank.rank} on {rank.host}" for rank in diverged)
+            return Fault("diverged", f"{names}: {diverged[0].diverged}", tuple({rank.host for rank in diverged}))
         died = [rank for rank in died if not rank.lost_another] or died
         # mpirun's death is reported instead of its ranks'; what one of them printed is added.
         causes = [f"rank {rank.rank} on {rank.host}: {rank.cause}" for rank in ranks if rank.cause]
@@ -95,7 +104,7 @@ def diagnose(
                 f"the connection to {host.name} ended (rank {', '.join(mine)}): it is off, or its sshd was stopped"
             )
             return Fault("lost", message, (host.name,))
-        if now - host.last_message > silent_seconds:
+        if now - host.last_message > patience.silence_limit(silent_seconds, host.usual_lateness):
             message = (
                 f"{host.name} (rank {', '.join(mine)}) has said nothing for {now - host.last_message:.1f} s: "
                 "it sleeps, is off, or is cut off"
@@ -110,13 +119,27 @@ def diagnose(
             return Fault("stopped", message, (rank.host,))
     for rank in working:
         seconds = now - rank.passing_since
-        if rank.passing and not rank.waiting and seconds > rank.passes * wedged_seconds:
+        limit = patience.work_limit(wedged_seconds, hosts[rank.host].load if rank.host in hosts else 1.0)
+        if rank.passing and not rank.waiting and seconds > rank.passes * limit:
             message = (
                 f"rank {rank.rank} on {rank.host} has been computing for {seconds:.1f} s ({rank.passing}), "
                 "and lives: it hangs"
             )
             return Fault("hung", message, (rank.host,))
-    return _endless_wait(now, hosts, working, wedged_seconds)
+    return _mpirun_alone(now, ranks, silent_seconds) or _endless_wait(now, hosts, working, wedged_seconds)
+
+
+def _mpirun_alone(now: float, ranks: Sequence[RankState], limit_seconds: float) -> Fault | None:
+    """An mpirun that outlives all of its ranks; None where none does."""
+    ends = [rank.ended_at for rank in ranks if rank.rank >= 0]
+    alone = [rank for rank in ranks if rank.rank < 0 and rank.status is None]
+    if not alone or not ends or None in ends or (seconds := now - max(end for end in ends if end)) <= limit_seconds:
+        return None
+    message = (
+        f"mpirun on {alone[0].host} goes on {seconds:.1f} s after the last of its ranks: somebody may hold a "
+        "connection to its ports (docs/security.md); what the ranks wrote is whole"
+    )
+    return Fault("hung", message, (alone[0].host,))
 
 
 def _endless_wait(
@@ -125,7 +148,8 @@ def _endless_wait(
     """Why ranks have waited for others for longer than the limit; None where none has."""
     waiting = [rank for rank in working if rank.waiting]
     longest = max(waiting, key=lambda rank: now - rank.waiting_since, default=None)
-    if longest is None or now - longest.waiting_since <= wedged_seconds:
+    limit = patience.work_limit(wedged_seconds, max((host.load for host in hosts.values()), default=1.0))
+    if longest is None or now - longest.waiting_since <= limit:
         return None
     since = f"for {now - longest.waiting_since:.1f} s"
     late = [rank for rank in working if rank.beats and not rank.waiting]

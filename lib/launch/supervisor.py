@@ -19,7 +19,9 @@ from lib.launch.agent_link import Link, connect
 from lib.launch.attempt import Attempt, Outcome, prepare_standbys
 from lib.launch.hostfile import Host
 from lib.launch.job import Job, resume_command
+from lib.launch.patience import Load, work_limit
 from lib.launch.rank_console import Console
+from lib.launch.rank_faults import Fault
 
 ANSWER_SECONDS = 3.0  # for a host that has to show that it is there
 PATIENCE_SECONDS = 900.0  # while none of the hosts answers
@@ -27,6 +29,10 @@ QUICK_STARTS = 2  # in a row without a new checkpoint, before others wait
 LONGEST_PAUSE_SECONDS = 30.0
 # By default where a host is a Mac: a lit display may end a rank there at any time (lib/system/metal.py).
 MAC_RESTARTS = 3
+HOPELESS = (
+    "not started again: the updates are not finite, as before; lower train.learning_rate or look at the rows of that "
+    "step, then --resume {run}"
+)
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
 
 
@@ -39,6 +45,15 @@ def pause_seconds(fruitless: int) -> float:
 def usual_restarts(systems: Iterable[str]) -> int:
     """The default of --max-restarts: more than 0 if one of the hosts is a Mac."""
     return MAC_RESTARTS if "Darwin" in systems else 0
+
+
+def is_hopeless(fault: Fault | None, before: Fault | None, has_new_checkpoint: bool) -> bool:
+    """Whether another start would end the same: twice in a row no update was finite, from one and the same checkpoint.
+
+    Once it may have been a chip that failed, on a host that another start does without.
+    """
+    kinds = [one.kind if one is not None else "" for one in (before, fault)]
+    return kinds == ["diverged", "diverged"] and not has_new_checkpoint
 
 
 async def supervise(
@@ -65,6 +80,7 @@ async def supervise(
     attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0, secret=secret)
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
+    fault_before: Fault | None = None
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
@@ -82,11 +98,15 @@ async def supervise(
             if not outcome.rejoined:
                 if outcome.status == 2 or restarts >= (max_restarts or 0):  # 2: the user's input is wrong, and stays so
                     return outcome.status
+                if is_hopeless(outcome.fault, fault_before, attempt.world.checkpoint is not None):
+                    console.note(HOPELESS.format(run=run))
+                    return outcome.status
+                fault_before = outcome.fault
                 restarts += 1
                 fruitless = 0 if attempt.world.checkpoint is not None else fruitless + 1
                 with contextlib.suppress(TimeoutError):
-                    interrupt = await asyncio.wait_for(interrupts.get(), pause_seconds(fruitless))
-                    return 128 + interrupt
+                    async with asyncio.timeout(pause_seconds(fruitless)):
+                        return 128 + await interrupts.get()
             # Those that were there first: the checkpoints of the others may be older.
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
             if job.backend in ("ring", "jaccl-ring"):
@@ -124,7 +144,9 @@ async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
         if host.name in links:
             links[host.name].drop()
         try:
-            links[host.name] = await asyncio.wait_for(connect(job, host), ANSWER_SECONDS)
+            limit = work_limit(ANSWER_SECONDS, Load().look())  # of this machine: of the other one nothing is known
+            async with asyncio.timeout(limit):
+                links[host.name] = await connect(job, host)
         except (TimeoutError, ConnectionError):
             links.pop(host.name, None)
     return host.name in links

@@ -13,11 +13,13 @@ from lib.launch import rank_faults
 from lib.launch.agent_link import Link
 from lib.launch.agent_messages import Beat, Message
 from lib.launch.job import Job, local_run_folder
+from lib.launch.patience import Punctuality
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import HostState, RankState
 from lib.system import mlx_failures
 from lib.telemetry.log_tail import Copy
 
+LOOK_SECONDS = 0.5  # between two looks for a fault, at most; in a longer time this process itself was not there
 MPIRUN = -1  # in place of a rank's number: mpirun, which starts the ranks
 
 
@@ -34,6 +36,8 @@ class WorldState:
         self.is_mpi = job.backend == "mpi"
         self.links: dict[str, Link] = {}
         self.hosts: dict[str, HostState] = {}
+        self.punctuality: dict[str, Punctuality] = {}  # of the messages of each host
+        self.looked = time.monotonic()
         self.ranks: dict[int, RankState] = {}
         self.ended: dict[str, asyncio.Event] = {}  # by host: all its ranks have ended
         self.run: str | None = None  # folder of the run
@@ -47,7 +51,10 @@ class WorldState:
         ranks: that start there; None for mpirun.
         """
         self.links[link.name] = link
-        self.hosts[link.name] = HostState(link.name, time.monotonic(), closed=link.closed)
+        now = time.monotonic()
+        self.hosts[link.name] = HostState(link.name, now, closed=link.closed)
+        self.punctuality[link.name] = link.punctuality
+        link.punctuality.last = self.looked = now
         self.ended[link.name] = asyncio.Event()
         for rank in ranks:
             number = MPIRUN if rank is None else rank
@@ -55,8 +62,34 @@ class WorldState:
 
     def fault(self) -> rank_faults.Fault | None:
         """The first thing that is wrong now; None if nothing is."""
+        now = time.monotonic()
+        self._excuse(now - self.looked - LOOK_SECONDS)
+        self.looked = now
+        for name, host in self.hosts.items():
+            host.last_message = self.punctuality[name].last
+            host.usual_lateness = self.punctuality[name].usual_lateness(now)
         limits = self.job.silent_seconds, self.job.wedged_seconds
-        return rank_faults.diagnose(time.monotonic(), self.hosts, list(self.ranks.values()), *limits)
+        return rank_faults.diagnose(now, self.hosts, list(self.ranks.values()), *limits)
+
+    def _excuse(self, absent_seconds: float) -> None:
+        """Counts no time in which this process was stopped, or its machine slept: what came then is not read yet."""
+        if absent_seconds <= 0:
+            return
+        for punctuality in self.punctuality.values():
+            punctuality.excuse(absent_seconds)
+        for rank in self.ranks.values():
+            rank.waiting_since += absent_seconds
+            rank.passing_since += absent_seconds
+            if rank.stopped_since is not None:
+                rank.stopped_since += absent_seconds
+
+    def usual_lateness(self) -> float:
+        """Of the messages of the host where it is longest, in seconds."""
+        return max((host.usual_lateness for host in self.hosts.values()), default=0.0)
+
+    def load(self) -> float:
+        """Processes that want each core of the busiest host."""
+        return max((host.load for host in self.hosts.values()), default=1.0)
 
     def processes(self) -> list[RankState]:
         """The processes whose end ends the start: the ranks, or mpirun."""
@@ -75,7 +108,7 @@ class WorldState:
         if kind == "foreign":  # no sign that the agent lives
             self.console.note(f"{host} says: {fields['text']}")
             return
-        self.hosts[host].last_message = time.monotonic()
+        self.punctuality[host].note(time.monotonic())
         if kind == "output":
             self._print(host, fields["rank"], fields["stream"], fields["text"])
         elif kind == "warning":
@@ -90,6 +123,7 @@ class WorldState:
         elif kind == "exit":
             self._note_exit(**fields)
         elif kind == "alive":
+            self.hosts[host].load = fields["load"]
             self._note_states(host, fields["states"])
             for rank, status in fields["exits"]:
                 self._note_exit(rank, status)
@@ -125,6 +159,7 @@ class WorldState:
                 seen.stopped_since = None
                 if state == "gone" and self.is_mpi:
                     seen.status = 0  # how it ended is mpirun's to report
+                    seen.ended_at = seen.ended_at or time.monotonic()
             elif seen.stopped_since is None:
                 seen.stopped_since = time.monotonic()
 
@@ -134,6 +169,7 @@ class WorldState:
         seen.beats = True
         seen.waiting, seen.waiting_since = beat["waiting"], now - beat["seconds"]
         seen.passing, seen.passing_since, seen.passes = beat["passing"], now - beat["passing_seconds"], beat["passes"]
+        seen.diverged = beat.get("diverged")
         if beat["rank"] == 0:
             self.run, self.checkpoint = beat.get("run"), beat.get("checkpoint")
 

@@ -48,7 +48,7 @@ from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import Kind, Limits
 from lib.serve.readers import Readers
 from lib.serve.request_reading import Told
-from lib.serve.tls_listener import Listener
+from lib.serve.tls_listener import BACKLOG, Listener
 from lib.system import command_errors, model_folder
 
 FILES_BESIDE_CONNECTIONS = 1024  # of requests on backends, processes, libraries
@@ -114,7 +114,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol_number)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(1024)
+        listening.listen(BACKLOG)
         return listening
     except OSError as error:
         reason = error.strerror or error
@@ -281,8 +281,9 @@ def keys_again(path: Path) -> api_keys.Keys:
 
 def _read_keys_again(gateway: Gateway, path: Path) -> None:
     try:
-        gateway.keys = keys_again(path)
-        log("keys", count=len(gateway.keys.digests))
+        keys = keys_again(path)
+        gateway.use_keys(keys)
+        log("keys", count=len(keys.digests))
     except UserError as error:  # a slip of the pen: those that were good stay so
         log("keys", error=str(error))
 

@@ -224,6 +224,8 @@ class TrainingLoop:
         """Held-out metrics, and a checkpoint where one is due or the model is the best so far; whether it was saved."""
         run = self.run
         self.run.writer.record(run.tracker)
+        if run.local_sgd is None and run.progress.skipped_in_row and not run.is_over:
+            checkpoint_due = False  # if none follows that is finite, a resume takes those that were left out again
         if evaluation_due:
             self.latest = self.evaluate()
             # Rank 0's: ranks that are never merged have losses of their own.

@@ -77,8 +77,10 @@ class Learner:
             self.run.say.warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
         if result.skipped and in_row >= self.run.config.train.max_skipped_steps:
             train = self.run.config.train
+            diverged = f"{in_row} updates in a row were not finite, the last at step {step}"
+            heartbeat.tell(diverged=diverged)
             raise Stopped(
-                f"{in_row} updates in a row were not finite, the last at step {step} (train.max_skipped_steps="
+                f"{diverged} (train.max_skipped_steps="
                 f"{train.max_skipped_steps}); lower train.learning_rate ({train.learning_rate:g}) "
                 f"or look at the rows in {self.run.tracker.log_path}"
             )
