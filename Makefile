@@ -33,7 +33,7 @@ help:
 	@echo "make preflight    check the machines of HOSTS=hostfile; starts nothing"
 	@echo "make calibrate    measure this machine, or those of HOSTS=hostfile"
 	@echo "make launch       train on the machines of HOSTS=hostfile"
-	@echo "make dashboard    runs in a browser, http://127.0.0.1:8050"
+	@echo "make dashboard    runs in a browser, at the address that it prints"
 	@echo "make serve        a finished run behind an OpenAI-compatible server: RUN=runs/NAME"
 	@echo "make bench        the quickstart over five seeds, with its controls"
 	@echo "make lint | coverage | docs | mutation | test-matrix | clean     for who works on Tandem"
@@ -96,7 +96,7 @@ doctor: setup
 serve: setup
 	$(BIN)/python -m lib.server --run $(or $(RUN),$(error make serve RUN=runs/NAME: the folder of a finished run)) $(ARGS)
 
-# make dashboard ARGS="runs/A runs/B --port 8060": the newest run, or these compared, at http://127.0.0.1:8050.
+# make dashboard ARGS="runs/A runs/B --port 8060": the newest run, or these compared, at the address that it prints.
 dashboard: setup
 	$(BIN)/python -m lib.dashboard $(ARGS)
 

@@ -21,12 +21,14 @@ import multiprocessing
 import os
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -37,6 +39,7 @@ mpi_and_blas.prepare()
 
 SECONDS = 90
 MEMORY_BYTES = 1_500_000_000  # more than it had before the attack
+ADDRESS_BYTES = 10 * 2**30
 GROWN_BYTES = 500_000_000  # a process that has taken so much makes room for a fresh one: it would hide less
 
 
@@ -62,13 +65,27 @@ def main() -> int:
     return 1 if fell else 0
 
 
-def attacks() -> dict[str, Callable[[Path], str | None]]:
-    """The attacks of all modules, by name."""
-    found: dict[str, Callable[[Path], str | None]] = {}
+class Line(NamedTuple):
+    """One attack.
+
+    Args:
+        attack: gives why it fell, in the folder of `prepare`.
+        prepare: makes what is attacked in a folder.
+    """
+
+    attack: Callable[[Path], str | None]
+    prepare: Callable[[Path], object]
+
+
+def attacks() -> dict[str, Line]:
+    """The attacks of all modules, by name. A module without a `prepare` attacks what tests/attacks.py prepares."""
+    shared = importlib.import_module("tests.attacks").prepare
+    found: dict[str, Line] = {}
     for path in sorted((ROOT / "tests").glob("attacks*.py")):
-        own = importlib.import_module(f"tests.{path.stem}").ATTACKS
-        assert not found.keys() & own.keys(), found.keys() & own.keys()
-        found |= own
+        module = importlib.import_module(f"tests.{path.stem}")
+        assert not found.keys() & module.ATTACKS.keys(), found.keys() & module.ATTACKS.keys()
+        prepare = getattr(module, "prepare", shared)
+        found |= {name: Line(attack, prepare) for name, attack in module.ATTACKS.items()}
     return found
 
 
@@ -94,9 +111,10 @@ def _in_one_process(names: list[str], folder: Path, fell: dict[str, str]) -> tup
     sending.close()
     done = 0
     try:
-        if not receiving.poll(2 * SECONDS) or receiving.recv() is None:  # the run to be attacked
-            raise RuntimeError("no run could be prepared")
         for name in names:
+            if not receiving.poll(3 * SECONDS):  # what it attacks may have to be made first
+                return done, "nothing to be attacked could be prepared"
+            receiving.recv()
             began = time.perf_counter()
             if not receiving.poll(SECONDS):
                 return done, f"it was not over after {SECONDS} s"
@@ -110,6 +128,9 @@ def _in_one_process(names: list[str], folder: Path, fell: dict[str, str]) -> tup
         process.join()
         return done, f"its process ended with status {process.exitcode}"
     finally:
+        assert process.pid is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # with what its attacks have started
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
 
@@ -122,18 +143,23 @@ def _tell(name: str, why: str | None, seconds: float, fell: dict[str, str]) -> N
 
 
 def _attack(names: list[str], folder: str, sending: Connection) -> None:
-    from tests.attacks import prepare
-
+    os.setsid()
     os.chdir(ROOT)
-    known = attacks()
-    with contextlib.redirect_stdout(io.StringIO()):
-        prepare(Path(folder))
-    sending.send(folder)
-    start = _peak_bytes()
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))  # or others would be ended for its memory
+    known, prepared = attacks(), dict[Callable[[Path], object], Path]()
+    start = None
     for name in names:
+        attack, prepare = known[name]
+        if prepare not in prepared:
+            prepared[prepare] = Path(folder) / str(len(prepared))
+            prepared[prepare].mkdir()
+            with contextlib.redirect_stdout(io.StringIO()):
+                prepare(prepared[prepare])
+        sending.send(name)
         before = _peak_bytes()
+        start = before if start is None else start
         try:
-            why = known[name](Path(folder))
+            why = attack(prepared[prepare])
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
         taken = _peak_bytes() - before

@@ -2,6 +2,7 @@
 
     python benchmarks/gateway.py [--quick] [--streams 300] [--seed 0]
     python benchmarks/gateway.py --hosts        two unequal backends on hosts of namespaces (root, Linux)
+    python benchmarks/gateway.py --hostile      a good client alone, and beside each hostile one (tests/hostile.py)
 
 First the same requests go in turn to `mlx_lm.server` as anybody starts it, to a backend of ours without the gateway,
 and through the gateway; the median of the differences is what the gateway adds. Then another process opens all streams
@@ -55,12 +56,15 @@ import httpx2  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from lib.serve.backend_process import SECRET_HEADER  # noqa: E402
+from lib.serve import api_keys  # noqa: E402
+from lib.serve.backend_link import SECRET_HEADER  # noqa: E402
+from tests import hostile  # noqa: E402
 from tests.cluster import cluster  # noqa: E402
-from tests.served import NEVER_ENDS, QUESTION, Served, finished_run, load, outcomes, served  # noqa: E402
+from tests.served import NEVER_ENDS, QUESTION, Served, certificate, finished_run, load, outcomes, served  # noqa: E402
 
 SECRET = "benchmark"
 CONCURRENCY = 32
+MOST_SLOWER = 5.0  # p99 of a good client beside a hostile one, over its quiet p99
 
 
 def main() -> None:
@@ -68,6 +72,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer requests, 100 streams")
     parser.add_argument("--streams", type=int, help="at once (default: 300)")
     parser.add_argument("--hosts", action="store_true", help="how two unequal hosts share the requests")
+    parser.add_argument("--hostile", action="store_true", help="a good client beside each hostile one")
+    parser.add_argument("--only", metavar="TEXT", default="", help="hostile clients with this in their names")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which the servers are asked")
     options = parser.parse_args()
     streams = options.streams or (100 if options.quick else 300)
@@ -77,6 +83,10 @@ def main() -> None:
         if options.hosts:
             print(json.dumps(unequal(run, 100 if options.quick else 300)))
             return
+        if options.hostile:
+            result = besieged(run, options.only, 100 if options.quick else 300)
+            print(json.dumps(result))
+            sys.exit(0 if result["held"] else 1)
         result |= overhead(run, 60 if options.quick else 200, random.Random(options.seed))
         result |= many(run, streams)
     print(json.dumps(result))
@@ -87,35 +97,36 @@ def main() -> None:
 
 def overhead(run: Path, rounds: int, rng: random.Random) -> dict[str, Any]:
     """Medians in milliseconds of a whole answer of one token, and of a stream's first and last of 16 tokens."""
-    bare_port, own_port = 18931, 18932
+    bare_port, own = 18931, run / "backend.sock"
     where = ["--model", str(run.parent / "model")]
     bare = [sys.executable, "-m", "mlx_lm", "server", *where, "--adapter-path", str(run), "--port", str(bare_port)]
-    own = [sys.executable, "-m", "lib.serve.backend_process", *where, "--adapter", str(run), "--port", str(own_port)]
+    backend = [sys.executable, "-m", "lib.serve.backend_process", *where, "--adapter", str(run)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
     with (
         subprocess.Popen([*bare, "--log-level", "ERROR"], **quiet) as first,
-        subprocess.Popen(own, stdin=subprocess.PIPE, **quiet) as second,
+        subprocess.Popen(backend, stdin=subprocess.PIPE, **quiet) as second,
         served("--run", run) as gateway,
     ):
         try:
             assert second.stdin is not None
-            second.stdin.write(f"{SECRET}\n".encode())
+            second.stdin.write(json.dumps({"secret": SECRET, "socket": str(own)}).encode() + b"\n")
             second.stdin.flush()
             gateway.until_up(1)
             servers = {
                 "mlx_lm.server": f"http://127.0.0.1:{bare_port}",
-                "backend": f"http://127.0.0.1:{own_port}",
+                "backend": "http://backend",
                 "gateway": gateway.address,
             }
-            return _compare(servers, rounds, rng)
+            return _compare(servers, own, rounds, rng)
         finally:
             first.kill()
             second.kill()
 
 
-def _compare(servers: dict[str, str], rounds: int, rng: random.Random) -> dict[str, Any]:
+def _compare(servers: dict[str, str], own: Path, rounds: int, rng: random.Random) -> dict[str, Any]:
     seconds: dict[str, dict[str, list[float]]] = {}
-    with httpx2.Client(timeout=60, trust_env=False) as client:
+    mounts = {"all://backend": httpx2.HTTPTransport(uds=str(own))}
+    with httpx2.Client(timeout=60, trust_env=False, mounts=mounts) as client:
         for number in range(-5, rounds):  # the first ones load, trace and fill caches
             for name in rng.sample(list(servers), len(servers)):
                 for what, value in _ask(client, servers[name]).items():
@@ -215,6 +226,50 @@ def _under_load(
     first = f"{row['first_token_seconds_p50']:.2f}, {row['first_token_seconds_p95']:.2f}"
     table.add_row(name, *numbers, first, f"{row['tokens_per_second']:.0f}")
     return row
+
+
+# ---- Hostile clients ---------------------------------------------------------------------------------------------------
+
+
+def besieged(run: Path, only: str, requests: int) -> dict[str, Any]:
+    """A good client's p50 and p99 alone, and beside each hostile one."""
+    keys = {name: api_keys.make(name, run / "keys") for name in ("good", "hostile")}
+    trusted, words = certificate(run)
+    table = Table("beside", "p50, ms", "p99, ms", "p99 over quiet", title="a good client's answers of 8 tokens")
+    result: dict[str, Any] = {"beside": {}, "lost_backends": 0}
+    for scheme, more in (("http", []), ("https", words)):
+        names = [name for name in hostile.HOSTILE if ("TLS" in name) == (scheme == "https") and only in name]
+        if not names:
+            continue
+        with served("--run", run, f"serve.keys={run}/keys", *more) as gateway:
+            gateway.until_up(1)
+            address = gateway.address.replace("127.0.0.1", "localhost")
+
+            def measured(address: str = address) -> list[float]:
+                return hostile.good(address, keys["good"], requests, 120, trusted)
+
+            measured()
+            quiet: list[float] = []
+            rows: dict[str, dict[str, float]] = {}
+            for name in names:
+                quiet += measured()  # before each: other work on the machine comes and goes
+                attacking = hostile.start(name, address, keys["hostile"], 600)
+                time.sleep(3.0)
+                seconds = measured()
+                attacking.kill()
+                attacking.wait()
+                time.sleep(1.0)
+                rows[name] = {"p50": statistics.median(seconds), "p99": hostile.p99(seconds)}
+            rows = {f"nobody ({scheme})": {"p50": statistics.median(quiet), "p99": hostile.p99(quiet)}} | rows
+            for name, row in rows.items():
+                row["times"] = row["p99"] / hostile.p99(quiet)
+                table.add_row(name, *(f"{1000 * row[key]:.1f}" for key in ("p50", "p99")), f"{row['times']:.1f}")
+            result["beside"] |= rows
+            result["lost_backends"] += len(gateway.of("backend", state="failed"))
+    Console().print(table)
+    held = all(row["times"] < MOST_SLOWER for row in result["beside"].values())
+    result["held"] = held and not result["lost_backends"]
+    return result
 
 
 # ---- Unequal hosts -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Kills commands at random moments, gives them again, and compares every bit of their end with one that nobody killed.
 
-    python benchmarks/kill_resume.py --kills 1000          under an hour on two cores
+    python benchmarks/kill_resume.py --kills 1000          about an hour on two idle cores: 3 to 4 s for each
     python benchmarks/kill_resume.py --only pipelined      one of the stories of tests/kill_stories.py; --list names them
     python benchmarks/kill_resume.py --quick               about two minutes
 
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="stories with one of these in their names")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after that")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after that nothing is killed any more")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="commands at once")
     parser.add_argument("--list", action="store_true", help="name the stories")
     parser.add_argument("--quick", action="store_true", help="30 kills")
@@ -100,14 +100,14 @@ class Campaign:
         names = list(self.stories)
         while self.kills < self.wanted and time.monotonic() < ends:
             number = next(self._numbers)
-            case = self._play(names[number % len(names)], number)
+            case = self._play(names[number % len(names)], number, ends)
             self.cases.append(case)
             what = "FELL" if case.fault else "same"
             print(
                 f"{self.kills:5} kills  {what}  {case.story}: {'; '.join(case.moments)} {case.fault or ''}", flush=True
             )
 
-    def _play(self, name: str, number: int) -> Case:
+    def _play(self, name: str, number: int, ends: float) -> Case:
         story = self.stories[name]
         with self._locks[name]:
             if name not in self._wholes:
@@ -119,7 +119,7 @@ class Campaign:
         if isinstance(whole, str):
             return Case(name, fault=whole)
         folder = self.folder / f"case-{number}"
-        case = play(name, story, whole, folder, random.Random(f"{self.seed} {name} {number}"))
+        case = play(name, story, whole, folder, random.Random(f"{self.seed} {name} {number}"), ends)
         shutil.rmtree(folder, ignore_errors=True)
         return case
 

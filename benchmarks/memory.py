@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                                      small models, every method: two minutes on two cores
     python benchmarks/memory.py --quick                              one model
+    python benchmarks/memory.py --optimizers                         the same models with every optimizer: three minutes
     python benchmarks/memory.py --models 1B,8B --seed 0              Llama's shapes in bfloat16, for a GPU: four minutes
 
 Weights are drawn at random; nothing is downloaded and no tokenizer is needed. A row is a model, a method, lengths and a micro-batch;
@@ -16,9 +17,9 @@ import gc
 import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -33,7 +34,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from lib.config import load  # noqa: E402
-from lib.config.schema import Config  # noqa: E402
+from lib.config.schema import Config, TrainSettings  # noqa: E402
 from lib.data.collate import collate  # noqa: E402
 from lib.data.dataset import Example  # noqa: E402
 from lib.distributed.world import World  # noqa: E402
@@ -78,6 +79,7 @@ MODELS = {
     "8B": llama(4096, 32, 32, 8, 14336, 128256),
 }
 SMALL = ("wide MLP", "many heads", "large head")
+OPTIMIZERS = get_args(TrainSettings.model_fields["optimizer"].annotation)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,17 @@ def cases_of(name: str) -> list[Case]:
         more = {"dtype": "float32", "prompt": prompt, "completion": completion, "pairs": pairs}
         rows += [Case(name, **more, checkpointing=on) for on in (False, True)]
     return rows
+
+
+def cases_of_optimizers(name: str) -> list[Case]:
+    """Every optimizer: full training of one short pair, where the update is the largest moment, of longer ones, and LoRA."""
+    cases = []
+    for optimizer in OPTIMIZERS:
+        short = Case(
+            name, "full", "float32", prompt=32, completion=32, pairs=1, words=(f"train.optimizer={optimizer}",)
+        )
+        cases += [short, replace(short, prompt=128, completion=128, pairs=4), replace(short, method="lora")]
+    return cases
 
 
 def settings_of(case: Case, folder: str = "-", seed: int = 0) -> Config:
@@ -179,6 +192,7 @@ def planned_bytes(case: Case, stored: dict[str, Any], multiple: int) -> memory.S
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SMALL), help=f"of {', '.join(MODELS)}, with commas")
+    parser.add_argument("--optimizers", action="store_true", help="rows of every optimizer instead, in float32")
     parser.add_argument("--quick", action="store_true", help="the first model, in float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2, help="measured ones, after the first")
@@ -191,7 +205,8 @@ def main() -> int:
     for column in ("model", "method", "type", "checkpointing", "lengths", "pairs", "planned", "measured", "ratio"):
         table.add_column(column, justify="left" if column in ("model", "method", "type") else "right")
     rows = []
-    for case in (case for name in names for case in cases_of(name)):
+    cases = cases_of_optimizers if options.optimizers else cases_of
+    for case in (case for name in names for case in cases(name)):
         try:
             row = measured(case, options.seed, options.steps)
         except RuntimeError as error:  # out of memory
@@ -199,7 +214,8 @@ def main() -> int:
             print(f"{case}: {error}", file=sys.stderr)
             continue
         rows.append(row)
-        kind = f"{case.bits}-bit {case.method}" if case.bits else case.method
+        kind = " ".join([*([f"{case.bits}-bit"] if case.bits else []), case.method, *case.words])
+        kind = kind.replace("train.optimizer=", "")
         figures = [f"{row[name] / 1e6:.1f}" for name in ("planned_bytes", "measured_bytes")]
         lengths = f"{case.prompt}+{case.completion}"
         cells = [case.model, kind, case.dtype, "on" if case.checkpointing else "", lengths, str(case.pairs), *figures]

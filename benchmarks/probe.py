@@ -51,6 +51,7 @@ from lib.model import (
     quantised,  # noqa: E402
     quantised_products,  # noqa: E402
 )
+from lib.model.quantised_products import DequantiseFrom, Product  # noqa: E402
 from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
 from lib.plan import calibration  # noqa: E402
 from lib.plan.calibration import MeasuredProduct  # noqa: E402
@@ -60,7 +61,7 @@ from lib.training.step import make_optimizer, make_step  # noqa: E402
 
 ENOUGH = 0.01  # of the median: its standard error, where measuring stops
 LEAST_ROUNDS = 5
-TOKENS = tuple(2**n for n in range(1, 13))  # that products with quantised weights are tried with, until it is decided
+LEAST_TOKENS, DOUBLINGS = 2, 12  # that products with quantised weights are tried with, until it is decided
 
 
 def measure(runs: dict[int, Callable[[], Any]], seconds: float) -> dict[int, list[float]]:
@@ -238,60 +239,68 @@ def products(request: dict[str, Any]) -> dict[str, Any]:
     """From how many tokens on this host multiplies faster by dequantised weights, for each kind of the model's layers.
 
     Returns:
-        products: [{"product", "dequantise_from"}], of lib/model/quantised_products.py; those that time was left for.
+        products: [{"product", "dequantise_from"}], of lib/model/quantised_products.py.
     """
     config = Config.model_validate(request["config"])
     wanted = quantised.products_of(load.load(config.model, config.train.seed, lazy=True))
     deadline = time.perf_counter() + request["seconds"]
     found = []
     for index, product in enumerate(wanted):
-        seconds = (deadline - time.perf_counter()) / (len(wanted) - index)
-        if (chosen := break_even(product, seconds)) is not None:
-            found.append({"product": asdict(product), "dequantise_from": asdict(chosen)})
+        chosen = break_even(product, (deadline - time.perf_counter()) / (len(wanted) - index))
+        found.append({"product": asdict(product), "dequantise_from": asdict(chosen)})
     return {"products": found}
 
 
-def break_even(product: quantised_products.Product, seconds: float) -> quantised_products.DequantiseFrom | None:
-    """When to dequantise the weights of such products; None if the time was too short to see that in both passes."""
-    layer = quantised.layer_of(product)
-    dtype = getattr(mx, product.dtype)
-    times: dict[tuple[str, str], dict[int, float]] = {
-        (way, direction): {} for way in ("packed", "dequantised") for direction in ("forward", "backward")
-    }
-    ways = {"packed": quantised_products.NEVER, "dequantised": quantised_products.ALWAYS}
-    began = time.perf_counter()
-
-    def is_decided(direction: str) -> bool:
-        """Two rungs in a row were faster."""
-        last = list(times["packed", direction])[-2:]
-        return len(last) == 2 and all(times["dequantised", direction][n] < times["packed", direction][n] for n in last)
-
-    for tokens in TOKENS:
+def break_even(product: Product, seconds: float) -> DequantiseFrom:
+    """When to dequantise the weights of such products; as by default where the time is too short to see it."""
+    layer, dtype = quantised.layer_of(product), getattr(mx, product.dtype)
+    packed: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
+    dequantised: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
+    least, began = max(LEAST_TOKENS, product.experts // 4), time.perf_counter()
+    open_ones = list(packed)
+    for tokens in (least * 2**n for n in range(DOUBLINGS)):
+        if not open_ones or time.perf_counter() - began > seconds:
+            break
         x, dy = (mx.random.normal((tokens, 1, width)).astype(dtype) for width in (product.inputs, product.outputs))
         experts = mx.sort(mx.arange(tokens) % product.experts) if product.experts else None
+        mx.eval(x, dy)
 
         def run(
-            way: str, direction: str, x: mx.array = x, dy: mx.array = dy, experts: mx.array | None = experts
+            direction: str,
+            way: DequantiseFrom,
+            x: mx.array = x,
+            dy: mx.array = dy,
+            experts: mx.array | None = experts,
         ) -> None:
-            quantised_products.go_by({product: ways[way]})
-            call = layer if experts is None else lambda x: layer(x, experts, sorted_indices=True)
-            mx.eval(call(x) if direction == "forward" else mx.vjp(call, [x], [dy])[1])
+            def multiply(x: mx.array) -> mx.array:
+                return layer(x) if experts is None else layer(x, experts, sorted_indices=True)
 
-        open_ones = [direction for direction in ("forward", "backward") if not is_decided(direction)]
-        if not open_ones:
-            break
-        if time.perf_counter() - began > seconds:
-            return None
-        runs = {(way, each): partial(run, way, each) for way in ways for each in open_ones}
-        mx.eval(x, dy)
-        for key, taken in measure(runs, seconds / len(TOKENS)).items():
-            times[key][tokens] = float(np.median(taken))
+            quantised_products.go_by({product: way})
+            mx.eval(multiply(x) if direction == "forward" else mx.vjp(multiply, [x], [dy])[1])
+
+        ways = {"packed": (packed, quantised_products.NEVER), "dequantised": (dequantised, quantised_products.ALWAYS)}
+        runs = {f"{each} {name}": partial(run, each, way) for each in open_ones for name, (_, way) in ways.items()}
+        taken = measure(runs, seconds / DOUBLINGS)
+        for each in open_ones:
+            for name, (times, _) in ways.items():
+                times[each][tokens] = float(np.median(taken[f"{each} {name}"]))
+        open_ones = [each for each in open_ones if not _wins_twice(packed[each], dequantised[each])]
     quantised_products.go_by({})
-    chosen = [
-        quantised_products.faster_from(times["packed", each], times["dequantised", each])
-        for each in ("forward", "backward")
-    ]
-    return quantised_products.DequantiseFrom(*chosen)
+    default, _ = quantised_products.dequantise_from(product, quantised.device())
+    most = least * 2 ** (DOUBLINGS - 1)
+    chosen = {
+        each: quantised_products.faster_from(packed[each], dequantised[each])
+        if each not in open_ones or most in packed[each]
+        else getattr(default, each)
+        for each in packed
+    }
+    return DequantiseFrom(**chosen)
+
+
+def _wins_twice(packed: dict[int, float], dequantised: dict[int, float]) -> bool:
+    """Whether dequantising was faster with the last two numbers of tokens: more of them are no question."""
+    last = list(packed)[-2:]
+    return len(last) == 2 and all(dequantised[tokens] < packed[tokens] for tokens in last)
 
 
 def machine(request: dict[str, Any]) -> dict[str, Any]:

@@ -165,6 +165,10 @@ def model_folder(options: argparse.Namespace) -> Path:
 
 
 def parse(description: str | None = __doc__) -> argparse.Namespace:
+    return parsed(parser_of(description))
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -187,6 +191,10 @@ def parse(description: str | None = __doc__) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.warmup, options.trials = 1, 3

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +37,8 @@ from lib.system import mpi_and_blas  # noqa: E402
 
 mpi_and_blas.prepare()
 
-QUICKSTART = ROOT / "configs/quickstart.yaml"
+from benchmarks.quickstart import QUICKSTART, run  # noqa: E402
+
 ROUNDS = 8
 SHARES = "plan.shares=[24,8]"
 MERGES = ("stack", "svd", "average", "outer", "none")
@@ -153,17 +153,6 @@ def summed_up(name: str, runs: dict[str, dict[str, Any]], synchronous: dict[str,
         "loss": statistics.fmean(statistics.fmean(rank["loss"] for rank in own) for own in learners.values()),
         "bytes_sent": statistics.fmean(one["bytes_sent"] for one in runs.values()),
     }
-
-
-def run(ranks: int, words: list[str]) -> dict[str, Any]:
-    """One quickstart as a user starts it; its summary."""
-    command = [sys.executable, str(ROOT / "train.py"), "--config", str(QUICKSTART), *words]
-    if ranks > 1:
-        command = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), *command]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"{' '.join(words)}: status {result.returncode}\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -71,12 +71,22 @@ def nested_once() -> pyarrow.Table:
     content = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1024, pyarrow.int32()), pyarrow.array([LONG]))
     roles = pyarrow.array(["user"] * 1024)
     offsets = pyarrow.array(range(1025), pyarrow.int32())
-    turns = pyarrow.StructArray.from_arrays([roles, content.cast(pyarrow.string())], ["role", "content"])
+    turns = pyarrow.StructArray.from_arrays([roles, content], ["role", "content"])
     return pairs_of(pyarrow.ListArray.from_arrays(offsets, turns), 1024)
 
 
+def repeats_itself(path: Path) -> None:
+    """Texts of which each is said to be the one before."""
+    piece = pairs_of([LONG] * 8, 8)
+    options = {"compression": "zstd", "use_dictionary": False, "column_encoding": {"prompt": "DELTA_BYTE_ARRAY"}}
+    with pyarrow.parquet.ParquetWriter(path, piece.schema, **options) as writer:
+        for _ in range(128):
+            for batch in piece.to_batches():
+                writer.write_batch(batch)
+
+
 def false_page(unpacked: int, kind: int = 0) -> Callable[[Path], None]:
-    """A page that unpacks to so many bytes, where the footer has a small column of noise."""
+    """A page that unpacks to so many bytes, where the footer has a small column of noise; in Thrift's compact protocol."""
 
     def write(path: Path) -> None:
         noise = os.urandom(NOISE // 2).hex()
@@ -88,12 +98,13 @@ def false_page(unpacked: int, kind: int = 0) -> Callable[[Path], None]:
         raw = bytearray(path.read_bytes())
         begin, size = column.data_page_offset, column.total_compressed_size
         bomb = squeezed(unpacked)
-        # type, both sizes, and a header of so many values, of PLAIN (0) and RLE (3): Thrift's compact protocol
-        own = (b"\x3c" if kind == 0 else b"\x5c") + b"\x15\x02\x15\x00" + (b"\x15\x06\x15\x06" if kind == 0 else b"")
-        for _ in range(2):  # the header's own length is in its size
-            header = b"\x15" + varint(2 * kind) + b"\x15" + varint(2 * unpacked) + b"\x15"
-            header += varint(2 * (size - 40)) + b"\x2c"[:0] + own + b"\x00\x00"
-        room = size - len(header) - len(bomb) - 8
+        own = b"\x2c\x15\x02\x15\x00\x15\x06\x15\x06\x00" if kind == 0 else b"\x4c\x15\x02\x15\x00\x00"  # one value
+        header, packed = b"", 0
+        while len(header) + packed != size:  # the header's own length is in it
+            packed = size - len(header)
+            sizes = b"".join(b"\x15" + varint(2 * value) for value in (kind, unpacked, packed))
+            header = sizes + own + b"\x00"
+        room = packed - len(bomb) - 8
         chunk = header + bomb + b"\x50\x2a\x4d\x18" + room.to_bytes(4, "little") + bytes(room)  # zstd skips that
         raw[begin : begin + size] = chunk
         path.write_bytes(raw)
@@ -130,7 +141,7 @@ def reads_false_pages(folder: Path) -> str | None:
     return None
 
 
-def of_hub(files: dict[str, bytes], query: str = "") -> Attack:
+def of_hub(files: dict[str, bytes], query: str = "", may_run: bool = False) -> Attack:
     """A data set's repository, as a local folder."""
 
     def attack(folder: Path) -> str | None:
@@ -139,15 +150,18 @@ def of_hub(files: dict[str, bytes], query: str = "") -> Attack:
         for name, content in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
-        return of_words(f"data.train=hf://{root}{query}", f"data.cache_dir={folder}/evil-cache")(folder)
+        words = [f"data.train=hf://{root}{query}", f"data.cache_dir={folder}/evil-cache"]
+        if may_run and run_of("train.py", training(folder, *words))[0] == 0:
+            return None
+        return of_words(*words)(folder)
 
     return attack
 
 
 def of_card(front: str) -> Attack:
-    """The front matter of a README.md of a repository that has one file."""
+    """The front matter of a README.md of a repository that has one file: it may be read without its card."""
     rows = json.dumps({"prompt_ids": [2], "chosen_ids": [3], "rejected_ids": [4]}).encode()
-    return of_hub({"README.md": f"---\n{front}\n---\n".encode(), "b.jsonl": rows})
+    return of_hub({"README.md": f"---\n{front}\n---\n".encode(), "b.jsonl": rows}, may_run=True)
 
 
 def squeezed_list(folder: Path) -> str | None:
@@ -245,9 +259,7 @@ ATTACKS: dict[str, Attack] = {
     "parquet: a page of 1.9 GB in 60 kB": of_bytes("page.parquet", false_page(1900 * 2**20)),
     "parquet: a dictionary of 1.9 GB in 60 kB": of_bytes("dictionary.parquet", false_page(1900 * 2**20, kind=2)),
     "parquet: headers that are none": reads_false_pages,
-    "parquet: a text that repeats the one before": of_table(
-        lambda: pairs_of([LONG] * 1024, 1024), use_dictionary=False, column_encoding={"prompt": "DELTA_BYTE_ARRAY"}
-    ),
+    "parquet: a text that repeats the one before": of_bytes("delta.parquet", repeats_itself),
     "parquet: a chat that is kept once": of_table(nested_once, dictionary_pagesize_limit=2**30),
     "parquet: 20 million rows of nothing": of_table(
         lambda: pyarrow.table({name: pyarrow.nulls(20_000_000, pyarrow.string()) for name in PAIR})

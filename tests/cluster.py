@@ -113,12 +113,12 @@ class Host:
 
     def processes(self) -> dict[int, str]:
         """Process id, as seen on this host, and command line of all that run here; kernel, sshd and shell left out."""
-        script = r"""for p in /proc/[0-9]*; do printf '%s %s\n' "${p#/proc/}" "$(tr '\n\0' '  ' < $p/cmdline)"; done"""
         found = {}
-        for line in self.run(["sh", "-c", script]).stdout.splitlines():
-            pid, _, words = line.partition(" ")
-            if words.strip() and pid != "1" and "sshd" not in words.split()[0] and "/proc/[0-9]" not in words:
-                found[int(pid)] = words.strip()
+        for entry in (self.root / "proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\n", " ").replace("\0", " ")
+                if words.strip() and entry.name != "1" and "sshd" not in words.split()[0]:
+                    found[int(entry.name)] = words.strip()
         return found
 
     def signal(self, pid: int, number: signal.Signals) -> None:

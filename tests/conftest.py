@@ -7,17 +7,26 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from lib.system import mpi_and_blas
+from lib.system import mpi_and_blas, network
 from tests.cluster import Host, Unavailable, cluster
+from tests.darwin import Mac, forget_names
 
+if TYPE_CHECKING:
+    from lib.distributed.world import World
+
+# Tests start hundreds of Python processes, each of which would compile all of lib/ where this is set, as in containers.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
+    sys.dont_write_bytecode = False
 # Tests have more ranks than cores: one that waits in MPI leaves its core to others instead of asking again at once.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 # How long an example took says how busy the machine is. What fails prints how to run it again.
@@ -71,20 +80,34 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 # Their seconds are most of all; under xdist (make test), which hands out files, the longest have to begin first.
-LONGEST = (
-    "server",
+LONGEST = [
     "recovery",
     "launch",
-    "out_of_memory",
     "train",
-    "rounds",
-    "preflight",
+    "server",
     "dashboard",
-    "calibrate",
+    "out_of_memory",
+    "preflight",
+    "rounds",
     "memory",
+    "cables",
+    "forward",
+    "export",
     "mistakes",
-)
-LONGEST += ("shapes", "step")
+    "help",
+    "calibrate",
+    "environment",
+    "local_launch",
+    "shapes",
+    "docs",
+    "gguf",
+    "topology",
+    "doctor",
+    "unpaired",
+    "window",
+    "training_options",
+    "step",
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,3 +152,27 @@ def fresh_hosts(three_hosts: list[Host]) -> list[Host]:
     for host in three_hosts:
         subprocess.run(["rm", "-rf", host.outside / "runs"], check=True)
     return three_hosts
+
+
+@pytest.fixture
+def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mac]:
+    """This process on a MacBook."""
+    monkeypatch.delenv(network.HOST, raising=False)
+    one = Mac(tmp_path)
+    one.enter(monkeypatch)
+    yield one
+    forget_names()
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    """The ranks that run this test: one, or those of `mpirun -n N pytest`."""
+    from lib.distributed.world import start
+
+    return start(LAUNCH, timeout_seconds=60)
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return Path(world.broadcast_text(str(tmp_path)))

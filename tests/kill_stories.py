@@ -60,6 +60,30 @@ def training(base: Path, ranks: int, own: list[str]) -> Story:
     return Story(command, lambda folder: outcome_of_run(folder / "run"), ranks)
 
 
+def rounds(base: Path, ranks: int, own: list[str]) -> Story:
+    """A run of rounds, of which some are undone."""
+    words = [*tiny.rounds(base), "run.name=run", *own, "--config", str(tiny.config_file(base))]
+
+    def command(folder: Path) -> list[str]:
+        if (folder / "run" / "config.yaml").exists():
+            return ["train.py", "--resume", str(folder / "run")]
+        own = [f"run.dir={folder}", f"data.cache_dir={folder}/cache"]
+        return ["train.py", *(word for word in words if not word.startswith("run.dir=")), *own]
+
+    def outcome(folder: Path) -> dict[str, object]:
+        return outcome_of_run(folder / "run") | {"rounds": digests(folder / "run" / "rounds")}
+
+    return Story(command, outcome, ranks)
+
+
+ROUNDS: dict[str, tuple[int, list[str]]] = {
+    "rounds": (1, []),
+    "rounds, synchronous": (2, ["strategy=synchronous", "plan.shares=[3,1]"]),
+    "rounds, independent": (2, ["strategy=independent", "plan.shares=[3,1]"]),
+    "rounds, grpo": (1, ["train.loss=grpo", "train.temperature=1.5"]),
+}
+
+
 def outcome_of_run(run: Path) -> dict[str, object]:
     """What a run is: its weights, what every rank trained and measured, and that nothing unfinished lies about.
 
@@ -89,10 +113,11 @@ def outcome_of_run(run: Path) -> dict[str, object]:
 
 
 def of_output(out: str, words: Callable[[Path], list[str]], **own: Any) -> Story:
-    """A command that writes `out` in its folder, and refuses to where that is there: then it is done."""
+    """A command that writes `out` in its folder, and refuses to where that is there and nothing else: then it is done."""
 
     def command(folder: Path) -> list[str] | None:
-        return None if (folder / out).exists() else words(folder)
+        is_done = (folder / out).exists() and not any(path.name.startswith(f"{out}.") for path in folder.iterdir())
+        return None if is_done else words(folder)
 
     def outcome(folder: Path) -> dict[str, object]:
         left = sorted(path.name for path in folder.iterdir() if path.name not in (out, "cache"))
@@ -131,6 +156,7 @@ def commands(base: Path, run: Path) -> dict[str, Story]:
         "scores": in_bulk("--out", *scores),
         "scores, two ranks": in_bulk("--out", *scores, ranks=2),
         "make pairs": in_bulk("--make-pairs", *made),
+        "against": in_bulk("--out", *made[:2], "--against", "base", "evaluate.judge=number"),
         "export, fused": export("fused"),
         "export, gguf": export("gguf"),
         "export, mlx": export("mlx"),
@@ -160,7 +186,7 @@ def download(base: Path, address: str) -> Story:
         return ["train.py", *words, *own]
 
     def outcome(folder: Path) -> dict[str, object]:
-        [shards] = (folder / "cache").glob("hub-*")
+        [shards] = (path for path in (folder / "cache").glob("hub-*") if path.is_dir())  # beside its lock
         return {"shards": digests(shards), "run": outcome_of_run(folder / "run")}
 
     known = {"HF_ENDPOINT": address, "HF_HOME": str(base / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
@@ -259,4 +285,5 @@ def stories(base: Path, hub: str) -> dict[str, Story]:
     """Every story by its name; what they read is made in `base`. hub: address of a stand-in that keeps `ann/kills`."""
     run = served.finished_run(base / "quickstart") if not (base / "quickstart").exists() else base / "quickstart/tiny"
     all_ = {name: training(base / "tiny", *of) for name, of in TRAINING.items()}
+    all_ |= {name: rounds(base / "rounds", *of) for name, of in ROUNDS.items()}
     return all_ | commands(base, run) | {"download": download(base / "hub", hub), "serving": serving(run)}

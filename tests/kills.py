@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -87,25 +88,35 @@ class Whole:
             raise Fault("the command without a kill was killed")
         seconds = time.monotonic() - began
         traces = [(trace_of(folder, rank)).read_text().splitlines() for rank in range(story.ranks)]
-        return cls(story.outcome(folder), traces, seconds)
+        return cls(_outcome(story, folder), traces, seconds)
 
 
-def play(name: str, story: Story, whole: Whole, folder: Path, rng: random.Random) -> Case:
-    """Kills a command again and again, until it ends by itself."""
+def play(name: str, story: Story, whole: Whole, folder: Path, rng: random.Random, ends: float = math.inf) -> Case:
+    """Kills a command again and again, until it ends by itself; from `ends` on (time.monotonic) nobody kills it."""
     case = Case(name)
     folder.mkdir(parents=True)
     try:
         while True:
             deaths, strike = _chosen(story, whole, folder, rng)
+            if time.monotonic() > ends:
+                deaths, strike = [death_of(folder, rank) for rank in range(story.ranks)], None
             began = time.monotonic()
             if live(story, folder, deaths, strike):
                 break
             case.moments.append(_moment(deaths, strike, folder, time.monotonic() - began))
-        if (outcome := story.outcome(folder)) != whole.outcome:
+        if (outcome := _outcome(story, folder)) != whole.outcome:
             case.fault = f"its end differs: {difference(whole.outcome, outcome)}"
     except Fault as fault:
         case.fault = str(fault)
     return case
+
+
+def _outcome(story: Story, folder: Path) -> object:
+    """What an end left. Raises Fault where something of it is missing or unreadable."""
+    try:
+        return story.outcome(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise Fault(f"its end cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _chosen(
@@ -177,12 +188,9 @@ def live(story: Story, folder: Path, deaths: list[Death], strike: tuple[float, s
         raise Fault(f"it left processes behind: {left[0][:300]}")
     if (fault := story.fault(folder)) is not None:
         raise Fault(fault)
-    dead = struck or any(_came(death) for death in deaths)
-    if process.returncode == 0 and not dead:
+    if process.returncode == 0:  # before its death, perhaps
         return True
-    if "Traceback (most recent call last)" in text and not dead:
-        raise Fault(f"a traceback: {text}")
-    if not dead:
+    if not struck and not any(_came(death) for death in deaths):
         raise Fault(f"it ended with status {process.returncode}: {text}")
     return False
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
+import tempfile
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
+from gguf import GGUFWriter
 from hypothesis import strategies as st
 
 from lib.config.schema import DataSettings
@@ -14,6 +17,7 @@ from lib.data import hub_files, parquet_pages
 from lib.data.chat_template import ChatTemplate, Conversation
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
+from lib.export import gguf_reader
 from lib.launch import hostfile
 from lib.model import adapter_files, load, peft_files
 from lib.plan import calibration
@@ -153,7 +157,7 @@ def _card(data: bytes, folder: Path) -> None:
         try:
             hub_files.files_of_split(NAMES, data.decode("utf-8", "replace"), config, split)
         except ValueError as why:  # what open_stream makes one line of
-            str(why).encode()
+            str(UserError(why)).encode()
 
 
 def _hub_list(data: bytes, folder: Path) -> None:
@@ -171,6 +175,25 @@ def _pages(data: bytes, folder: Path) -> None:
 def _calibration(data: bytes, folder: Path) -> None:
     (folder / "a.json").write_bytes(data)
     calibration.read_calibration(folder / "a.json")
+
+
+def _gguf(data: bytes, folder: Path) -> None:
+    (folder / "model.gguf").write_bytes(data)
+    gguf_reader.GgufModel(folder / "model.gguf")
+
+
+def gguf_file() -> bytes:
+    """A small file: two values, a list, and one tensor."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = GGUFWriter(Path(folder, "a"), "llama")
+        writer.add_block_count(2)
+        writer.add_token_list(["a", "b"])
+        writer.add_tensor("x", np.zeros((4, 4), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return Path(folder, "a").read_bytes()
 
 
 def _variables(data: bytes, folder: Path) -> None:
@@ -250,5 +273,6 @@ MODEL_PARSERS: dict[str, Parser] = {
         ),
         _calibration,
     ),
+    "GGUF": Parser(bent(gguf_file()), _gguf),
     "variables": Parser(bent(b"NAME=VALUE"), _variables),
 }

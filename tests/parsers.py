@@ -167,7 +167,6 @@ def _chat(data: bytes, folder: Path) -> None:
             assert refusal.body
             continue
         json.dumps(request.upstream()).encode()
-        request.texts()
 
 
 def _checkpoint(data: bytes, folder: Path) -> None:

@@ -9,6 +9,7 @@ random signs and so reach about 1/sqrt(n) of it: docs/testing.md has measured pa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,12 +132,16 @@ def trained_alone(world: World, words: Sequence[str], name: str = "alone") -> Al
     words = [*words, f"run.name={name}"]
     settings = config.load(None, words)
     folder = Path(settings.run.dir)
+    alone = Alone(folder / name, folder / ".changed" / name)
     if world.rank == 0:
         script.train(settings, World(), resume=False, dry_run=False)
     if world.rank == world.size - 1:
         _train_changed(folder, None, words)
+    deadline = time.monotonic() + 200
+    while not all((run / "summary.json").exists() for run in alone) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a rank that waits in a collective keeps a core busy, which those that train want
     world.gather_text("trained alone")
-    return Alone(folder / name, folder / ".changed" / name)
+    return alone
 
 
 def assert_equal_runs(run: Path | Alone, others: Sequence[Path], figures: Sequence[str]) -> None:

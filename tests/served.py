@@ -13,6 +13,7 @@ import contextlib
 import json
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -89,7 +90,7 @@ class Served:
     def backend_pids(self) -> list[int]:
         """Of the backends' processes."""
         found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
-        return [int(child) for child in found.stdout.split()]
+        return [int(child) for child in found.stdout.split() if "lib.serve.backend_process" in command_of(int(child))]
 
     def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = 120.0) -> int:
         if self.process.poll() is None:
@@ -97,6 +98,15 @@ class Served:
         status = self.process.wait(seconds)
         self.reader.join(5)
         return status
+
+
+def certificate(folder: Path) -> tuple[ssl.SSLContext, list[str]]:
+    """A certificate of localhost in a folder: who trusts it, and the words that make a gateway show it."""
+    names = ["-keyout", f"{folder}/key.pem", "-out", f"{folder}/certificate.pem"]
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", *names]
+    subprocess.run([*make, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    words = [f"serve.tls_certificate={folder}/certificate.pem", f"serve.tls_key={folder}/key.pem"]
+    return ssl.create_default_context(cafile=f"{folder}/certificate.pem"), words
 
 
 def command_of(pid: int) -> list[str]:

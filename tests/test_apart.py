@@ -18,7 +18,7 @@ from lib.errors import AgreedError, Stopped
 from lib.telemetry.run_records import read_records
 from lib.training import local_sgd, step
 from tests import rounding, tiny
-from tests.test_world import folder, settings, train, world  # noqa: F401
+from tests.test_world import settings, train
 from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -40,12 +40,12 @@ def products(adapter: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def shares(world: World) -> str:  # noqa: F811
+def shares(world: World) -> str:
     return SHARES.get(world.size, f"plan.shares={[8 - world.size + 1] + [1] * (world.size - 1)}")
 
 
 @pytest.mark.parametrize("method", ["full", pytest.param("dora", marks=pytest.mark.mpi(min_size=2, max_size=2))])
-def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, shares: str, method: str) -> None:  # noqa: F811
+def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, shares: str, method: str) -> None:
     """With plain SGD the weighted mean of one step each is the step of the weighted gradient."""
     words = [*settings(world, folder), f"model.method={method}", "train.optimizer=sgd", "train.max_grad_norm=null"]
     words += ["train.learning_rate=0.5", "train.steps=8", shares]
@@ -61,7 +61,7 @@ def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, s
     world.gather_text("checked")
 
 
-def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, shares: str) -> None:
     """With told shares the ranks' own adapters are the same bits every time: `none` shows what the others merged."""
     words = [*settings(world, folder, rows=40), "strategy=independent", shares, "model.rank=3"]
     words.append("independent.pairs_per_round=40")
@@ -112,8 +112,8 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
     ],
 )
 def test_ranks_leave_a_round_with_the_same_weights(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     shares: str,
     method: str,
     compression: str,
@@ -140,8 +140,8 @@ def test_ranks_leave_a_round_with_the_same_weights(
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = step.make_step
@@ -188,8 +188,8 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
 
 
 def test_a_run_goes_on_alone_from_a_rounds_end(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     shares: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -210,8 +210,8 @@ def test_a_run_goes_on_alone_from_a_rounds_end(
 
 
 def test_a_stacked_run_goes_on_at_its_rank(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     shares: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -233,7 +233,7 @@ def test_a_stacked_run_goes_on_at_its_rank(
     world.gather_text("checked")
 
 
-def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), "strategy=independent", shares, "train.steps=3"]
     stored = folder / "stored"
     if world.rank == 0:
@@ -250,7 +250,7 @@ def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: st
     world.gather_text("checked")
 
 
-def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), "train.steps=6", shares]
     sent = {}
     for compression in ("none", "bf16", "int8", "topk"):
@@ -270,7 +270,7 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
     world.gather_text("checked")
 
 
-def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Path, shares: str) -> None:  # noqa: F811
+def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), shares, "sync.compression=topk", "train.schedule=constant", "model.dropout=0.1"]
     straight = train(world, folder, [*words, "train.steps=11"], "straight")
     train(world, folder, [*words, "train.steps=5"], "stopped")
@@ -282,8 +282,8 @@ def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Pa
 
 @pytest.mark.parametrize("words", [(), ("plan.replan=false",)], ids=["by speed", "as planned"])
 def test_what_one_rank_meets_ends_all(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: tuple[str, ...],
 ) -> None:
@@ -306,7 +306,7 @@ def test_what_one_rank_meets_ends_all(
         world.gather_text("left")
 
 
-def test_what_is_gathered_arrives_bit_for_bit(world: World) -> None:  # noqa: F811
+def test_what_is_gathered_arrives_bit_for_bit(world: World) -> None:
     rng = np.random.default_rng(world.rank)
     own = [
         rng.normal(size=(3, 5)).astype(np.float32),

@@ -26,6 +26,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import work_queue
+from lib.evaluate.batch_inference import opened_journal
 from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, work
 from lib.model import load as models
 from lib.training import reference_model
@@ -43,6 +44,25 @@ def lines(chunk: int) -> list[str]:
 
 
 # ---- The queue
+
+
+def test_an_output_that_is_whole_is_done_though_its_journal_is_there(tmp_path: Path) -> None:
+    """A process was killed between the two: the same command ends well, and the journal goes."""
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    first = opened_journal(out, "k", 2)
+    first.put(0, lines(0))
+    half = partial.read_bytes()
+    first.put(1, lines(1))
+    whole = partial.read_bytes()
+    first.finish(out)
+    content = out.read_bytes()
+    partial.write_bytes(whole)
+    again = opened_journal(out, "k", 2)
+    again.finish(out)
+    assert out.read_bytes() == content and list(tmp_path.iterdir()) == [out]
+    partial.write_bytes(half)
+    with pytest.raises(UserError, match="is there already"):
+        opened_journal(out, "k", 2)
 
 
 def test_chunks_go_out_in_order_and_an_idle_rank_begins_what_another_has_not_finished(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ import pytest
 
 from benchmarks import calibrate, curves, links, machines
 from lib.errors import UserError
-from lib.plan.calibration import BatchCurve, HostCalibration, Link, Transfer, read_calibration, read_published
+from lib.model import quantised_products
+from lib.model.quantised_products import Product
+from lib.plan.calibration import (
+    BatchCurve,
+    HostCalibration,
+    Link,
+    Transfer,
+    read_calibration,
+    read_published,
+    use_quantised_products,
+)
 from lib.plan.calibration_checks import sound_curve
 from lib.plan.calibrator import HardwareCalibrator, time_now
 from lib.system import hardware as machine
@@ -94,15 +105,20 @@ def test_out_of_time_leaves_a_curve() -> None:
 
 # ---- The command -------------------------------------------------------------------------------------------
 
+PRODUCT = {"inputs": 16, "outputs": 32, "experts": 0, "bits": 4, "group_size": 16, "mode": "nvfp4", "dtype": "bfloat16"}
+PRODUCTS = [{"product": PRODUCT, "dequantise_from": {"forward": 64, "backward": 8}}]
+ANSWERED = json.dumps(PRODUCTS).replace("{", "{{").replace("}", "}}")  # formatted once more
 INVENTED = f"""
 import json, os, signal, sys
 request = json.loads(sys.argv[1])
 with open({{log!r}}, "a") as log:
-    log.write(request["kind"] + " " + str(request.get("batch_size")) + "\\n")
+    log.write(request["kind"] + " " + str(request.get("batch_size")) + " by products" * bool(request["products"]) + "\\n")
 if request["kind"] == "machine":
     print(json.dumps({{{{"gflops": 100.0, "memory_bytes_per_second": 1e10}}}}))
 elif request["kind"] == "passes":
     print(json.dumps({{{{"reference_pairs_per_second": 50.0, "generation_tokens_per_second": 20.0}}}}))
+elif request["kind"] == "products":
+    print(json.dumps({{{{"products": {ANSWERED}}}}}))
 elif request["kind"] == "rounds":
     print(json.dumps({{{{"rounds": {{{{n: [{ONCE} + 0.01 + 0.002 * n] * 3 for n in request["sizes"]}}}}, "peak_memory_bytes": 1}}}}))
 else:
@@ -180,6 +196,32 @@ def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.Monk
     assert len(run("--max-age-days", "0")[2]) == 2 * (5 + 2) + 1
     monkeypatch.setattr(machine, "versions", lambda: {"mlx": "99"})
     assert len(run("--quick")[2]) == 8
+
+
+def test_a_quantised_models_products_are_measured_first_and_gone_by(run: Run, tmp_path: Path) -> None:
+    path = tiny.model_folder(tmp_path / "packed", quantization={"bits": 4, "group_size": 16, "mode": "nvfp4"})
+    words = ("--quick", f"model.path={path}")
+    status, result, asked, complaint = run(*words)
+    assert status == 0, complaint
+    assert asked[0] == "products None" and all(one.endswith(" by products") for one in asked[1:]) and len(asked) == 9
+    (stored,) = read_calibration(Path(result["file"])).quantised_products
+    assert asdict(stored.product) == PRODUCT and asdict(stored.dequantise_from) == {"forward": 64, "backward": 8}
+    assert run(*words)[2] == [] and run("--quick")[2] != []
+    assert read_calibration(Path(result["file"])).quantised_products == (stored,), "kept for the next run"
+    use_quantised_products([stored])
+    assert quantised_products.dequantise_from(stored.product, "metal") == (stored.dequantise_from, True)
+    use_quantised_products([])
+    assert quantised_products.dequantise_from(stored.product, "metal")[1] is False
+
+
+def test_a_product_is_measured_until_it_is_decided() -> None:
+    from benchmarks import probe
+
+    product = Product(64, 32, 0, 4, 32, "affine", "float32")
+    assert probe.break_even(product, 0.0) == quantised_products.dequantise_from(product, "cpu")[0]
+    for kind in (product, replace(product, experts=4)):
+        found = probe.break_even(kind, 0.3)
+        assert all(tokens is None or tokens >= 2 for tokens in (found.forward, found.backward))
 
 
 def test_what_cannot_be_is_measured_again(run: Run) -> None:

@@ -147,7 +147,10 @@ def test_an_agent_goes_on_after_lines_that_are_not_the_launchers() -> None:
         b'{"kind": "ask", "question"\n',
         b'{"kind": "end", "x": 1}\n',
     ]
-    questions = [encoded("ask", question="listen", number=1), encoded("ask", question="listen", number=2, port=0)]
+    questions = [
+        encoded("ask", question="listen", number=1),
+        encoded("ask", question="listen", number=2, port=0, token=""),
+    ]
     assert agent.stdin is not None and agent.stdout is not None
     agent.stdin.write(b"".join([*sent, *questions]))
     agent.stdin.flush()

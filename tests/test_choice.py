@@ -23,7 +23,7 @@ from lib.system.network import host_name
 from tests import rounding, tiny
 from tests.test_plan import LLAMA_8B
 from tests.test_replan import KEY, calibrated
-from tests.test_shard import folder, train, words_of, world  # noqa: F401
+from tests.test_shard import train, words_of
 
 SHAPE = partition.model_shape_of(LLAMA_8B)  # 16.06 GB of weights
 RATES = {1: 10.0, 8: 20.0}
@@ -176,8 +176,8 @@ def test_the_table_of_two_macs() -> None:
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_auto_trains_in_parts_where_a_limit_is_written_down(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Real ranks: the calibration of this host says that less than the model may be used."""

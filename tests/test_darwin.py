@@ -25,17 +25,6 @@ from tests import darwin
 from tests.sources import strings
 from tests.tiny import ROOT
 
-
-@pytest.fixture
-def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[darwin.Mac]:
-    """This process on a MacBook."""
-    monkeypatch.delenv(network.HOST, raising=False)
-    one = darwin.Mac(tmp_path)
-    one.enter(monkeypatch)
-    yield one
-    darwin.forget_names()
-
-
 # ---- Names
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lib.system import mpi_and_blas
 from lib.telemetry.run_records import PerformanceTracker, read_records
 from tests import chromium, tiny
 from tests.cluster import Host
-from tests.test_launch import BACKENDS
+from tests.test_launch import BACKENDS, wait_for
 from tests.test_launch import words as words_of_launch
 from tests.tiny import ROOT
 
@@ -42,14 +42,6 @@ def served(*words: str | Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(10)
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.05)
-    return found
 
 
 def drawn(page: chromium.Page, name: str) -> dict[str, Any]:

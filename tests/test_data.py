@@ -27,6 +27,7 @@ from lib.data.batch_shapes import pad_length
 from lib.data.collate import collate
 from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.micro_batches import MicroBatches
+from lib.data.parquet import read_parquet
 from lib.data.prefetch import prefetch
 from lib.data.row_order import Position, advance, epoch_order, global_batch, micro_batches, split
 from lib.data.truncate import truncate
@@ -316,6 +317,25 @@ def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):
     dataset = load_dataset(str(path), DataSettings(train=str(path)), "sft", tokenizer, eos_token_id=1)
     assert dataset.digest == load(rows, "sft", tokenizer).digest
     assert texts(dataset, tokenizer)[1] == "['content', 'role']The answer is 42.</s>"
+
+
+def test_parquet_has_the_same_rows_however_it_is_cut_into_groups_and_pages(tmp_path):
+    """Groups that are smaller than a batch, nested texts that are kept once, texts that repeat the one before."""
+    rows = [{"messages": [USER, GOOD | {"content": "x" * (i % 7)}], "n": [i] * (i % 3)} for i in range(300)]
+    table = pyarrow.Table.from_pylist(rows)
+    flat = pyarrow.table({"prompt": ["p" * (i // 50) for i in range(300)]})
+    delta = {"use_dictionary": False, "column_encoding": {"prompt": "DELTA_BYTE_ARRAY"}}
+    for content, options in (
+        (table, {"row_group_size": 37}),
+        (table, {"data_page_size": 100, "data_page_version": "2.0", "compression": "zstd"}),
+        (table, {"write_page_checksum": True, "write_page_index": True, "use_dictionary": False}),
+        (flat, delta),
+    ):
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(content, path, **options)
+        assert [record for _, record in read_parquet(path)] == content.to_pylist(), options
+        with path.open("rb") as file:
+            assert [record for _, record in read_parquet(file)] == content.to_pylist(), options
 
 
 # -------------------------------------------------------------------------------- dataset, digest, truncation

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from lib.launch import doctor, host_facts, machine_checks
 from lib.launch.doctor import Checked
 from lib.launch.machine_checks import Check, Result
-from lib.system import hardware, metal, network
+from lib.system import hardware, metal
 from tests import darwin
 from tests.tiny import ROOT
 
@@ -156,15 +155,6 @@ def test_a_disk_packages_and_python(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # ---- On a Mac
-
-
-@pytest.fixture
-def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[darwin.Mac]:
-    monkeypatch.delenv(network.HOST, raising=False)
-    one = darwin.Mac(tmp_path)
-    one.enter(monkeypatch)
-    yield one
-    darwin.forget_names()
 
 
 def test_what_only_a_mac_has(mac: darwin.Mac, monkeypatch: pytest.MonkeyPatch) -> None:

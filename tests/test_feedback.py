@@ -21,17 +21,16 @@ from lib.serve import command
 from lib.serve.backend_pool import Pool
 from lib.serve.feedback import Feedback, Label, open_file, row_of
 from lib.serve.gateway import Gateway
-from lib.serve.openai_requests import JSON, BackendRequest, Limits, RequestError, read
+from lib.serve.openai_requests import JSON, BackendRequest, RequestError, read
 from tests.tiny import ROOT
 
-LIMITS = Limits("tiny", max_prompt_tokens=100, max_tokens=50)
 QUICKSTART = ROOT / "configs/quickstart/model"
 MESSAGES = [{"role": "user", "content": "Add 1 and 2."}]
 
 
 def request(kind: Any = "chat", **body: Any) -> BackendRequest:
     asked = {"messages": MESSAGES} if kind == "chat" else {"prompt": "Add 1 and 2."}
-    return BackendRequest(kind, asked | body, False, False, "tiny")
+    return BackendRequest(kind, json.dumps(asked | body).encode(), False, False, "tiny")
 
 
 def answer(id: str = "chatcmpl-1", content: str | None = "3", finish_reason: str = "stop", **message: Any) -> JSON:
@@ -193,8 +192,30 @@ def test_a_file_that_cannot_take_rows_is_one_clear_line(tmp_path: Path) -> None:
     assert torn.read_text() == '{"label": tr'
 
 
+def test_half_a_row_that_a_kill_left_goes_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody was told that it is kept; a whole row without its end is somebody's, and is not touched."""
+    own, _ = kept(tmp_path)
+    own.remember("alice", request(), answer(content="3" * 5000))
+    own.remember("alice", request(), answer("chatcmpl-2"))
+    assert label(own, "chatcmpl-1") == 200
+    first = own.path.read_bytes()
+    assert label(own, "chatcmpl-2") == 200
+    both = own.path.read_bytes()
+    for cut in (len(first) + 8, len(first) + 40, len(both) - 2):
+        own.path.write_bytes(both[:cut])
+        assert open_file(own.path).read_bytes() == first
+        assert f"the last {cut - len(first):,} bytes were half a row" in capsys.readouterr().err
+    own.path.write_bytes(both[:-1])
+    with pytest.raises(UserError, match="its last line has no end"):
+        open_file(own.path)
+    assert own.path.read_bytes() == both[:-1]
+
+
 def test_off_there_is_no_such_address_and_nothing_is_kept() -> None:
-    gateway = Gateway(ServeSettings(), LIMITS, None, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
+    async def read(*_: Any) -> Any:
+        raise AssertionError
+
+    gateway = Gateway(ServeSettings(), "tiny", read, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
     assert "/v1/feedback" not in gateway.routes and gateway.feedback is None
 
 

@@ -6,10 +6,9 @@ import pytest
 
 from lib.distributed.world import World
 from tests.fuzzing import make_case, play
-from tests.test_world import folder, world  # noqa: F401
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("seed", range(6))
-def test_no_rank_is_left_waiting(world: World, folder: Path, seed: int) -> None:  # noqa: F811
+def test_no_rank_is_left_waiting(world: World, folder: Path, seed: int) -> None:
     play(make_case(seed, world.size), world, folder)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -22,12 +25,14 @@ from lib.config import load
 from lib.config.serve_settings import ServeSettings
 from lib.errors import UserError
 from lib.launch.hostfile import Host
-from lib.serve import api_keys, openai_answers, openai_requests
+from lib.serve import api_keys, openai_answers, openai_requests, request_reading
 from lib.serve import command as server
 from lib.serve.backend_pool import Backend, Pool, QueueFull, choose
 from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
 from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import Limits, RequestError
+from lib.serve.request_reading import Told
+from tests.tiny import ROOT
 
 LIMITS = Limits("tiny", max_prompt_tokens=100, max_tokens=50, vocab_size=283, context_tokens=120)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -81,7 +86,7 @@ def test_choosing_takes_what_is_free_and_up_and_measures_the_unknown_first() -> 
     assert choose([stuck, fast]) is fast
 
 
-def test_the_queue_is_bounded_fair_and_forgets_who_leaves() -> None:
+def test_the_queue_is_fair_and_forgets_who_leaves() -> None:
     async def story() -> None:
         [backend] = ups(1)
         pool = Pool([backend], max_queue=4)
@@ -96,9 +101,7 @@ def test_the_queue_is_bounded_fair_and_forgets_who_leaves() -> None:
         held = await pool.take("a", 5)
         waiting = [asyncio.create_task(one(name)) for name in ("a1", "a2", "gone", "b1")]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFull) as full:
-            await pool.take("c", 5)
-        assert 1 <= full.value.retry_seconds <= 60 and pool.queue_length == 4
+        assert pool.queue_length == 4
         waiting[2].cancel()
         await asyncio.sleep(0)
         assert pool.queue_length == 3
@@ -109,6 +112,65 @@ def test_the_queue_is_bounded_fair_and_forgets_who_leaves() -> None:
             held = await pool.take("a", 5)
             await pool.take("b", 0.01)
         assert pool.queue_length == 0
+
+    asyncio.run(story())
+
+
+def test_nobody_fills_the_places_for_others() -> None:
+    """The newest request of whoever has most makes room; who has most is refused itself; what has a backend stays."""
+
+    async def story() -> None:
+        pool, lost = Pool(ups(2), max_queue=4), []
+
+        async def one(name: str, has_backend: bool = False) -> None:
+            try:
+                with pool.place(name[0]) as place:
+                    place.has_backend = has_backend
+                    await asyncio.sleep(3600)
+            except QueueFull as full:
+                assert 1 <= full.retry_seconds <= 60
+                lost.append(name)
+
+        served = [asyncio.create_task(one(name, True)) for name in ("a-served", "a-served-too")]
+        waiting = [asyncio.create_task(one(name)) for name in ("a1", "a2", "a3", "a4", "a5", "b1", "c1", "c2", "b2")]
+        await asyncio.sleep(0.01)
+        # a5 finds all taken; b1 and c1 push out a4 and a3; c2 would have as many as a then, and so would b2.
+        assert sorted(lost) == ["a3", "a4", "a5", "b2", "c2"]
+        assert not any(task.done() for task in served)
+        for task in [*served, *waiting]:
+            task.cancel()
+        await asyncio.gather(*served, *waiting, return_exceptions=True)
+        with pool.place("a"):
+            pass
+
+    asyncio.run(story())
+
+
+def test_one_of_several_keys_leaves_slots_to_the_others() -> None:
+    async def story() -> None:
+        now = [0.0]
+        pool = Pool(ups(8), max_queue=99, clock=lambda: now[0])
+        whole = [await pool.take("greedy", 1) for _ in range(8)]  # nobody else has a key
+        for backend in whole:
+            pool.give_back(backend, "greedy", 0.1)
+        pool.is_shared = True
+        more = [asyncio.create_task(pool.take("greedy", 60)) for _ in range(12)]
+        await asyncio.sleep(0.01)
+        alone = [task.result() for task in more if task.done()]
+        assert len(alone) == 6, "a quarter of the slots is for whoever comes next"
+        late = await pool.take("modest", 0.1)
+        for backend in alone[:4]:
+            pool.give_back(backend, "greedy", 0.1)
+        await asyncio.sleep(0.01)
+        assert sum(task.done() for task in more) == 6, "it has its quarter still"
+        pool.give_back(alone[4], "greedy", 0.1)
+        await asyncio.sleep(0.01)
+        assert sum(task.done() for task in more) == 7
+        pool.give_back(late, "modest", 0.1)
+        now[0] = 120.0  # nobody else asked for a while
+        pool.give_back(alone[5], "greedy", 0.1)
+        await asyncio.sleep(0.01)
+        assert all(task.done() for task in more)
 
     asyncio.run(story())
 
@@ -180,8 +242,8 @@ def test_no_slot_is_lost_or_doubled_whatever_happens(acts: list[tuple[str, int]]
 
 
 def told(tokens: int = 1, **words: Any) -> dict[str, Any]:
-    request = openai_requests.parse("chat", json.dumps(CHAT | words).encode())
-    return openai_requests.backend_request("chat", request, LIMITS, tokens).body
+    raw = json.dumps(CHAT | words).encode()
+    return request_reading.read("chat", raw, LIMITS, lambda body: tokens).body
 
 
 def test_a_backend_hears_nothing_but_what_is_known() -> None:
@@ -214,6 +276,60 @@ def test_limits_on_tokens(tokens: int, words: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refused:
         told(tokens, **words)
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"messages": [5] * 60_000}, "more than 50000 values"),
+        ({f"key{number}": 1 for number in range(60_000)}, "more than 50000 values"),
+        ({"tools": [[[[5] * 15_000] * 4]]}, "more than 50000 values"),
+        ({"metadata": functools.reduce(lambda inside, _: [inside], range(100), [])}, "nested more than 64 deep"),
+    ],
+)
+def test_what_takes_long_to_check_is_not_checked(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said) as refused:
+        told(**words)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_prompts_are_counted_as_the_model_will_see_them(tmp_path: Path, template: bool) -> None:
+    """By mlx_lm.server itself: messages without a word, tools, calls, parts."""
+    from mlx_lm import server as mlx_server
+
+    from lib.data.tokenizer import load_tokenizer_of
+
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "configs/quickstart/model", folder)
+    if not template:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        stored = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**stored, "chat_template": None}))
+    own = Told(str(folder), False, None, {"enable_thinking": False}, {})
+    count = request_reading.counter(own)
+    settings = load.load(None, [], {"model": {"path": str(folder)}, "data": {"train": "none"}})
+    tokenizer = load_tokenizer_of(settings.model)
+    assert tokenizer is not None and tokenizer.has_chat_template == template
+    provider = SimpleNamespace(processor=None, cli_args=SimpleNamespace(chat_template_args={"enable_thinking": False}))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    for body in (
+        {"messages": [{"role": "user", "content": ""}] * 50},
+        {"messages": [*CHAT["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]},
+        {"messages": CHAT["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"prompt": "Add 1"},
+    ):
+        kind = "text" if "prompt" in body else "chat"
+        counted = count(body)
+        copied = json.loads(json.dumps(body))
+        asked = mlx_server.CompletionRequest(
+            kind, copied.get("prompt", ""), copied.get("messages", []), copied.get("tools"), None
+        )
+        arguments = SimpleNamespace(chat_template_kwargs=None)
+        seen = mlx_server.ResponseGenerator._tokenize(
+            SimpleNamespace(model_provider=provider), tokenizer, asked, arguments
+        )
+        assert counted == len(seen[0]) > 0, body
 
 
 @settings(max_examples=60)
@@ -288,8 +404,13 @@ def test_a_wrong_key_file_is_told_without_its_content(tmp_path: Path, text: str,
 # ---- The application, without a listener -------------------------------------------------------------------------------
 
 
+async def reads_nothing(*_: Any) -> Any:
+    raise AssertionError("nothing is read here")
+
+
 def application(**words: Any) -> Gateway:
-    return Gateway(ServeSettings(**words), LIMITS, None, Pool([], 0), httpx2.AsyncClient(), None, lambda *a, **b: None)
+    client = httpx2.AsyncClient()
+    return Gateway(ServeSettings(**words), "tiny", reads_nothing, Pool([], 0), client, None, lambda *a, **b: None)
 
 
 def asked(
@@ -301,8 +422,9 @@ def asked(
 ) -> Any:
     encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
     aborted: list[bool] = []
+    client = SimpleNamespace(abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda: None)
     scope = {"type": "http", "method": method, "path": path, "headers": encoded, "query_string": b""}
-    scope |= {"state": {"abort": lambda: aborted.append(True)}, "client": ("127.0.0.1", 1)}
+    scope |= {"state": {"client": client}, "client": ("127.0.0.1", 1)}
 
     async def receive() -> Any:
         await asyncio.sleep(3600)
@@ -373,9 +495,13 @@ def test_browsers_are_let_in_by_name_alone() -> None:
 
 
 def test_a_backend_on_another_host_is_reached_through_ssh_alone() -> None:
-    command = Recipe(("--model", "a b"), Host("mac-b")).command(port=20001, local_port=40001)
-    assert command[0] == "ssh" and command[command.index("-L") + 1] == "127.0.0.1:40001:127.0.0.1:20001"
-    assert command[-2] == "mac-b" and command[-3] == "--" and "--port 20001 --model 'a b'" in command[-1]
+    recipe = Recipe(("--model", "a b"), Host("mac-b"))
+    command = recipe.command(Path("/s/0.ssh"))
+    assert command[0] == "ssh" and command[command.index("-S") + 1] == "/s/0.ssh" and "-M" in command
+    assert command[-2] == "mac-b" and command[-3] == "--" and command[-1].endswith("backend_process --model 'a b'")
+    forward = recipe.forward_command(Path("/s/0.ssh"), Path("/s/0"), "/tmp/tandem-x/backend")
+    assert forward[-2:] == ["--", "mac-b"] and forward[forward.index("-L") + 1] == "/s/0:/tmp/tandem-x/backend"
+    assert forward[forward.index("-O") + 1] == "forward" and "-L" not in command
 
 
 def test_pauses_double_up_to_a_limit() -> None:
@@ -409,7 +535,7 @@ def test_a_log_that_nobody_can_take_ends_no_server(monkeypatch: pytest.MonkeyPat
 def test_a_backend_that_leaves_a_child_is_seen_to_end_and_takes_it_along() -> None:
     async def life() -> tuple[int | None, bytes]:
         script = "sleep 100 & echo $!; sleep 0.3; exit 3"
-        process = await Process.start(["sh", "-c", script], "secret")
+        process = await Process.start(["sh", "-c", script], {})
         await asyncio.wait_for(process.ended, 20)
         await process.stop()
         child = subprocess.run(["ps", "-o", "stat=", "-p", process.last_lines[0]], capture_output=True).stdout

@@ -29,19 +29,17 @@ def test_words_name_what_outlives_a_process() -> None:
     assert word_of("socket.bind", (None, ("127.0.0.1", 0)), root) == "socket.bind"
 
 
-@pytest.mark.parametrize("word", ["os.rename .unfinished-# step-#", "os.rmdir .unfinished-step-#", "fsync"])
-def test_a_run_that_is_killed_has_the_same_end(word: str, tmp_path: Path) -> None:
-    """Where a checkpoint gets its name, while an old one goes, and at any of all the flushes."""
+def test_a_run_that_is_killed_has_the_same_end(tmp_path: Path) -> None:
+    """Where a checkpoint gets its name, and then while an old one goes."""
     story = training(tmp_path / "base", *TRAINING["one rank, full"])
     whole = kills.Whole.of(story, tmp_path / "whole")
-    assert word in whole.words[0]
     case = tmp_path / "case"
-    count = random.Random(word).randint(1, whole.words[0].count(word))
-    death = dataclasses.replace(kills.death_of(case, 0), word=word, count=count)
-    assert not kills.live(story, case, [death], None), "nobody died"
+    for word, count in (("os.rename .unfinished-# step-#", 2), ("os.rmdir .unfinished-step-#", 1)):
+        assert whole.words[0].count(word) >= count
+        death = dataclasses.replace(kills.death_of(case, 0), word=word, count=count)
+        assert not kills.live(story, case, [death], None), "nobody died"
     assert kills.live(story, case, [kills.death_of(case, 0)], None)
-    assert kills.difference(whole.outcome, story.outcome(case)) == kills.difference(whole.outcome, whole.outcome)
-    assert story.outcome(case) == whole.outcome
+    assert story.outcome(case) == whole.outcome, kills.difference(whole.outcome, story.outcome(case))
 
 
 def test_what_a_kill_changes_is_seen(tmp_path: Path) -> None:

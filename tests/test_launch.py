@@ -153,6 +153,7 @@ def test_a_command_that_is_not_there_or_a_host_that_does_not_answer_is_one_line(
         (["--hosts", "a,b", "--role", "primary", "--backend", "mpi", "--"], "mpirun reaches"),
         (["--hosts", "10.99.99.1,10.99.99.2", "--role", "primary", "--"], "0 of the hosts"),
         (["--hosts", "a,b", "--role", "primary", "--max-restarts", "1", "--"], "--max-restarts needs ssh"),
+        (["--hosts", "a", "--key", "k", "--"], "--key is for --role"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
@@ -267,8 +268,9 @@ def test_two_hosts_train_what_one_trains(three_hosts: list[Machine], tmp_path: P
 def test_machines_started_by_hand_train_together(three_hosts: list[Machine], tmp_path: Path) -> None:
     settings = [*tiny.settings(tmp_path, train__steps=3), "--config", str(tiny.config_file(tmp_path)), "run.name=hand"]
     settings.append("strategy=synchronous")  # each step on both
+    key = str(tmp_path / "key")  # the primary makes it, the secondary waits for it
     hands = [
-        host.start([*words(three_hosts[:2], "--role", role), "train.py", *settings])
+        host.start([*words(three_hosts[:2], "--role", role, "--key", key), "train.py", *settings])
         for host, role in zip(three_hosts, ("primary", "secondary"), strict=False)
     ]
     for hand in hands:
@@ -413,3 +415,12 @@ def test_faults_are_told_apart() -> None:
     assert diagnose(100.0, seen, ranks, 10, 32) is None
     assert [rank.rank for rank in stragglers(100.0, [ranks[0], RankState(1, "b", beats=True)], 20)] == [1]
     assert exit_status(-9) == 137 and exit_status(3) == 3
+    started = [
+        RankState(-1, "a"),
+        RankState(0, "a", status=0, ended_at=89.0),
+        RankState(1, "b", status=0, ended_at=80.0),
+    ]
+    fault = diagnose(100.0, seen, started, 10, 30)
+    assert fault and (fault.kind, fault.hosts) == ("hung", ("a",)) and "mpirun on a goes on 11.0 s" in fault.message
+    assert diagnose(100.0, seen, started, 12, 30) is None, "it may take a while to end"
+    assert diagnose(100.0, seen, [*started, RankState(2, "b")], 10, 30) is None, "a rank lives"

@@ -12,14 +12,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib.distributed import world as sync
 from lib.distributed.collectives import Collectives
 from lib.distributed.links import Links, PairLinks, links_of
 from lib.distributed.pipelined_world import pipelined
 from lib.distributed.world import World, neighbour_pairs
 from lib.model import pipeline_stage
 from lib.plan.pipeline_schedule import depths, operations
-from lib.system import mpi_and_blas
 from tests.test_pipeline import CUTS, DPO, SFT, assert_equals_whole, folder_of
 
 mpi = pytest.mark.mpi(min_size=2)
@@ -63,19 +61,8 @@ KINDS: dict[str, Callable[[World], Links]] = {"mpi": links_of, "jaccl": one_at_a
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
-
-
-@pytest.fixture(scope="module")
 def links(request: pytest.FixtureRequest, world: World) -> Links:
     return KINDS[request.param](world)
-
-
-@pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_text(str(tmp_path)))
 
 
 def message(sender: int, receiver: int, number: int) -> np.ndarray:

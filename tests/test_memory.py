@@ -22,7 +22,6 @@ from lib.system import hardware
 from tests import tiny
 from tests.test_choice import SHAPE, host, planned
 from tests.test_replan import KEY
-from tests.test_shard import folder, world  # noqa: F401
 
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)
 MODEL = MemoryModel(SHAPE, Training(), ROWS)
@@ -217,8 +216,8 @@ MACS = (("studio", "Apple M4 Max", 128 * 10**9), ("ultra", "Apple M3 Ultra", 512
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_the_two_macs_configuration_fits(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -183,13 +183,13 @@ def test_a_backend_follows_the_runs_setting(monkeypatch: pytest.MonkeyPatch, tmp
     (recipe,) = serve_command.recipes(config, None).values()
     assert recipe is not None
     monkeypatch.setattr(metal, "keep_wired", lambda setting, size: asked.append((setting, size)))
-    monkeypatch.setattr(backend_process, "_end_with_input", lambda: None)
+    monkeypatch.setattr(backend_process, "_end_with_input", lambda path: None)
     monkeypatch.setattr(backend_process.os, "_exit", lambda status: None)
-    monkeypatch.setattr("sys.stdin", io.StringIO("secret\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"secret": "secret", "socket": "/nowhere/backend"}\n'))
     monkeypatch.setattr("sys.argv", [])  # as it was, after the test
-    for place, name in ((server, "main"), (server.APIHandler, "parse_request")):
-        monkeypatch.setattr(place, name, lambda *_: None)
-    backend_process.main(["--port", "1", *recipe.words])
+    for name in ("main", "run"):
+        monkeypatch.setattr(server, name, lambda *_: None)
+    backend_process.main([*recipe.words])
     assert asked == [("never", 100)]
 
 

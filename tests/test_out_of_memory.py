@@ -33,8 +33,7 @@ from lib.system import hardware, network, out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import step
 from tests import tiny
-from tests.test_world import folder as shared_folder  # noqa: F401
-from tests.test_world import settings, train, world  # noqa: F401
+from tests.test_world import settings, train
 
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=100)
 RUN: dict[str, Any] = {"rows": 40, "train__steps": 5, "train__global_batch_size": 16, "checkpoint__every": 2}
@@ -354,28 +353,28 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
     ("strategy", "sizes"), [("synchronous", "[2,8]"), ("independent", "[2,8]"), ("sharded", "[16,16]")]
 )
 def test_ranks_agree_on_what_one_of_them_met(
-    world: World,  # noqa: F811
-    shared_folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     strategy: str,
     sizes: str,
 ) -> None:
     changes: dict[str, Any] = {**RUN, "train__steps": 4}
-    words = [*settings(world, shared_folder, **changes), f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}"]
+    words = [*settings(world, folder, **changes), f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}"]
     words += ["plan.shares=[4,12]"]  # sharded: the larger part of the model
     gc.collect()
-    free = train(world, shared_folder, words, "free")
+    free = train(world, folder, words, "free")
     world.gather_text("trained")
     peaks = [records(free, "step", rank)[-1]["peak_memory_bytes"] for rank in (0, 1)]
     # What earlier tests left in a process is in both figures; between them rank 1 exceeds it, with half it does not.
-    limited = [f"plan.memory_limit_gb={sum(peaks) / 2e9:.7f}", f"plan.calibration_dir={shared_folder}/remembers"]
+    limited = [f"plan.memory_limit_gb={sum(peaks) / 2e9:.7f}", f"plan.calibration_dir={folder}/remembers"]
     gc.collect()
-    run = train(world, shared_folder, [*words, *limited], "limited")
+    run = train(world, folder, [*words, *limited], "limited")
     world.gather_text("trained")
     np.testing.assert_allclose(weights(run), weights(free), atol=1e-5)
     plan = records(run, "plan", 1 if strategy == "independent" else 0)[-1]
     made = [max(rank["micro_batch_sizes"]) for rank in plan["ranks"]]
     assert made[1] < int(sizes[1:-1].split(",")[1]) and (made[0] == made[1] if strategy == "sharded" else made[0] == 2)
-    assert remembered(shared_folder / "remembers")[False] == made[1]
+    assert remembered(folder / "remembers")[False] == made[1]
     if strategy == "independent":
         state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())["rounds"]
         assert state["max_micro_batch_sizes"] == [None, made[1]]

@@ -13,32 +13,33 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import save_model
 
-import train as script
-from lib.config import load, schema
+from lib.config import schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
-from lib.distributed import world as sync
 from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
 from lib.distributed.pipelined_world import PipelinedWorld, pipelined
 from lib.distributed.world import World
-from lib.errors import Stopped, UserError
 from lib.evaluate import command
 from lib.model import load as load_module
 from lib.model import pipeline_stage, token_stream
-from lib.system import mpi_and_blas
 from lib.system.out_of_memory import Limit
 from lib.telemetry.run_records import read_records
 from lib.training import pipelined_step
 from lib.training.step import MicroBatch, make_step
 from tests import rounding, tiny
-from tests.test_shard import build, gathered, train
+from tests.test_shard import (
+    assert_answers_and_metrics_as_alone,
+    assert_ranks_leave_together,
+    build,
+    gathered,
+    train,
+)
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
@@ -65,17 +66,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 MODEL = {"num_hidden_layers": BLOCKS}
 DPO, SFT = schema.TrainSettings(), schema.TrainSettings(loss="sft")
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
-
-
-@pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_text(str(tmp_path)))
 
 
 def folder_of(world: World, folder: Path, family: str) -> Path:
@@ -324,42 +314,8 @@ def test_compressed_activations_say_what_was_left_out(world: World, folder: Path
 def test_answers_metrics_and_another_reference_in_stages(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
-    words += ["model.reference=configs/quickstart/model", "train.global_batch_size=8", "evaluate.batch_size=3"]
-    words += [f"run.dir={folder / 'runs'}", f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
-    if world.rank == 0:
-        rows = Path("configs/quickstart/valid.jsonl").read_text().splitlines()
-        few = [{**row, "answer": row["chosen"].strip()} for row in map(json.loads, rows[:20])]
-        tiny.write_jsonl(folder / "few.jsonl", few)
-    world.gather_text("written")
-
-    def run(world: World, *more: str) -> Path:
-        settings = load.load("configs/quickstart.yaml", [*words, *more])
-        script.train(settings, world, resume=False, dry_run=False)
-        return Path(settings.run.dir) / str(settings.run.name)
-
-    alone = folder / "runs/alone"
-    if world.rank == 0:
-        run(World(), "run.name=alone")
-    stages = run(world, "run.name=stages", "strategy=pipelined")
-    world.gather_text("finished")
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, stages)]
-    for key in ("exact_match_before", "exact_match_after", "loss", "reward_accuracy", "kl"):
-        assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=5e-4), key  # kl: of roundings
-    capsys.readouterr()
-    settings = load.load(stages / "config.yaml", [])
-    options = argparse.Namespace(run=str(stages), model=None, per_pair=str(folder / "pairs.jsonl"))
-    command.evaluate(settings, options, world)
-    if world.rank == 0:
-        told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-        assert told["loss"] == pytest.approx(summaries[1]["loss"], rel=1e-4)
-        assert told["exact_match"] == summaries[1]["exact_match_after"]
-        assert len((folder / "pairs.jsonl").read_text().splitlines()) == told["rows"]
-        # What the stages saved is an ordinary adapter.
-        model, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(stages))
-        mine, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(alone))
-        logits = [m(mx.array([[7, 8, 9, 10]])) for m in (model, mine)]
-        assert mx.allclose(*logits, rtol=1e-4, atol=1e-5)
+    words = ("strategy=pipelined", "evaluate.batch_size=3")
+    settings, stages = assert_answers_and_metrics_as_alone(world, folder, capsys, *words)
     settings = settings.model_copy(update={"train": settings.train.model_copy(update={"loss": "sigmoid"})})
     for kind in ("rewards", "greedy", "samples", "pairs"):
         assert_scored_as_on_one_rank(world, folder, settings, stages, kind)
@@ -413,16 +369,7 @@ def test_a_rank_reads_and_holds_its_own_blocks(world: World, folder: Path) -> No
 
 @mpi
 def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: World, folder: Path) -> None:
-    common = [*words_of(world, folder), "strategy=pipelined", "data.valid=null"]
-    if world.rank == 0:
-        (folder / "runs/full").mkdir(parents=True)
-        (folder / "runs/full/checkpoints").write_text("a file where a folder should be")
-    with pytest.raises(UserError, match="bytes are free there"):  # rank 0 alone writes
-        train(world, folder, [*common, "train.steps=1"], "full")
-    diverging = ["model.method=full", "train.learning_rate=1e38", "train.max_skipped_steps=2", "train.steps=9"]
-    with pytest.raises(Stopped, match="2 updates in a row were not finite"):
-        train(world, folder, [*common, *diverging], "diverging")
-    world.gather_text("all are here")
+    assert_ranks_leave_together(world, folder, [*words_of(world, folder), "strategy=pipelined"])
 
 
 def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[str]:

@@ -31,7 +31,6 @@ from lib.system import hardware
 from tests import tiny
 from tests.test_plan import LLAMA_8B
 from tests.test_replan import KEY, calibrated
-from tests.test_shard import folder, world  # noqa: F401
 
 LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
 LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
@@ -460,8 +459,8 @@ MACS = (("m4-max", "Apple M4 Max", 128 * GB, 12956.0), ("m3-ultra", "Apple M3 Ul
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_two_macs_plan_a_pipeline(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

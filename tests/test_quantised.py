@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from lib.config import schema
 from lib.data.collate import collate
-from lib.model import adapters, logps, quantised, quantised_products, token_stream
+from lib.model import adapters, logps, lora, quantised, token_stream
 from lib.model import load as load_module
 from lib.model.quantised_products import ALWAYS, NEVER, DequantiseFrom, Product, dequantise_from, faster_from, go_by
 from tests.rounding import roundoff
@@ -171,6 +172,30 @@ def test_log_probabilities_and_gradients_of_a_model_are_equal(
     assert [name for name, _ in tree_flatten(model.parameters())] == names
 
 
+def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[[DequantiseFrom], None]) -> None:
+    settings = schema.ModelSettings(path=str(stored_model(tmp_path, quantised=True)), method="dora")
+    model = load_module.load(settings, 0)
+    adapters.make_trainable(model, settings, 0)
+    layer = model.layers[0].mlp.down_proj
+    assert type(layer) is lora.QuantisedDoRA
+    layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
+    layer.linear.bias = mx.random.normal((64,))
+    x = mx.random.normal((TOKENS, 64))
+    for chosen in (ALWAYS, NEVER):
+        choose(chosen)
+        assert_near(both(layer, x), both(lambda x: DoRALinear.__call__(layer, x), x))
+
+        def loss(names: dict[str, mx.array], kind: type[DoRALinear]) -> mx.array:
+            layer.update(names)
+            return mx.sin(kind.__call__(layer, x)).sum()
+
+        given = layer.trainable_parameters()
+        ours, theirs = (dict(tree_flatten(mx.grad(loss)(given, kind))) for kind in (lora.QuantisedDoRA, DoRALinear))
+        layer.update(given)
+        assert ours.keys() == theirs.keys() == {"m", "lora_a", "lora_b"}
+        assert_near(*[[np.array(found[name]) for name in ours] for found in (ours, theirs)])
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_more_than_a_few_layers_weights_are_held(compiled: bool, choose: Callable[[DequantiseFrom], None]) -> None:
     choose(ALWAYS)
@@ -195,11 +220,18 @@ def test_no_more_than_a_few_layers_weights_are_held(compiled: bool, choose: Call
     assert many - few < 12 * 4 * width**2, (few, many)
 
 
-def test_when_to_dequantise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_products, "_measured", {})
+@pytest.fixture
+def nothing_measured() -> Iterator[None]:
+    go_by({})
+    yield
+    go_by({})
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_when_to_dequantise() -> None:
     product = Product(256, 1024, 0, 4, 64, "affine", "float32")
-    assert dequantise_from(product, "cpu") == (DequantiseFrom(32, 32), False)
-    assert dequantise_from(replace(product, experts=8), "cpu")[0] == DequantiseFrom(256, 256)
+    assert dequantise_from(product, "cpu") == (DequantiseFrom(16, 16), False)
+    assert dequantise_from(replace(product, experts=8), "cpu")[0] == DequantiseFrom(128, 128)
     wide, small = replace(product, outputs=100_000), replace(product, outputs=512)
     go_by({wide: DequantiseFrom(4, None), small: DequantiseFrom(16, 8), replace(small, bits=8): NEVER})
     assert dequantise_from(product, "cpu") == (DequantiseFrom(16, 8), True)
@@ -208,6 +240,29 @@ def test_when_to_dequantise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dequantise_from(replace(product, dtype="bfloat16"), "metal") == (DequantiseFrom(512, 512), False)
     assert DequantiseFrom(16, None).reached_by(15) == (False, False) and ALWAYS.reached_by(1) == (True, True)
     assert DequantiseFrom(16, None).reached_by(16) == (True, False)
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_a_run_says_what_it_does() -> None:
+    model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.Linear(INPUTS, INPUTS))
+    assert quantised.described(model) is None and quantised.choices(model) == []
+    nn.quantize(model)
+    quantised.use_own_layers(model)
+    said = quantised.described(model)
+    assert said and "from 16 tokens on, by default" in said
+    small, wide = quantised.products_of(model)
+    go_by({small: DequantiseFrom(4, None), wide: DequantiseFrom(32, 64)})
+    assert quantised.described(model) == (
+        "quantised weights are dequantised from 4 (or up to 64, by layer and pass) tokens on, as measured here"
+    )
+    records = quantised.choices(model)
+    assert [record["dequantise_from"] for record in records] == [
+        {"forward": 4, "backward": None},
+        {"forward": 32, "backward": 64},
+    ]
+    assert records[0]["inputs"] == INPUTS and records[0]["measured"] is True
+    go_by({small: NEVER, wide: NEVER})
+    assert "as they are packed" in (quantised.described(model) or "")
 
 
 def test_measured_times_decide() -> None:

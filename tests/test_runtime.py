@@ -121,7 +121,21 @@ def test_a_missing_openblas_is_one_warning(tmp_path):
 def test_the_users_thread_count_stays():
     show = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
     assert python(show).stdout == "1\n"
-    assert python(show, OPENBLAS_NUM_THREADS="2").stdout == "2\n"
+    cores = mpi_and_blas.own_cores()
+    assert python(show, OPENBLAS_NUM_THREADS=str(cores)).stdout == f"{cores}\n"
+
+
+def test_ranks_have_no_more_threads_together_than_cores():
+    assert [mpi_and_blas.blas_threads(asked, 8, ranks) for asked, ranks in ((1, 1), (8, 1), (16, 1))] == [1, 8, 8]
+    assert [mpi_and_blas.blas_threads(8, 8, ranks) for ranks in (2, 3, 8, 9)] == [4, 2, 1, 1]
+    show = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); import os; print(os.environ['OPENBLAS_NUM_THREADS'])"
+    cores = mpi_and_blas.own_cores()
+    ranks = {"OMPI_COMM_WORLD_SIZE": str(cores), "OMPI_COMM_WORLD_LOCAL_SIZE": str(cores), "OMPI_COMM_WORLD_RANK": "0"}
+    many = python(show, **ranks, OPENBLAS_NUM_THREADS=str(cores + 1))
+    assert many.stdout == "1\n" and many.stderr.count("\n") == 1
+    assert f"OPENBLAS_NUM_THREADS={cores + 1}, but" in many.stderr and "each takes 1" in many.stderr
+    assert python(show, **ranks | {"OMPI_COMM_WORLD_RANK": "1"}, OPENBLAS_NUM_THREADS="99").stderr == ""
+    assert python(show, **ranks, OPENBLAS_NUM_THREADS="0").stdout == "1\n"
 
 
 def test_importing_runtime_is_quick_work():

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-import ssl
+import stat
 import subprocess
 import sys
 import time
@@ -23,7 +23,7 @@ import pytest
 
 from lib.serve import api_keys, command
 from tests.cluster import Host
-from tests.served import NEVER_ENDS, QUESTION, Served, command_of, finished_run, load, outcomes, served
+from tests.served import NEVER_ENDS, QUESTION, Served, certificate, command_of, finished_run, load, outcomes, served
 
 LIMITS = ["serve.concurrency=4", "serve.max_queue=8", "serve.read_seconds=3", "serve.max_body_bytes=20000"]
 LIMITS += ["serve.max_prompt_tokens=1000", "serve.max_tokens=5000", "serve.drain_seconds=0.5"]
@@ -345,8 +345,9 @@ def test_who_leaves_frees_the_backend(gateway: Served, key: str, client: openai.
         stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in gateway.backend_pids()]
         return sum(int(fields[11]) + int(fields[12]) for fields in stats)
 
-    for stream in (True, False):
+    for stream, logprobs in ((True, False), (False, False), (False, True)):
         body = {"messages": QUESTION, "max_tokens": 5000, "logit_bias": NEVER_ENDS, "stream": stream}
+        body["logprobs"] = logprobs
         text = json.dumps(body).encode()
         with connect(gateway) as one:
             one.sendall(
@@ -367,13 +368,20 @@ def _is_idle(ticks: Any) -> bool:
     return bool(ticks() - before < 10)  # generating takes 50 in that time
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads a process's open files from /proc")
 def test_a_backend_answers_nobody_but_its_gateway(gateway: Served) -> None:
+    """Its socket is in a folder of its user alone, it has no port, and its command line leads nobody there."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
     for pid in gateway.backend_pids():
-        words = command_of(pid)
-        address = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
-        for path in ("/health", "/v1/models"):
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(address + path, timeout=60)
+        opened = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+        [path] = [Path(line.split()[7]) for line in lines if f"socket:[{line.split()[6]}]" in opened and "/" in line]
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700 and path.parent.stat().st_uid == os.getuid()
+        assert str(path.parent) not in " ".join(command_of(pid))
+        listening = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        assert not [fields for fields in listening if fields[3] == "0A" and f"socket:[{fields[9]}]" in opened]
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path))) as stranger:
+            for method, address in (("GET", "/health"), ("GET", "/v1/models"), ("DELETE", "/requests/x")):
+                assert stranger.request(method, f"http://backend{address}").status_code == 403
 
 
 def test_no_web_page_may_call(gateway: Served, key: str) -> None:
@@ -456,13 +464,9 @@ def test_a_drain_loses_no_request(run: Path) -> None:
 
 def test_nothing_survives_a_killed_gateway(run: Path, tmp_path: Path) -> None:
     """And on the way there: TLS, a model without a run, and an adapter that was fused into one."""
-    names = ["-keyout", f"{tmp_path}/key.pem", "-out", f"{tmp_path}/certificate.pem"]
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", *names]
-    subprocess.run([*make, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
-    words = [f"serve.tls_certificate={tmp_path}/certificate.pem", f"serve.tls_key={tmp_path}/key.pem"]
+    trusted, words = certificate(tmp_path)
     with served("--run", run, "serve.fuse=true", "serve.name=fused", *words) as one:
         one.until_up(1)
-        trusted = ssl.create_default_context(cafile=f"{tmp_path}/certificate.pem")
         port = one.address.rpartition(":")[2]
         http = httpx2.Client(verify=trusted)
         client = openai.OpenAI(base_url=f"https://localhost:{port}/v1", api_key="none", http_client=http)
@@ -484,9 +488,10 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
         done = outcomes(load(one.address, "--streams=8", "--requests=24", "--max-tokens=20", on=here))
         assert [entry["error"] for entry in done] == [None] * 24
         assert {record["backend"] for record in one.of("request")} == {here.name, there.name}
-        [words] = [words.split() for words in there.processes().values() if "lib.serve.backend_process" in words]
-        ask = f"import socket; socket.create_connection(('{there.name}', {words[words.index('--port') + 1]}), 2)"
-        assert "ConnectionRefused" in here.run([sys.executable, "-c", ask]).stderr
+        assert [words for words in there.processes().values() if "lib.serve.backend_process" in words]
+        lines = there.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout.splitlines()
+        listening = {fields[1].rpartition(":")[2] for line in lines if (fields := line.split())[3] == "0A"}
+        assert listening <= {f"{22:04X}"}, "something but sshd listens"
         [pid] = [pid for pid, words in here.processes().items() if " -m lib.server" in words]
         here.signal(pid, signal.SIGKILL)
         one.process.wait(120)

@@ -21,17 +21,16 @@ import train as script
 from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
-from lib.distributed import world as sync
 from lib.distributed.sharded_world import ShardedWorld, sharded
 from lib.distributed.world import World
-from lib.errors import UserError
+from lib.errors import Stopped, UserError
 from lib.evaluate import command
 from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
-from lib.system import mpi_and_blas
 from tests import rounding, tiny
+from tests.test_plan import LLAMA_8B
 from tests.tiny import difference, model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
@@ -63,17 +62,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WEIGHTS = {2: [(1, 1), (1, 3)], 3: [(1, 1, 2), (5, 2, 3)]}
 UNEVEN = {2: (1, 3), 3: (5, 2, 3)}
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
-
-
-@pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_text(str(tmp_path)))
 
 
 def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, schema.ModelSettings]:
@@ -251,18 +239,7 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world: World, 
 
 
 def test_heads_and_columns_are_dealt_by_weight() -> None:
-    stored = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    shape = partition.model_shape_of(stored)
+    shape = partition.model_shape_of(LLAMA_8B)
     assert partition.divide(shape, [1, 1]) == partition.Division((4, 4), (7168, 7168), weights=(1.0, 1.0))
     assert partition.divide(shape, [2, 6]).kv_heads == (2, 6)
     three = partition.divide(shape, [1, 1, 1])
@@ -275,7 +252,7 @@ def test_heads_and_columns_are_dealt_by_weight() -> None:
         own = np.array([partition.rank_bytes(shape, dealt, rank)[0] for rank in range(len(weights))])
         np.testing.assert_allclose(own / own.sum(), np.array(weights) / sum(weights), rtol=0.01)
         assert own.sum() + partition.rank_bytes(shape, dealt, 0)[1] == pytest.approx(2 * 8.03e9, rel=0.001)
-    quantised = partition.model_shape_of({**stored, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
+    quantised = partition.model_shape_of({**LLAMA_8B, "quantization": {"group_size": 64, "bits": 4}, "head_dim": 8})
     assert all(heads % 2 == 0 for heads in partition.divide(quantised, [3, 5]).kv_heads)  # 32 inputs a head
 
 
@@ -379,29 +356,39 @@ def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) 
 def test_answers_metrics_and_another_reference_in_parts(
     world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
-    words += ["model.reference=configs/quickstart/model", "train.global_batch_size=8"]
-    words += [f"run.dir={folder / 'runs'}", f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
+    parts = ("strategy=sharded", "model.shard_vocabulary=true", f"plan.shares={list(UNEVEN[world.size])}")
+    assert_answers_and_metrics_as_alone(world, folder, capsys, *parts)
+    world.gather_text("checked")
+
+
+def assert_answers_and_metrics_as_alone(
+    world: World, folder: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[schema.Config, Path]:
+    """A run of the quickstart's model in parts against one rank's: its figures, its adapter, what evaluating it says.
+
+    words: how ranks divide the model.
+
+    Returns:
+        The settings and the folder of the run in parts.
+    """
+    common = ["evaluate.answers_limit=4", "evaluate.max_tokens=44", "evaluate.every=null", "train.steps=2"]
+    common += ["model.reference=configs/quickstart/model", "train.global_batch_size=8", f"run.dir={folder / 'runs'}"]
+    common += [f"data.train={folder / 'few.jsonl'}", f"data.valid={folder / 'few.jsonl'}"]
     if world.rank == 0:
         rows = Path("configs/quickstart/valid.jsonl").read_text().splitlines()
-        (folder / "few.jsonl").write_text("\n".join(rows[:20]) + "\n")
+        few = [{**row, "answer": row["chosen"].strip()} for row in map(json.loads, rows[:20])]
+        tiny.write_jsonl(folder / "few.jsonl", few)
     world.gather_text("written")
 
     def run(world: World, *more: str) -> Path:
-        settings = load.load("configs/quickstart.yaml", [*words, *more])
+        settings = load.load("configs/quickstart.yaml", [*common, *more])
         script.train(settings, world, resume=False, dry_run=False)
         return Path(settings.run.dir) / str(settings.run.name)
 
     alone = folder / "runs/alone"
     if world.rank == 0:
         run(World(), "run.name=alone")
-    parts = run(
-        world,
-        "run.name=parts",
-        "strategy=sharded",
-        "model.shard_vocabulary=true",
-        f"plan.shares={list(UNEVEN[world.size])}",
-    )
+    parts = run(world, "run.name=parts", *words)
     world.gather_text("finished")
     summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, parts)]
     for key in ("exact_match_before", "exact_match_after", "loss", "reward_accuracy", "kl"):
@@ -420,7 +407,7 @@ def test_answers_metrics_and_another_reference_in_parts(
         mine, _ = mlx_lm.load("configs/quickstart/model", adapter_path=str(alone))
         logits = [m(mx.array([[7, 8, 9, 10]])) for m in (model, mine)]
         assert mx.allclose(*logits, rtol=1e-4, atol=1e-5)
-    world.gather_text("checked")
+    return settings, parts
 
 
 @mpi
@@ -479,13 +466,18 @@ def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None
 
 @mpi
 def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: World, folder: Path) -> None:
-    common = [*words_of(world, folder), "strategy=sharded", "data.valid=null"]
+    assert_ranks_leave_together(world, folder, [*words_of(world, folder), "strategy=sharded"])
+
+
+def assert_ranks_leave_together(world: World, folder: Path, words: list[str]) -> None:
+    """Where rank 0 cannot write, and where no update is finite."""
+    common = [*words, "data.valid=null"]
     if world.rank == 0:
         (folder / "runs/full").mkdir(parents=True)
         (folder / "runs/full/checkpoints").write_text("a file where a folder should be")
     with pytest.raises(UserError, match="bytes are free there"):  # rank 0 alone writes
         train(world, folder, [*common, "train.steps=1"], "full")
     diverging = ["model.method=full", "train.learning_rate=1e38", "train.max_skipped_steps=2", "train.steps=9"]
-    with pytest.raises(script.Stopped, match="2 updates in a row were not finite"):
+    with pytest.raises(Stopped, match="2 updates in a row were not finite"):
         train(world, folder, [*common, *diverging], "diverging")
     world.gather_text("all are here")

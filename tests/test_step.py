@@ -16,6 +16,7 @@ from lib import errors
 from lib.config import load, schema
 from lib.data.collate import collate
 from lib.data.dataset import Example
+from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.model import adapter_files, adapters, token_stream
 from lib.model import load as load_module
@@ -309,3 +310,8 @@ def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
 def test_an_unknown_optimizer_option_names_the_known_ones() -> None:
     with pytest.raises(errors.UserError, match="adamw has no momentum; it has betas"):
         make_optimizer(schema.TrainSettings(optimizer_options={"momentum": 0.9}))
+
+
+def test_squared_norms_are_added_in_the_same_order_on_a_gpu() -> None:
+    values = [mx.array(value, mx.float32) for value in np.random.default_rng(0).lognormal(0, 9, 40)]
+    assert world_module._added_in_few_kernels(values).item() == world_module._added(values).item()

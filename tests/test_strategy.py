@@ -24,7 +24,7 @@ from lib.telemetry.run_records import PerformanceTracker, read_records
 from lib.training import local_sgd
 from tests import tiny
 from tests.test_apart import merges_of
-from tests.test_world import folder, settings, train, world  # noqa: F401
+from tests.test_world import settings, train
 from tests.tiny import difference, rows_of_epochs
 
 
@@ -140,8 +140,8 @@ two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is se
     ids=["epochs", "short", "few rows", "streaming", "full", "checkpoints"],
 )
 def test_auto_is_independent_on_ranks_of_one_host(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     rows: int,
     words: list[str],
     steps: int,
@@ -169,8 +169,8 @@ def test_auto_is_independent_on_ranks_of_one_host(
 
 @mpi
 def test_ranks_that_measured_unlike_ends_agree_on_the_next_round(
-    world: World,  # noqa: F811
-    folder: Path,  # noqa: F811
+    world: World,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One saw nothing of a merge, the others a second: by the mean of all, rounds are as long as they may be."""
@@ -191,7 +191,7 @@ def test_ranks_that_measured_unlike_ends_agree_on_the_next_round(
 
 
 @two
-def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:  # noqa: F811
+def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(world: World, folder: Path) -> None:
     words = [*settings(world, folder), "train.epochs=4", "model.dropout=0.2", "plan.replan=false"]
     runs = [train(world, folder, words, name) for name in ("a", "b")]
     world.gather_text("finished")
@@ -200,7 +200,7 @@ def test_without_timings_the_same_independent_run_twice_gives_the_same_bits(worl
 
 
 @mpi
-def test_a_run_that_auto_made_independent_moves_to_one_rank_and_back(world: World, folder: Path) -> None:  # noqa: F811
+def test_a_run_that_auto_made_independent_moves_to_one_rank_and_back(world: World, folder: Path) -> None:
     words = [*settings(world, folder, rows=24), "train.schedule=constant", "checkpoint.every=2"]
     run = train(world, folder, [*words, "train.steps=6"], "run")
     world.gather_text("moved")

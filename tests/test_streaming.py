@@ -27,10 +27,8 @@ from lib.data.micro_batches import MicroBatches
 from lib.data.row_order import epoch_order
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.data.token_cache import TokenCache
-from lib.distributed import world as sync
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.system import mpi_and_blas
 from tests import rounding, tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import difference, rows_of_epochs, steps_of
@@ -416,11 +414,6 @@ def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path: Path) -
     result = tiny.train(tmp_path, [*words, "train.steps=30", "run.name=run"])
     pairs = [record["loss"] is not None for record in steps_of(tmp_path / "runs" / "run")]
     assert 0 < sum(pairs) < 24 and "not finite" not in result.stdout
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
 
 
 @pytest.mark.mpi(min_size=2)

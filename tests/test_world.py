@@ -13,11 +13,9 @@ import pytest
 import train as script
 from lib.config import load, schema
 from lib.distributed import collectives
-from lib.distributed import world as sync
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
 from lib.model import load as models
-from lib.system import mpi_and_blas
 from lib.telemetry import run_records
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training import baseline
@@ -26,17 +24,6 @@ from tests.tiny import difference, rows_of_epochs, steps_of, weights
 
 pytestmark = pytest.mark.mpi(min_size=2)
 two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
-
-
-@pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    return Path(world.broadcast_text(str(tmp_path)))
 
 
 def train(world: World, folder: Path, words: list[str], name: str, resume: bool = False) -> Path:

@@ -93,6 +93,44 @@ def settings(folder: Path, rows: int = 21, **changes: Any) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
+def rounds(folder: Path, **changes: Any) -> list[str]:
+    """key=value words of a run of rounds that takes seconds: short answers of the quickstart's model.
+
+    The judge prefers answers that carry, and held-out prompts ask for those that do not. So what is learnt makes the
+    held-out score worse.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sums = [(rng.randint(100, 999), rng.randint(100, 999)) for rng in [random.Random(0)] for _ in range(20)]
+    records = [{"prompt": f"Add {a} and {b}.", "answer": r"\+1="} for a, b in sums]
+    write_jsonl(folder / "prompts.jsonl", records[:14])
+    write_jsonl(folder / "held-out.jsonl", [record | {"answer": r"\A(?!.*\+1=)"} for record in records[14:]])
+    values = {
+        "model.path": ROOT / "configs/quickstart/model",
+        "data.train": folder / "prompts.jsonl",
+        "data.valid": folder / "held-out.jsonl",
+        "data.max_length": 64,
+        "train.global_batch_size": 4,
+        "train.learning_rate": "1e-2",
+        "rollouts.rounds": 3,
+        "rollouts.prompts": 6,
+        "rollouts.samples": 4,
+        "rollouts.steps": 2,
+        "rollouts.max_tokens": 24,
+        "rollouts.batch_size": 8,
+        "rollouts.temperature": 1.5,
+        "rollouts.tolerance": 0,
+        "evaluate.judge": "regex",
+        "evaluate.max_tokens": 24,
+        "checkpoint.every": 1,
+        "run.dir": folder / "runs",
+        "run.pages": "false",
+        "plan.replan": "false",
+        "plan.calibration_dir": folder / "calibration",
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
 def config_file(folder: Path) -> Path:
     """A configuration with the two required settings, for key=value words to overrule."""
     path = folder / "test.yaml"

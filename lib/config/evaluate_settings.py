@@ -6,7 +6,7 @@ import re
 
 from pydantic import field_validator
 
-from lib.config.section import Natural, Positive, PositiveFloat, Section, Size
+from lib.config.section import Natural, Positive, PositiveFloat, Seconds, Section, Size
 
 
 class EvaluateSettings(Section):
@@ -32,15 +32,21 @@ class EvaluateSettings(Section):
     """Temperature that they are drawn at."""
     judge: str | None = None
     """Who scores completions for --make-pairs and --against. By default an answer is right or wrong by
-    evaluate.answer_pattern; `exact` compares the whole text with the record's `answer`, `number` the last number in it.
+    evaluate.answer_pattern; `exact` compares the whole text with the record's `answer`, `number` the last number in it;
+    `regex` and `json_schema` take the answer as what the text has to match, or as JSON to fit. reward:PATH is a local
+    reward model: a sequence classifier's score, or how much likelier a language model finds Yes than No when asked
+    whether the answer is good.
     MODULE:FUNCTION is called with (prompt, completions, record) and returns a list of scores. An http(s) address is an
-    OpenAI-compatible server (http://HOST:8080/v1), whose model compares two answers. Anything else is a command that
-    reads {"prompt", "completions", "record"} a line and writes a list of scores a line."""
+    OpenAI-compatible server (http://HOST:8080/v1), whose model compares two answers, or grades each. Anything else is a
+    command that reads {"prompt", "completions", "record"} a line and writes a list of scores a line."""
+    judge_seconds: Seconds = 10.0
+    """Most seconds for one prompt's completions of `regex`, `json_schema` and, in rounds, of MODULE:FUNCTION."""
     judge_model: str | None = None
     """Model of that server; its key is OPENAI_API_KEY of the environment."""
     judge_prompt: str | None = None
     """File with the instructions for that model, in which {prompt}, {first} and {second} are filled in; it has to
-    answer with [[A]], [[B]] or [[C]] (equal)."""
+    answer with [[A]], [[B]] or [[C]] (equal). In rounds and for --make-pairs, {prompt} and {answer}; it has to answer
+    with a number, as [[7]]. For reward:PATH, {prompt} and {answer}; it is asked for Yes or No."""
 
     @field_validator("answer_pattern")
     @classmethod

@@ -18,6 +18,7 @@ from lib.errors import UserError
 GUARDED: dict[str, str] = {
     "model.trust_remote_code": "runs code that comes with the model",
     "evaluate.judge": "may run a command or code, or send texts away",
+    "rollouts.judge": "may run a command or code, or send texts away",
     "serve.host": "opens the server to other machines",
     "serve.keys": "says who may use the server",
     "serve.hostfile": "starts commands on other hosts",
@@ -27,7 +28,8 @@ GUARDED: dict[str, str] = {
     "serve.tls_key": "says who can read its traffic",
     "serve.feedback": "writes a file",
 }
-HARMLESS: dict[str, tuple[str, ...]] = {"evaluate.judge": ("exact", "number")}
+CHECKS = ("exact", "number", "regex", "json_schema")
+HARMLESS: dict[str, tuple[str, ...]] = {"evaluate.judge": CHECKS, "rollouts.judge": CHECKS}
 
 
 def require_own(config: Config, path: Path, overrides: Sequence[str], uses: Sequence[str]) -> None:

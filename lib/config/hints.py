@@ -41,6 +41,10 @@ _RENAMED: dict[str, tuple[str, str]] = {
     "train.loraplus_lr_ratio={}": ("lora_plus_lr_ratio loraplus_ratio loraplus lora_plus", "LoRA+"),
     "train.neftune_noise_alpha={}": ("neftune neftune_alpha noise_alpha", "NEFTune"),
     "train.beta={}": ("dpo_beta pref_beta kl_coef", ""),
+    "train.advantages={}": ("scale_rewards advantage_estimator adv_estimator", "of grpo: standardized, centered, ..."),
+    "train.epsilon={}": ("clip_range cliprange clip_eps clip_epsilon epsilon_low", "of grpo"),
+    "train.epsilon_high={}": ("clip_range_high clip_eps_high clip_ratio_high", "of grpo"),
+    "rollouts.samples={}": ("num_generations group_size rollout_n num_return_sequences", "answers to each prompt"),
     "train.label_smoothing={}": ("label_smoothing_factor cdpo_label_smoothing", ""),
     "train.rpo_alpha={}": ("rpo sft_weight pref_ftx", ""),
     "train.simpo_gamma={}": ("gamma simpo_margin", ""),
@@ -117,6 +121,9 @@ _RENAMED: dict[str, tuple[str, str]] = {
         "load_best_model_at_end load_best metric_for_best_model",
         "by held-out loss; the default",
     ),
+    "rollouts.samples={}": ("num_generations num_return_sequences", "answers to each prompt"),
+    "rollouts.top_p={}": ("top_p", ""),
+    "rollouts.judge={}": ("reward_funcs reward_model", "number, regex, MODULE:FUNCTION, reward:PATH, ..."),
     "evaluate.every={}": ("eval_steps steps_per_eval eval_interval eval_every val_interval evals_per_epoch", ""),
     "evaluate.max_tokens={}": ("max_new_tokens max_completion_length", ""),
     "--resume RUN": ("resume_from_checkpoint resume_from load_checkpoint auto_resume", "the run's folder"),
@@ -151,6 +158,13 @@ _VALUES: dict[str, dict[str, str]] = {
         "wpo": "WPO is sigmoid with train.use_weighting=true",
         "mpo": "MPO is train.loss=[sigmoid,bco_pair,sft] train.loss_weights=[0.8,0.2,1.0]",
         "bco": "in a sum, bco_pair",
+        "dr_grpo": "Dr. GRPO is grpo with train.loss_type=dr_grpo and train.advantages=centered",
+        "dapo": "DAPO is grpo with train.loss_type=dapo and train.epsilon_high=0.28",
+        "rloo": "RLOO is grpo with train.advantages=leave_one_out",
+    },
+    "train.loss_type": {
+        name: f"the loss itself is train.loss={name}"
+        for name in ("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "bco_pair", "sft", "kto", "simpo")
     },
     "model.dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
     "model.method": {

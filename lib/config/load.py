@@ -48,6 +48,7 @@ RESUMABLE: tuple[str, ...] = (
     "run.dir",
     "run.name",
 )
+JUDGES = ("evaluate.judge", "rollouts.judge")  # which a run of rounds asks
 MOST_FAULTS = 3  # that one line names
 LARGEST_FILE = 2**20  # bytes of a configuration
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has it in its name, and no encoding writes it
@@ -124,7 +125,7 @@ def resume(path: Path, overrides: list[str]) -> Config:
         UserError: an override would change what the run has been learning.
     """
     before, after = load(path), load(path, overrides)
-    guarded.require_own(before, path, overrides, ("model.",))
+    guarded.require_own(before, path, overrides, ("model.", *JUDGES) if before.rollouts.rounds else ("model.",))
     for key in known_settings():
         if _at(before, key) != _at(after, key) and not key.startswith(RESUMABLE):
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import stat
 from pathlib import Path
@@ -23,6 +24,26 @@ def require_regular(path: Path, what: str) -> None:
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         raise UserError(f"{what} {path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; copy it into one")
+
+
+def require_own(folder: Path) -> None:
+    """Makes sure that a run may read its folder and append to its files there: the folder may be somebody else's.
+
+    Raises:
+        UserError: there is a pipe or a device; or the lock or a log is a link, perhaps to a file of yours, or has a
+            second name.
+    """
+    for path in folder.iterdir():
+        require_regular(path, "the run's")
+    for path in (folder / ".lock", folder / "logs", *folder.glob("logs/**/*")):
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            is_file = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+            if not is_file and not stat.S_ISDIR(facts.st_mode):
+                raise UserError(
+                    f"{path} is a link, has a second name or is no file, and a run writes there; "
+                    "put a copy in its place"
+                )
 
 
 def read_text(path: Path, what: str, limit_bytes: int) -> str:

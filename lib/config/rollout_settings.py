@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section, Size
-
-if TYPE_CHECKING:
-    from lib.config.schema import Config
+from lib.config.train_settings import TrainSettings
 
 
 class RolloutSettings(Section):
@@ -65,32 +64,42 @@ INSTEAD = {
 }
 
 
-def rounds_are_impossible(config: Config) -> str | None:
-    """Why these settings allow no rounds, which bring their own data, steps and evaluations; None where they do."""
-    train = config.train
-    if not config.rollouts.rounds:
-        return None
-    if train.record_kind != "preference":
+def why_no_rounds(
+    rollouts: RolloutSettings, train: TrainSettings, strategy: str, merge: str | None, given: Mapping[str, bool]
+) -> str | None:
+    """Why these settings allow no rounds, which bring their own data, steps and evaluations; None where they do.
+
+    merge: independent.merge. given: settings beside those of `train` that are not for rounds, and whether they are set.
+    """
+    if train.record_kind not in ("preference", "group"):
         return (
-            f"rollouts.rounds makes pairs of the model's answers, which train.loss={train.loss_name} does not take; "
-            "take a preference loss, e.g. sigmoid"
+            f"rollouts.rounds makes pairs or groups of the model's answers, which train.loss={train.loss_name} does "
+            "not take; take a preference loss, e.g. sigmoid, or grpo"
         )
-    given = {
+    of_train = {
         "train.steps": train.steps is not None,
         "train.epochs": train.epochs != 1,
         "train.patience": train.patience is not None,
         "train.reference_sync_steps": train.reference_sync_steps is not None,
-        "evaluate.every": config.evaluate.every is not None,
-        "data.streaming": bool(config.data.streaming),
     }
-    for name in (name for name, is_given in given.items() if is_given):
+    for name in (name for name, is_given in (of_train | dict(given)).items() if is_given):
         why = INSTEAD.get(name, "a run has rollouts.rounds times rollouts.steps of them")
         return f"{name} is not for rounds: {why}; leave it out"
-    if config.independent.merge in ("none", "stack"):
+    if train.record_kind == "group" and train.temperature != rollouts.temperature:
         return (
-            f"independent.merge={config.independent.merge} is not for rounds, in which all ranks sample from one "
-            "adapter of one rank; take average or svd"
+            f"train.temperature={train.temperature:g} has to be rollouts.temperature={rollouts.temperature:g}, at "
+            f"which the answers are drawn; set train.temperature={rollouts.temperature:g}"
         )
-    if config.strategy in ("sharded", "pipelined"):
-        return f"strategy={config.strategy} is not for rounds, in which every rank samples by itself; take synchronous"
+    if train.max_completion_length not in (None, rollouts.max_tokens):
+        return (
+            f"train.max_completion_length={train.max_completion_length} has to be rollouts.max_tokens="
+            f"{rollouts.max_tokens}, the most that an answer has"
+        )
+    if merge in ("none", "stack"):
+        return (
+            f"independent.merge={merge} is not for rounds, in which all ranks sample from one adapter of one rank; "
+            "take average or svd"
+        )
+    if strategy in ("sharded", "pipelined"):
+        return f"strategy={strategy} is not for rounds, in which every rank samples by itself; take synchronous"
     return None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lib.config.evaluate_settings import EvaluateSettings
-from lib.config.rollout_settings import RolloutSettings, rounds_are_impossible
+from lib.config.rollout_settings import RolloutSettings, why_no_rounds
 from lib.config.section import Gigabytes, Natural, NonNegative, Positive, PositiveFloat, Seconds, Section, Size
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
@@ -376,7 +376,9 @@ class Config(Section):
             )
         if self.reference_sync_steps is not None:
             self._reference_can_move()
-        if why_not := rounds_are_impossible(self):
+        given = {"evaluate.every": self.evaluate.every is not None, "data.streaming": bool(self.data.streaming)}
+        merge, has_rounds = self.independent.merge, bool(self.rollouts.rounds)
+        if has_rounds and (why_not := why_no_rounds(self.rollouts, self.train, self.strategy, merge, given)):
             raise ValueError(why_not)
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
@@ -406,7 +408,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _groups_are_read_whole(self) -> Config:
         """Of train.loss=grpo: completions of a policy that has moved on are no measure of it."""
-        if self.record_kind != "group":
+        if self.record_kind != "group" or self.rollouts.rounds:
             return self
         for name, is_given in (("valid", self.data.valid), ("holdout", self.data.holdout)):
             if is_given:

@@ -65,9 +65,9 @@ class TrainSettings(Section):
     """Penalty of dpop when the chosen completion becomes less likely than under the reference."""
     cpo_alpha: NonNegative = 1.0
     """Weight of the likelihood term of cpo."""
-    loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] = "grpo"
-    """What grpo divides the loss of all tokens by: each completion's length, then their number (grpo); the number times
-    train.max_completion_length (dr_grpo); the number of tokens of the step (bnpo, dapo)."""
+    loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] | None = None
+    """What grpo divides the loss of all tokens by: each completion's length, then their number (grpo, the default); the
+    number times train.max_completion_length (dr_grpo); the number of tokens of the step (bnpo, dapo)."""
     advantages: Literal["standardized", "centered", "leave_one_out"] = "standardized"
     """What grpo makes of a completion's reward: less the mean of its group, divided by their deviation
     (standardized) or not (centered, Dr. GRPO); less the mean of the others (leave_one_out, RLOO)."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lib.dashboard import charts, components
+from lib.dashboard import charts, components, rounds
 from lib.dashboard.figures import Figures, figures
 from lib.dashboard.history import RunHistory
 from lib.dashboard.layout import GRAPHS, OPTIONAL, page_layout
@@ -107,6 +107,7 @@ def _callbacks(dash: ModuleType, app: Any, watcher: Watcher) -> None:
             "figures": out("figures", "children"),
             "machines": out("machines", "children"),
             "comparison": out("comparison", "children"),
+            "rounds": out("rounds", "children"),
             "events": out("events", "children"),
             "warnings": out("warnings", "children"),
             "warned": out("warnings", "className"),
@@ -139,7 +140,7 @@ def _update(dash: ModuleType, watcher: Watcher, chosen: list[str], seen: Any) ->
             "figures": components.headline(html, now[0]) if runs else [html.P(_nothing(watcher), className="note")],
             "machines": components.machines(html, runs[0], now[0]) if runs else "",
             "seen": versions,
-            **dict.fromkeys(("comparison", "events", "warnings", "warned"), same),
+            **dict.fromkeys(("comparison", "rounds", "events", "warnings", "warned"), same),
             "graphs": dict.fromkeys((*GRAPHS, *OPTIONAL), same),
             "values": dict.fromkeys((*GRAPHS, *OPTIONAL), same),
             "panels": dict.fromkeys(OPTIONAL, same),
@@ -161,6 +162,7 @@ def _drawn(html: ModuleType, runs: list[RunHistory], now: Figures) -> dict[str, 
     values = components.chart_values(now)
     return {
         "events": components.events(html, run),
+        "rounds": rounds.section(html, run),
         "graphs": graphs | {name: figure or charts.EMPTY for name, figure in optional.items()},
         "panels": {name: "panel" if figure else "hidden" for name, figure in optional.items()},
         "warnings": components.warnings(html, now),

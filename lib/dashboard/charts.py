@@ -249,6 +249,9 @@ def describe(event: Record) -> str:
         return f"{at}held out: {', '.join(shown)}"
     if kind == "checkpoint":
         return f"{at}checkpoint"
+    if kind == "round":
+        verdict = f"undone: {'; '.join(event.get('why') or [])}" if event.get("undone") else "kept"
+        return f"{at}round {event.get('round')} {verdict}"
     if kind == "warning":
         return f"{at}{event.get('text')}"
     if kind == "end":

@@ -259,6 +259,8 @@ class RunHistory:
         logs = self.folder / "logs"
         with contextlib.suppress(OSError):  # the folder is removed at this moment
             for path in (*logs.glob("rank-*.jsonl"), *logs.glob("*/rank-*.jsonl")):
+                if not path.is_file():  # a pipe waits for a writer
+                    continue
                 if path not in self.logs and path.parent.name != "discarded":
                     self.logs[path] = Log(path)
         new = [log.read() for log in self.logs.values()]

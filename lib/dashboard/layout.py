@@ -44,6 +44,7 @@ def page_layout(dash: ModuleType, chosen: Sequence[str]) -> Any:
                     html.Section(id="comparison"),
                     html.Div([_panel(dash, name, title) for name, title, _ in charts.LEARNING], className="grid three"),
                     html.Section(id="machines", className="panel"),
+                    html.Section(id="rounds"),
                     html.Div(
                         [
                             _panel(dash, "seconds", "Where a step's time goes"),

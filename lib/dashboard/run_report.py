@@ -94,15 +94,20 @@ def write(folder: Path) -> list[Path]:
     now = figures(run, time.time())
     summary = _summary(folder / "summary.json")
     report, curves, log = folder / REPORT, folder / CURVES, folder / "logs" / "rank-000.jsonl"
-    files.write_atomically(report, report_html(run, now, summary))
-    if log.exists():  # not where the run's other logs were copied alone
+    files.write_atomically(report, _encoded(report_html(run, now, summary)))
+    if log.is_file():  # not where the run's other logs were copied alone
         pictures.plot_curves(log, curves)
     written = [report, *([curves] if curves.exists() else [])]
     if (folder / ADAPTER_WEIGHTS).exists():
         card = folder / CARD
-        files.write_atomically(card, model_card(run, now, summary))
+        files.write_atomically(card, _encoded(model_card(run, now, summary)))
         written.append(card)
     return written
+
+
+def _encoded(text: str) -> bytes:
+    """A page's bytes; half a surrogate pair of somebody's records becomes a question mark."""
+    return text.encode("utf-8", "replace")
 
 
 def report_html(run: RunHistory, now: Figures, summary: Summary) -> str:

@@ -16,7 +16,7 @@ from lib.config.schema import DataSettings
 from lib.data.record_formats import JSON, Chat, Message, Unusable
 from lib.data.text_tokens import Tokenizer
 from lib.errors import UserError
-from lib.system.time_limit import limited
+from lib.system.limits import limited_memory, limited_time
 
 # Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
 SENTINEL = "qZ7sentinelZ7q"
@@ -41,6 +41,7 @@ RESERVED = frozenset(
 )
 LARGEST_TEMPLATE = 2**20  # bytes
 RENDER_SECONDS = 30.0  # for some conversations, each of which takes a millisecond
+RENDER_BYTES = 2**30  # for one question
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -125,6 +126,24 @@ class ChatTemplate:
         for text in self._texts if self.is_used else ():
             if own is not None or "strftime_now" in text:
                 _pin_date(text, settings.template_date)
+        if self.is_used:
+            self._try_it()
+
+    def _try_it(self) -> None:
+        """Renders one question, before there is anything to lose.
+
+        Raises:
+            UserError: that takes too much memory, or too long.
+        """
+        question: Message = {"role": "user", "content": "a"}
+        with limited_time(RENDER_SECONDS, "the chat template, on one question,"), limited_memory(RENDER_BYTES):
+            try:
+                options = {**self.arguments_without_answer, **self._options, "add_generation_prompt": True}
+                self.tokenizer.apply_chat_template([question], **options)
+            except MemoryError:
+                raise UserError(f"the chat template takes more than {RENDER_BYTES:,} bytes for one question") from None
+            except Exception:  # it may refuse this one
+                return
 
     @property
     def has_marks(self) -> bool:
@@ -193,7 +212,7 @@ class ChatTemplate:
         return result
 
     def _apply(self, conversations: list[list[Message]], options: JSON) -> list[str | Unusable]:
-        with limited(RENDER_SECONDS, f"the chat template, on {len(conversations):,} conversations,"):
+        with limited_time(RENDER_SECONDS, f"the chat template, on {len(conversations):,} conversations,"):
             try:
                 texts = self.tokenizer.apply_chat_template(conversations, **options)
                 if isinstance(texts, list) and len(texts) == len(conversations):

@@ -91,7 +91,7 @@ def load_groups(settings: DataSettings, vocab_size: int | None) -> GroupedDatase
     has_logps = {group.logps is not None for group in groups}
     if len(has_logps) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
-    return _in_memory(name, groups, skipped)
+    return groups_in_memory(name, groups, skipped)
 
 
 def _read(file: Path, settings: DataSettings, vocab_size: int | None, skipped: list[str]) -> list[Group]:
@@ -152,7 +152,8 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:
+def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:
+    """A data set of these groups."""
     samples = max(len(group.completions) for group in groups)
     pieces: Pieces = []
     logps: list[list[float]] = []

@@ -37,7 +37,7 @@ SPLIT_WORDS = {
 # Where the hub keeps what it has made of data sets that come in other forms: CONFIG/SPLIT/0000.parquet.
 CONVERTED = "refs/convert/parquet"
 PIECE_BYTES = 2**20  # of a file that is one list
-BETWEEN = ", \t\r\n"  # two of its records
+BETWEEN = re.compile(r"[\s,]*")  # two of its records
 
 
 class Repository:
@@ -270,8 +270,7 @@ def _records_of_list(stream: IO[bytes]) -> Iterator[tuple[int, JSON | Unusable]]
     read, decode = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")().decode
     text, at, row, ends = "", 0, 1, False
     while True:
-        while text[at : at + 1] and text[at] in BETWEEN:
-            at += 1
+        at = cast(re.Match[str], BETWEEN.match(text, at)).end()
         if text[at : at + 1] == "]":
             return
         try:

@@ -74,6 +74,10 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         UserError: there is nothing to read; unusable records are counted and named, and no error here.
     """
     say = Voice()
+    if settings.record_kind == "group":
+        raise UserError(
+            "groups of train.loss=grpo are looked at by train.py --dry-run; here are records of other losses"
+        )
     data, kind = settings.data.model_copy(update={"skip_invalid": True}), settings.record_kind
 
     def tell(text: str) -> None:

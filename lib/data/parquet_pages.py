@@ -88,9 +88,10 @@ class HonestPages(io.RawIOBase):
             self._file.seek(before)
             end += chunk.next - at
         unpacked, packed = header.get(UNPACKED), header.get(PACKED)
-        own = header.get(OF_KIND.get(header.get(TYPE, -1), -1), {})
-        values = own.get(VALUES, 0)
-        if not isinstance(unpacked, int) or not isinstance(packed, int) or packed < 0:
+        kind, values = header.get(TYPE), 0
+        if isinstance(kind, int) and isinstance(own := header.get(OF_KIND.get(kind, -1)), dict):
+            values = own.get(VALUES)
+        if not isinstance(unpacked, int) or not isinstance(packed, int) or not isinstance(values, int) or packed < 0:
             raise FalsePage(f"{chunk.name} has a page without a size")
         if not 0 <= unpacked <= chunk.unpacked_bytes:
             raise FalsePage(f"a page of {chunk.name} says {unpacked:,} bytes, all of it {chunk.unpacked_bytes:,}")

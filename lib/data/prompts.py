@@ -103,12 +103,15 @@ class Prompts(Sized):
 def open_prompts(
     source: str | dict[str, float],
     settings: DataSettings,
-    encoder: Encoder,
+    encoder: Encoder | None,
     rollouts: RolloutSettings,
+    completions: int,
     held_out: bool | None,
     tell: Callable[[str], None],
 ) -> Prompts:
-    """The prompts of some sources, tokenised. held_out: which side of data.holdout; None for all.
+    """The prompts of some sources, tokenised.
+
+    completions: of a row that is trained. held_out: which side of data.holdout; None for all.
 
     Raises:
         UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
@@ -141,7 +144,7 @@ def open_prompts(
     columns = "; ".join(dict.fromkeys(form for index in records.indices for form in index.formats))
     tokens = np.concatenate([np.array(prompt, np.int32) for prompt in ids])
     bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    return Prompts(name, columns, records, np.array(kept), tokens, bounds, rollouts.max_tokens, 2, skipped)
+    return Prompts(name, columns, records, np.array(kept), tokens, bounds, rollouts.max_tokens, completions, skipped)
 
 
 def _misfit(tokens: int, room: int, settings: DataSettings) -> Unusable | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
@@ -87,8 +88,7 @@ class CheckedSums:
         records, self.records = self.records, []
         every = [json.loads(text) for text in self.peers.gather(json.dumps([host_name(), records]).encode())]
         for index, record in enumerate(records):
-            rank = wrong_at([noted[index] for _, noted in every])
-            if rank is not None:
+            if (rank := wrong_at([noted[index] if index < len(noted) else None for _, noted in every])) is not None:
                 raise Stopped(
                     f"rank {rank} on {every[rank][0]} got another result of {record['what']} than the ranks sent: "
                     "somebody, or a faulty machine, changes what goes over the network; connect the hosts by ssh or "
@@ -127,12 +127,13 @@ class CheckedSums:
         """r·x, |x| and |r|, over the blocks that are looked at."""
         flat = np.array(array if array.dtype == mx.float32 else array.astype(mx.float32), copy=False).reshape(-1)
         product = square = length = 0.0
-        for block, word in zip(*factors, strict=True):
-            values = flat[block * BLOCK : (block + 1) * BLOCK].astype(np.float64)
-            factor = float(word) / 2.0**63 - 1.0
-            product += factor * float(values @ self._reals[: len(values)])
-            square += float(values @ values)
-            length += factor * factor * float(self._squares[len(values)])
+        with np.errstate(all="ignore"):  # a step may have numbers that are not finite
+            for block, word in zip(*factors, strict=True):
+                values = flat[block * BLOCK : (block + 1) * BLOCK].astype(np.float64)
+                factor = float(word) / 2.0**63 - 1.0
+                product += factor * float(values @ self._reals[: len(values)])
+                square += float(values @ values)
+                length += factor * factor * float(self._squares[len(values)])
         return product, math.sqrt(square), math.sqrt(length)
 
     def _word(self, values: np.ndarray, factors: tuple[np.ndarray, np.ndarray]) -> int:
@@ -144,18 +145,20 @@ class CheckedSums:
         return total % 2**64
 
 
-def wrong_at(records: list[Record]) -> int | None:
+def wrong_at(every: Sequence[Record | None]) -> int | None:
     """The first rank that got something else than was given, by every rank's record of one exchange; None: none did.
 
-    Where a number was not finite, nothing can be compared, and training leaves that update out by itself.
+    Where a number that was given is not finite nothing can be compared, and training leaves that update out by itself.
     """
+    records = [record for record in every if record is not None]
+    if len(records) < len(every) or len({record["what"] for record in records}) > 1:
+        return next(rank for rank, record in enumerate(every) if record is None or record["what"] != records[0]["what"])
     gave = [record["gave"] for record in records]
-    if len({record["what"] for record in records}) > 1:
-        return next(rank for rank, record in enumerate(records) if record["what"] != records[0]["what"])
     if "bound" in records[0]:
-        wanted, bound = math.fsum(gave) if all(map(math.isfinite, gave)) else math.nan, sum(r["bound"] for r in records)
-        off = [abs(record["got"][0] - wanted) for record in records]
-        return next((rank for rank, error in enumerate(off) if error > bound), None)
+        if not all(map(math.isfinite, gave)):
+            return None
+        wanted, bound = math.fsum(gave), sum(record["bound"] for record in records)
+        return next((rank for rank, record in enumerate(records) if not abs(record["got"][0] - wanted) <= bound), None)
     wanted_words = gave if len(records[0]["got"]) == len(records) else [sum(gave) % 2**64]
     return next((rank for rank, record in enumerate(records) if record["got"] != wanted_words), None)
 

@@ -216,14 +216,14 @@ def unpacked(flat: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
     ]
 
 
-def buckets(sizes: list[int]) -> list[list[int]]:
+def buckets(sizes: list[int], most_bytes: int | None = None) -> list[list[int]]:
     """Consecutive indices whose sizes together stay within a bucket's bytes (a larger one stands alone)."""
     buckets: list[list[int]] = []
     room = 0
     for i, size in enumerate(sizes):
         if size > room or not buckets:
             buckets.append([])
-            room = BUCKET_BYTES
+            room = most_bytes or BUCKET_BYTES
         buckets[-1].append(i)
         room -= size
     return buckets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from lib.distributed import heartbeat
 from lib.distributed.links import Links, links_of
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import Described, World
-from lib.model.partition import Holders
+from lib.model.partition import Holders, Part
 from lib.model.pipeline_stage import Stage
 from lib.system.out_of_memory import OutOfMemory
 
@@ -47,12 +47,15 @@ class PipelinedWorld(World):
         """The rank that knows what comes out of the model."""
         return self.size - 1
 
-    def all_sum(self, array: mx.array, what: str) -> mx.array:
+    def finish_messages(self, what: str) -> None:
         self.links.finish(what)
+
+    def all_sum(self, array: mx.array, what: str) -> mx.array:
+        self.finish_messages(what)
         return super().all_sum(array, what)
 
     def gather_arrays(self, arrays: list[mx.array], what: str) -> list[list[mx.array]]:
-        self.links.finish(what)
+        self.finish_messages(what)
         return super().gather_arrays(arrays, what)
 
     def from_last(self, array: mx.array, what: str) -> mx.array:
@@ -89,16 +92,15 @@ class PipelinedWorld(World):
                 )
         return tree_unflatten(list(flat.items()))
 
-    def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
-        for name, (shape, dtype) in described.items():
-            part = self.part(name)
-            if part is None:
-                yield name, own[name]
-                continue
-            # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
-            is_mine = part.ranks[0] == self.rank
-            words = mx.view(own[name].reshape(-1) if is_mine else mx.zeros(shape, dtype).reshape(-1), mx.int32)
-            yield name, mx.view(self.all_sum(words, "the parts of the model"), dtype).reshape(shape)
+    def _joined(self, own: mx.array | None, part: Part | Holders, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        assert isinstance(part, Holders)
+        # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
+        array = mx.zeros(shape, dtype)
+        if part.ranks[0] == self.rank:
+            assert own is not None
+            array = own
+        words = self.all_sum(mx.view(array.reshape(-1), mx.int32), "the parts of the model")
+        return mx.view(words, dtype).reshape(shape)
 
 
 def pipelined(

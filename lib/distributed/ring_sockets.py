@@ -17,72 +17,82 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 HOST = "127.0.0.1"
 ADDRESSES, RANK = "MLX_HOSTFILE", "MLX_RANK"  # what MLX reads
-# In a process of its own: MLX holds Python's lock while it waits for this. It is ended with its input.
+ATTEMPTS = 3  # a port that is free may be somebody's a moment later
+# In a process of its own: MLX holds Python's lock while it waits for this. It ends with its input.
 CONNECT = """
-import select, socket, sys, time
-made = []
-for port in map(int, sys.argv[1:]):
-    while not select.select([sys.stdin], [], [], 0.005)[0]:
+import select, socket, sys
+made, wanted = [], [int(word) for word in sys.argv[1:]]
+while not select.select([sys.stdin], [], [], 0.005 if wanted else None)[0]:
+    for port in list(wanted):
         try:
             made.append(socket.create_connection(("127.0.0.1", port), 1))
-            break
+            wanted.remove(port)
         except OSError:
             pass
-sys.stdin.read()
 """
 
 
-@contextlib.contextmanager
-def given_to_mlx(
-    rank: int, size: int, before: Sequence[socket.socket], after: Sequence[socket.socket]
-) -> Iterator[None]:
-    """Has MLX's ring, opened by `mx.distributed.init` inside the block, send and receive over these connections.
+def opened(
+    rank: int, size: int, before: Sequence[socket.socket], after: Sequence[socket.socket], init: Callable[[], Any]
+) -> Any:
+    """MLX's ring over these connections.
 
-    before, after: to the rank before and the rank after this one; as many.
+    Args:
+        before, after: to the rank before and the rank after this one; as many.
+        init: opens a ring from MLX_HOSTFILE and MLX_RANK.
 
     Raises:
-        RuntimeError: MLX has no sockets where this version of it had them.
+        RuntimeError: MLX could not open it, or has no sockets where this version of it had them.
     """
-    with contextlib.ExitStack() as stack:
-        # Bound by us, so that nobody else gets the port; MLX binds it as well, and alone listens there.
-        reserved = [stack.enter_context(_reserved()) for _ in before]
-        accepting = [stack.enter_context(socket.create_server((HOST, 0))) for _ in after]
-        left, right = ([one.getsockname()[1] for one in sockets] for sockets in (reserved, accepting))
-        nodes = [[f"{HOST}:{port}" for port in left] for _ in range(size)]
-        nodes[(rank + 1) % size] = [f"{HOST}:{port}" for port in right]
-        file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="tandem-ring-"))
-        file.write(json.dumps(nodes))
-        file.flush()
-        words = [sys.executable, "-I", "-S", "-c", CONNECT, *map(str, left)]
-        stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
-        with _environment({ADDRESSES: file.name, RANK: str(rank)}):
-            yield
-        mine = _connected()
-        for ports, end, connections in ((left, 0, before), (right, 1, after)):
-            for port, connection in zip(ports, connections, strict=True):
-                descriptors = [number for number, ends in mine.items() if ends[end] == (HOST, port)]
-                if len(descriptors) != 1:
-                    raise RuntimeError(
-                        f"MLX has {len(descriptors)} sockets at port {port}, not the one that its ring was given; "
-                        "install the versions of constraints.txt (make setup)"
-                    )
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setblocking(False)  # MLX asks again and again, and so it set its own
-                os.dup2(connection.fileno(), descriptors[0], inheritable=False)
-                connection.close()
+    for attempt in range(ATTEMPTS):
+        left = _free_ports(len(before))
+        with contextlib.ExitStack() as stack:
+            accepting = [stack.enter_context(socket.create_server((HOST, 0))) for _ in after]
+            right = [one.getsockname()[1] for one in accepting]
+            nodes = [[f"{HOST}:{port}" for port in left] for _ in range(size)]
+            nodes[(rank + 1) % size] = [f"{HOST}:{port}" for port in right]
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="tandem-ring-"))
+            file.write(json.dumps(nodes))
+            file.flush()
+            words = [sys.executable, "-I", "-S", "-c", CONNECT, *map(str, left)]
+            stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            try:
+                with _environment({ADDRESSES: file.name, RANK: str(rank)}):
+                    ring = init()
+            except RuntimeError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                continue
+            _replace([*zip(left, before, strict=True)], 0)
+            _replace([*zip(right, after, strict=True)], 1)
+            return ring
+    raise AssertionError
 
 
-def _reserved() -> socket.socket:
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind((HOST, 0))
-    return reserved
+def _replace(connections: Sequence[tuple[int, socket.socket]], end: int) -> None:
+    """Puts connections in the place of MLX's, which have these ports at an end: 0 is this process's, 1 the other."""
+    mine = _connected()
+    for port, connection in connections:
+        descriptors = [number for number, ends in mine.items() if ends[end] == (HOST, port)]
+        if len(descriptors) != 1:
+            raise RuntimeError(
+                f"MLX has {len(descriptors)} sockets at port {port}, not the one that its ring was given; install the "
+                "versions of constraints.txt (make setup)"
+            )
+        connection.setblocking(False)  # MLX asks again and again, and so it set its own
+        os.dup2(connection.fileno(), descriptors[0], inheritable=False)
+        connection.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        return [held.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(count)]
 
 
 @contextlib.contextmanager

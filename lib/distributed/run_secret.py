@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from lib.distributed.heartbeat import ADDRESS, agent_folder
+from lib.errors import UserError
 from lib.system import key_file
 
 FILE = "secret"  # in the agent's folder, which is this user's alone
@@ -21,7 +22,11 @@ def run_secret() -> bytes | None:
         UserError: that file is not there, holds no key, or others may read it.
     """
     if ADDRESS in os.environ:
-        return bytes.fromhex((Path(agent_folder()) / FILE).read_text())
-    if path := os.environ.get(key_file.VARIABLE):
-        return key_file.read(Path(path))
+        path = Path(agent_folder()) / FILE
+        try:
+            return bytes.fromhex(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"the secret of this start cannot be read ({error}); start again by ./launch") from None
+    if named := os.environ.get(key_file.VARIABLE):
+        return key_file.read(Path(named))
     return None

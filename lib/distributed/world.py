@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -30,6 +31,14 @@ Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtyp
 MESSAGE_BYTES = 1024
 
 
+def _added(values: list[mx.array]) -> mx.array:
+    return sum(values, mx.array(0.0))
+
+
+# An adapter has hundreds of squared norms, and a GPU would add them one kernel after the other, while all else waits.
+_added_in_few_kernels = mx.compile(_added)
+
+
 @dataclass(frozen=True)
 class World(Collectives):
     """This process among its peers."""
@@ -42,8 +51,10 @@ class World(Collectives):
         """Every rank's text, cut at 1,024 bytes, in rank order."""
         if self.size == 1:
             return [text]
-        rows = np.zeros((self.size, MESSAGE_BYTES), np.int32)  # one a rank
         encoded = text.encode()[:MESSAGE_BYTES]
+        if self.checks is not None:
+            return [theirs.decode(errors="replace") for theirs in self._peer_texts(encoded, what)]
+        rows = np.zeros((self.size, MESSAGE_BYTES), np.int32)  # one a rank
         rows[self.rank, : len(encoded)] = list(encoded)
         gathered = np.array(self.all_sum(mx.array(rows), what))
         return [bytes(row[row > 0].astype(np.uint8)).decode(errors="replace") for row in gathered]
@@ -52,6 +63,8 @@ class World(Collectives):
         """Every rank's text, whole, in rank order."""
         if self.size == 1:
             return [text]
+        if self.checks is not None:
+            return [theirs.decode() for theirs in self._peer_texts(text.encode(), what)]
         encoded = np.frombuffer(text.encode(), np.uint8)
         sizes = np.zeros(self.size, np.int32)
         sizes[self.rank] = len(encoded)
@@ -65,10 +78,22 @@ class World(Collectives):
         """Rank 0's text, whole, on every rank."""
         if self.size == 1:
             return text
+        if self.checks is not None:
+            return self._peer_texts(text.encode() if self.rank == 0 else b"", "rank 0's text")[0].decode()
         encoded = np.frombuffer(text.encode(), np.uint8)
         length = int(self.broadcast({"length": mx.array(len(encoded))})["length"].item())
         mine = encoded if self.rank == 0 else np.zeros(length, np.uint8)
         return bytes(np.array(self.broadcast({"text": mx.array(mine)})["text"])).decode()
+
+    def _peer_texts(self, text: bytes, what: str) -> list[bytes]:
+        """Every rank's text over channels of our own, where nobody between ranks can forge one."""
+        assert self.checks is not None
+        self.finish_messages(what)
+        with self.deadline(what):
+            return self.checks.peers.gather(text)
+
+    def finish_messages(self, what: str) -> None:
+        """Waits until what this rank sends to single ranks is on its way: they may need it to come here, too."""
 
     def require_equal(self, what: str, value: str) -> None:
         """Makes sure that all ranks hold the same, a digest for instance.
@@ -91,6 +116,7 @@ class World(Collectives):
             Stopped: something was; names it.
         """
         if self.checks is not None:
+            self.finish_messages("the check of what ranks exchanged")
             with self.deadline("the check of what ranks exchanged"):
                 self.checks.compare()
 
@@ -101,11 +127,12 @@ class World(Collectives):
             Stopped: names the first rank that holds something else, and its host.
         """
         if self.checks is not None:
+            self.finish_messages(f"every rank's {what}")
             with self.deadline(f"every rank's {what}"):
                 self.checks.require_equal(what, digest)
             return
-        held = [text.split() for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
-        for rank, (theirs, host) in enumerate(held):
+        held = [text.partition(" ") for text in self.gather_text(f"{digest} {host_name()}", f"every rank's {what}")]
+        for rank, (theirs, _, host) in enumerate(held):
             if theirs != held[0][0]:
                 raise Stopped(different(what, rank, host))
 
@@ -116,7 +143,8 @@ class World(Collectives):
 
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
         """The sum of what was made of every summed gradient, by name: a scalar, the same on every rank."""
-        return sum(values.values(), mx.array(0.0))
+        add = _added_in_few_kernels if mx.default_device() == mx.gpu else _added
+        return add(list(values.values()))
 
     def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
         """Passes through the model, in which ranks may have to wait for each other. Here they do not."""
@@ -193,17 +221,17 @@ class World(Collectives):
     def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
         for name, (shape, dtype) in described.items():
             part = self.part(name)
-            if part is None:
-                yield name, own[name]
-                continue
-            assert isinstance(part, Part)
-            array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
-            # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
-            words = mx.view(array, mx.int32)
-            around = [(0, 0)] * array.ndim
-            around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
-            total = self.all_sum(mx.pad(words, around), "the parts of an array")
-            yield name, mx.view(total, dtype)
+            yield name, own[name] if part is None else self._joined(own.get(name), part, shape, dtype)
+
+    def _joined(self, own: mx.array | None, part: Part | Holders, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """A whole array from the parts of all ranks. own: this rank's, if it has one."""
+        assert isinstance(part, Part)
+        array = mx.zeros(part.shape(shape, self.rank), dtype) if own is None else own  # other ranks may keep all of it
+        # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
+        words = mx.view(array, mx.int32)
+        around = [(0, 0)] * array.ndim
+        around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
+        return mx.view(self.all_sum(mx.pad(words, around), "the parts of an array"), dtype)
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
@@ -238,13 +266,15 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
         return World(timeout_seconds=timeout_seconds)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, None, stream, timeout_seconds, launch.backend or "")
-    with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"), contextlib.ExitStack() as stack:
+    init = functools.partial(mx.distributed.init, backend=launch.backend, strict=True)
+    with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):
         if launch.backend == "ring":
             secret = run_secret() or ring_start.NO_SECRET
             met = ring_start.meet(launch.rank, _ring_addresses(), secret)
-            stack.enter_context(ring_sockets.given_to_mlx(launch.rank, launch.size, met.before, met.after))
+            group = ring_sockets.opened(launch.rank, launch.size, met.before, met.after, init)
             world = replace(world, checks=CheckedSums(met.messages, secret))
-        group = mx.distributed.init(backend=launch.backend, strict=True)
+        else:
+            group = init()
     if group.size() != launch.size or group.rank() != launch.rank:
         raise RuntimeError(
             f"the launcher started rank {launch.rank} of {launch.size}, but MLX's {launch.backend} backend sees "

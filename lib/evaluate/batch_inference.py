@@ -36,7 +36,7 @@ from lib.data.tokenize import Encoder
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.choose_judge import scorer_of
 from lib.evaluate.judges import Question
 from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
 from lib.model import adapter_files
@@ -129,9 +129,15 @@ def opened_journal(out: Path, key: str, chunks: int) -> Journal:
         UserError: the output is there, or the journal is of another model, data or settings.
         OSError: it cannot be written.
     """
-    if out.exists():
-        raise UserError(f"{out} is there already; remove it, or give another name")
-    return Journal(out.with_name(f"{out.name}.partial"), key, chunks)
+    partial = out.with_name(f"{out.name}.partial")
+    if not out.exists():
+        return Journal(partial, key, chunks)
+    if partial.exists():  # of a process that was killed between the two: the output is whole, and is written once more
+        journal = Journal(partial, key, chunks)
+        if journal.done.all():
+            return journal
+        journal.close()
+    raise UserError(f"{out} is there already; remove it, or give another name")
 
 
 def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:
@@ -386,7 +392,7 @@ class PairMaker:
     """Preference pairs from drawn completions: the best against the worst, where one is better."""
 
     def __init__(self, writer: CompletionWriter):
-        self.writer, self.settings, self.judge = writer, writer.settings, judge_of(writer.settings)
+        self.writer, self.settings, self.judge = writer, writer.settings, scorer_of(writer.settings)
 
     def __call__(self, rows: range) -> Lines:
         """One line for each of some rows: a pair, or nothing where all completions are the same.

@@ -80,6 +80,7 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
     say = RunConsole(world)
     with world.agreeing("reading the data"):
+        _require_records_loss(settings)
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         dataset = load_dataset(
             settings.data.valid or settings.data.train,
@@ -129,6 +130,14 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     say.record({"rows": len(dataset), **values})
 
 
+def _require_records_loss(settings: Config) -> None:
+    if settings.record_kind == "group":
+        raise UserError(
+            "train.loss=grpo has no loss of held-out records; name one that has, e.g. train.loss=sigmoid for pairs or "
+            "train.loss=sft for completions, or let the model answer: --score greedy, --against, --tasks"
+        )
+
+
 def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None:
     """--score and --make-pairs: a line for every row of a file, by all ranks."""
     say = RunConsole(world)
@@ -137,6 +146,8 @@ def in_bulk(settings: Config, options: argparse.Namespace, world: World) -> None
     with world.agreeing("reading the data"):
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
+        if not writes:
+            _require_records_loss(settings)
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         if writes and tokenizer is None:
             raise UserError(f"model.path {settings.model.path} has no tokenizer, which writing answers needs")

@@ -119,7 +119,7 @@ class PythonJudge:
                 made = self.function(question.prompt, list(question.completions), dict(question.record))
             except Exception as error:  # whatever the user's function raises
                 raise UserError(f"{self.name}: {question.place}: {type(error).__name__}: {error}") from error
-            if (of_texts := _scores(made, len(question.completions))) is None:
+            if (of_texts := scores_in(made, len(question.completions))) is None:
                 wanted = f"a list of {len(question.completions)} scores"
                 raise UserError(f"{self.name}: {question.place}: returned {made!r}; it has to be {wanted}")
             scores.append(of_texts)
@@ -157,7 +157,8 @@ class CommandJudge:
             raise UserError(f"{name}: ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}")
         answers = done.stdout.splitlines()
         scores = [
-            _scores(_json(line), len(question.completions)) for line, question in zip(answers, questions, strict=False)
+            scores_in(_json(line), len(question.completions))
+            for line, question in zip(answers, questions, strict=False)
         ]
         if len(answers) != len(questions) or None in scores:
             raise UserError(
@@ -174,7 +175,7 @@ def _json(line: str) -> Any:
         return None
 
 
-def _scores(made: Any, count: int) -> list[float] | None:
+def scores_in(made: Any, count: int) -> list[float] | None:
     """So many finite numbers, or None where it is anything else."""
     try:
         scores = [float(score) for score in made]

@@ -80,11 +80,12 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
     judge = None
     with world.agreeing("the comparison"):
         if world.rank == 0:
-            if out.exists():
-                raise UserError(f"{out} is there already; remove it, or give another name")
+            if out.exists() and not _parts(out):
+                raise _there(out)
             judge = judge_of(settings)
             if not judge.looks_at_order:  # no answer to check by? said now, and not after the answers
                 judge([_question(records, 0, settings, ("", ""))])
+    parts = _parts(out) if judge is not None else []
     answers = [_answers(each, name, records, out, world) for name, each in (("answers", first), ("against", second))]
     if judge is None:
         return None
@@ -97,13 +98,26 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
         return [json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings)]
 
     unfinished = _kept(out, "verdicts", key)
+    if out.exists():  # a process was killed before the parts went: it is of them, or of another comparison
+        if not {*answers} <= {*parts}:
+            raise _there(out)
+        out.replace(unfinished)
     if not unfinished.exists():
         batch_inference.pull("verdicts", key, records, unfinished, settings, world.alone(), verdicts)
     unfinished.replace(out)
-    for path in out.parent.iterdir():
-        if KEPT.fullmatch(path.name.removeprefix(out.name)):
-            path.unlink()
+    for path in _parts(out):
+        path.unlink()
     return summarise([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], judge)
+
+
+def _parts(out: Path) -> list[Path]:
+    """What lies beside an output until all is done."""
+    beside = out.parent.iterdir() if out.parent.is_dir() else ()
+    return [path for path in beside if path.name.startswith(out.name) and KEPT.fullmatch(path.name[len(out.name) :])]
+
+
+def _there(out: Path) -> UserError:
+    return UserError(f"{out} is there already; remove it, or give another name")
 
 
 def _answers(model: WholeModel, name: str, records: Records, out: Path, world: World) -> Path:

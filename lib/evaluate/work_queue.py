@@ -115,8 +115,12 @@ class Journal:
             whole.flush()
             files.flush(whole.fileno())
         unfinished.replace(out)
-        self._file.close()
+        self.close()
         self.path.unlink()
+
+    def close(self) -> None:
+        """Lets the file go; it stays on the disk."""
+        self._file.close()
 
 
 # ---- The queue

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from lib.errors import UserError
+
 Array = np.ndarray
 
 # llama.cpp rotates neighbouring values of a head in these architectures, in the others a head's two halves.
@@ -30,15 +32,21 @@ class GgufModel:
 
     Args:
         path: of the file, which stays mapped while this lives.
+
+    Raises:
+        UserError: it is no whole GGUF file.
     """
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
 
-        reader = GGUFReader(path)
-        self.fields = reader.fields
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.architecture = str(self.field("general.architecture"))
+        try:
+            reader = GGUFReader(path)
+            self.fields = reader.fields
+            self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self.architecture = str(self.field("general.architecture"))
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            raise UserError(f"{path} is no GGUF file that can be read: {type(error).__name__}: {error}") from None
 
     def field(self, key: str, default: Any = None) -> Any:
         """A value of the file's metadata; `*.key` is one of the architecture."""

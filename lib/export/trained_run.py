@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from lib.config import load as config
 from lib.config.schema import Config
+from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenizer import load_tokenizer_of, stored_config, vocabulary
 from lib.errors import UserError
@@ -97,7 +100,7 @@ def open_run(
         raise UserError(f"{folder}: no run there (config.yaml is missing); give the folder of a run, runs/NAME")
     settings = config.of_run(folder / "config.yaml", overrides, ("model.",))
     weights, name = _weights(folder, checkpoint)
-    sequences, rows_from = _rows(settings, rows, tell) if rows else ([], "")
+    sequences, rows_from = _rows(settings, folder, rows, tell) if rows else ([], "")
     base = resolve(settings.model.path, settings.model.revision)
     return TrainedRun(folder, settings, base, weights, name, sequences, rows_from)
 
@@ -114,12 +117,23 @@ def _weights(folder: Path, checkpoint: str) -> tuple[Path, str]:
     return found, f"step {step_of(found)}"
 
 
-def _rows(settings: Config, count: int, tell: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
-    """Sequences of the held-out rows, evenly over them; of the training rows, where none are held out."""
+def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
+    """Sequences of the held-out rows, evenly over them; of the training rows, where none are held out.
+
+    Of a run of rounds, whose data are prompts: answers of the last round.
+    """
+    if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
+        with answers[-1].open(encoding="utf-8") as file:
+            drawn = [np.array(json.loads(line)["tokens"], np.int32) for line in islice(file, count)]
+        return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)
     words = vocabulary(settings.model)
-    held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
-    data: Any = held_out
+    held_out = None
+    data: Any = None
+    if settings.record_kind == "group":
+        data = load_groups(settings.data, words["vocab_size"])
+    else:
+        data = held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     if data is None:
         data = open_training(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))

@@ -18,6 +18,8 @@ from lib.launch.hostfile import Host
 from lib.launch.job import ROOT, Job
 from lib.launch.patience import Punctuality
 
+END_SECONDS = 3.0  # for an agent whose input has ended
+
 
 class Link:
     """The connection to one host's agent; it lasts over many starts."""
@@ -49,7 +51,8 @@ class Link:
         self.questions[number] = answer
         self.send("ask", question=question, number=number, **fields)
         try:
-            return await asyncio.wait_for(answer, 0.0 if self.closed else limit_seconds)
+            async with asyncio.timeout(0.0 if self.closed else limit_seconds):
+                return await answer
         except TimeoutError:
             raise ConnectionError(f"{self.name}: no answer") from None
         finally:
@@ -60,7 +63,8 @@ class Link:
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
-            await asyncio.wait_for(self.process.wait(), 3)
+            async with asyncio.timeout(END_SECONDS):
+                await self.process.wait()
         except TimeoutError:
             remote_process.kill(self.process)
             await self.process.wait()
@@ -138,8 +142,9 @@ async def connect(job: Job, host: Host) -> Link:
     assert process.stdout is not None
     hello = None
     try:
-        with contextlib.suppress(asyncio.TimeoutError):
-            hello = await asyncio.wait_for(remote_process.first_object(process.stdout, "host"), ssh.CONNECT_SECONDS + 2)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ssh.CONNECT_SECONDS + 2):
+                hello = await remote_process.first_object(process.stdout, "host")
     finally:
         error = await remote_process.last_error_line(process) if hello is None else ""
     if hello is None:

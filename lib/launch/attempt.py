@@ -200,7 +200,8 @@ class Attempt:
                 interrupted = await self._end(signal.SIGTERM, interrupts)
                 return Outcome(130 if interrupted else 0, None, world.run, interrupted, rejoined=True)
             try:
-                number = await asyncio.wait_for(interrupts.get(), TICK_SECONDS)
+                async with asyncio.timeout(TICK_SECONDS):
+                    number = await interrupts.get()
             except TimeoutError:
                 continue
             self.console.note("ending every rank (once more: at once)")

@@ -34,7 +34,7 @@ from lib.launch.options import ROLES
 from lib.launch.rank_console import Console
 from lib.launch.ssh import is_this_machine
 from lib.launch.supervisor import supervise
-from lib.system import terminal
+from lib.system import key_file, terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         secret = None
         if here is not None and len(job.hosts) > 1:
-            key = rendezvous.key_of(options.key, here == job.hosts[0], job.wedged_seconds, console.note)
-            meeting = rendezvous.Meeting(job.starting_port, job.wedged_seconds, key, options.key)
+            path = options.key or key_file.usual()
+            key = rendezvous.key_of(path, here == job.hosts[0], job.wedged_seconds, console.note)
+            meeting = rendezvous.Meeting(job.starting_port, job.wedged_seconds, key, path)
             secret = asyncio.run(rendezvous.gather(job.hosts, here, meeting, role_commands(words), console.note))
         return asyncio.run(supervise(job, console, options.max_restarts, options.restart_with, here, secret))
     except UserError as error:  # an address that does not resolve

@@ -13,8 +13,6 @@ Only the standard library is imported: an agent is there in a tenth of a second.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import json
 import os
 import platform
@@ -49,7 +47,7 @@ class Agent:
         self.ranks: Ranks | None = None
         self.standbys: dict[int, asyncio.subprocess.Process] = {}  # by index among this host's ranks
         self.preparing: asyncio.Future[None] | None = None
-        self.listener: asyncio.Server | None = None
+        self.listener: handshake.StreamListener | None = None
         self.launcher = Punctuality(PING_SECONDS, time.monotonic())
         self.load = Load()
         self.silent_seconds = 60.0
@@ -58,7 +56,7 @@ class Agent:
 
     async def start(self, request: Start) -> None:
         """Starts this host's processes; the `files` that they read are in a folder of their own."""
-        self._stop_listening()
+        await self._stop_listening()
         self._set_priority(request.nice)
         if self.ranks is not None:
             self.ranks.clear()
@@ -113,9 +111,10 @@ class Agent:
             await self.preparing
             return len(self.standbys)
         if question == "listen":  # at a port of the run's, which a firewall may refuse
-            self._stop_listening()
+            await self._stop_listening()
             port, token = int(fields["port"]), bytes.fromhex(fields["token"])
-            self.listener = await asyncio.start_server(functools.partial(_prove, token), port=port)
+            self.listener = handshake.StreamListener(token, PROBE, _nothing_more)
+            await self.listener.start(port)
             return port
         async with asyncio.timeout(fields["seconds"]):
             reader, writer = await asyncio.open_connection(fields["address"], fields["port"])
@@ -124,10 +123,10 @@ class Agent:
         writer.close()
         return "reached"
 
-    def _stop_listening(self) -> None:
+    async def _stop_listening(self) -> None:
         if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+            listener, self.listener = self.listener, None
+            await listener.close()
 
     async def watch(self) -> None:
         """Reports that this host lives, and which ranks are stopped or gone; returns when the launcher is silent."""
@@ -135,6 +134,7 @@ class Agent:
         while True:
             if self.ranks is not None:
                 self.ranks.check_memory_of_mpi_ranks()
+                self.ranks.hang_up_on_strangers()
                 states = {rank: process_state(pid) for rank, pid in self.ranks.pids.items()}
                 # The exits once more: a line can be lost to somebody who writes into the same stream.
                 self.ranks.report("alive", states=states, exits=self.ranks.exits, load=round(self.load.look(), 2))
@@ -181,11 +181,8 @@ class Agent:
                 write_message(self.writer, "warning", text=text)
 
 
-async def _prove(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Shows another host's agent that it reaches this one, and nobody else anything."""
-    with contextlib.suppress(OSError):
-        await handshake.over_streams(handshake.answering(token, PROBE), reader, writer)
-    writer.close()
+async def _nothing_more(channel: handshake.StreamChannel) -> None:
+    """Another host's agent reaches this one: that is all it wanted to know."""
 
 
 async def serve() -> None:

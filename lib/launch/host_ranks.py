@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.distributed.heartbeat import ADDRESS, SECONDS, agent_folder
-from lib.launch import agent_messages
+from lib.launch import agent_messages, mpirun_ports
 from lib.launch.agent_messages import Beat, RankProcess
 from lib.launch.memory_watch import MemoryWatch
 from lib.system import network, os_commands
@@ -47,6 +47,8 @@ class Ranks:
         self.tasks: set[asyncio.Future[None]] = set()
         self.ending = asyncio.Event()
         self.memory: dict[int, MemoryWatch] = {}  # of every rank of this host
+        self.mpi_connections: set[str] = set()  # of mpirun with its own processes
+        self.has_strangers = False
         self.input: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()  # rank 0's
 
     def report(self, kind: str, **fields: Any) -> None:
@@ -94,7 +96,8 @@ class Ranks:
         status = await _exit_of(process)
         # What it left in its pipes; a child of it that lives on holds them open, and is not waited for.
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(relays, 1.0)
+            async with asyncio.timeout(1.0):
+                await relays
         if rank is not None:
             self.check_memory(rank, process.pid, status)
         else:
@@ -137,6 +140,17 @@ class Ranks:
         for rank, pid in self.pids.items():
             if rank not in self.processes:
                 self.check_memory(rank, pid)
+
+    def hang_up_on_strangers(self) -> None:
+        """Keeps mpirun, and what it started on this host, from waiting for who connects to it and says nothing."""
+        servers = {mpirun_ports.parent_of(pid) for rank, pid in self.pids.items() if rank not in self.processes}
+        if (mpirun := self.processes.get(None)) is not None and mpirun.returncode is None:
+            servers.add(mpirun.pid)
+        count = sum(mpirun_ports.hang_up_on_strangers(pid, self.mpi_connections) for pid in servers - {0, 1})
+        if count and not self.has_strangers:
+            self.has_strangers = True
+            text = "somebody connects to mpirun's ports on this host; every such connection is shut down"
+            write_message(self.writer, "warning", text=text)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection: the heartbeat of a rank, or the input or output of one that mpirun started."""
@@ -184,7 +198,8 @@ class Ranks:
                 await asyncio.sleep(POLL_SECONDS)
             elif not is_over:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.ending.wait(), SECONDS)
+                    async with asyncio.timeout(SECONDS):
+                        await self.ending.wait()
 
     async def end(self, number: int, grace_seconds: float) -> None:
         """Signals every process, and kills what is left after the grace. mpirun ends its ranks by itself."""

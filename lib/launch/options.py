@@ -92,8 +92,8 @@ def _add_restarts_and_ranks(parser: argparse.ArgumentParser) -> None:
     copied = "first copy this (`.`: the project) to every host, by rsync"
     add("--sync", action="append", default=[], metavar="PATH", help=copied)
     add("--role", choices=ROLES, help="without ssh: start this machine's ranks only, the same command on each")
-    key = "with --role: the file of the key by which machines know each other, the same on all (default: %(default)s)"
-    add("--key", type=Path, metavar="FILE", default=key_file.usual(), help=key)
+    key = f"with --role: the key by which machines know each other, the same on all (default: {key_file.usual()})"
+    add("--key", type=Path, metavar="FILE", help=key)
     add("--nice", type=int, metavar="N", help="priority of the ranks; below 0 needs root or sudo")
     connections = "connections between neighbours (default: %(default)s)"
     add("--connections-per-ip", type=int, default=1, metavar="N", help=connections)
@@ -126,6 +126,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(
             "--max-restarts needs ssh, to start all machines again; with --role start them again by hand, --resume"
         )
+    if options.key and not options.role:
+        raise UserError("--key is for --role: with ssh, every start has a secret of its own")
     for name in ("silent_seconds", "wedged_seconds"):
         if not 1 <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name):g} is not at least 1")

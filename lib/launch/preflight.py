@@ -127,7 +127,8 @@ async def ask_facts(job: Job, host: Host, request: Mapping[str, object]) -> tupl
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         limit_seconds = ssh.CONNECT_SECONDS + LIMIT_SECONDS + 3
-        answer = await asyncio.wait_for(remote_process.first_object(process.stdout, "clock"), limit_seconds)
+        async with asyncio.timeout(limit_seconds):
+            answer = await remote_process.first_object(process.stdout, "clock")
     except (TimeoutError, ConnectionError):
         pass
     finally:
@@ -159,7 +160,8 @@ async def _ask_link(process: Process, question: Mapping[str, object]) -> LinkRep
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(question).encode() + b"\n")
     try:
-        line = await asyncio.wait_for(process.stdout.readline(), LIMIT_SECONDS)
+        async with asyncio.timeout(LIMIT_SECONDS):
+            line = await process.stdout.readline()
     except TimeoutError:
         remote_process.kill(process)  # its answer, once it comes, would be taken for the next one
         return {"error": f"no answer within {LIMIT_SECONDS:g} s"}
@@ -205,7 +207,8 @@ async def _sum_over_ranks(job: Job, context: Context) -> list[Finding]:
     remedy = context.again("--backend", "ring" if job.backend == "mpi" else "mpi")
     note = f"whether it is {job.backend} that fails"
     try:
-        outcome = await asyncio.wait_for(attempt.Attempt(check, console).go(asyncio.Queue()), 2 * LIMIT_SECONDS)
+        async with asyncio.timeout(2 * LIMIT_SECONDS):
+            outcome = await attempt.Attempt(check, console).go(asyncio.Queue())
     except TimeoutError:
         message = f"no sum over {job.backend} within {2 * LIMIT_SECONDS:g} s"
         return [Finding(name, "backend", "failed", message, remedy, note) for name in names]

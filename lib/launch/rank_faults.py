@@ -44,6 +44,7 @@ class RankState:
     rank: int
     host: str
     status: int | None = None  # once it ended; negative: by that signal
+    ended_at: float | None = None  # of one that mpirun started: when it was first seen to be gone
     stopped_since: float | None = None
     waiting: str | None = None  # what it waits for, in the words of who waits (lib/distributed/collectives.py)
     waiting_since: float = 0.0
@@ -125,7 +126,20 @@ def diagnose(
                 "and lives: it hangs"
             )
             return Fault("hung", message, (rank.host,))
-    return _endless_wait(now, hosts, working, wedged_seconds)
+    return _mpirun_alone(now, ranks, silent_seconds) or _endless_wait(now, hosts, working, wedged_seconds)
+
+
+def _mpirun_alone(now: float, ranks: Sequence[RankState], limit_seconds: float) -> Fault | None:
+    """An mpirun that outlives all of its ranks; None where none does."""
+    ends = [rank.ended_at for rank in ranks if rank.rank >= 0]
+    alone = [rank for rank in ranks if rank.rank < 0 and rank.status is None]
+    if not alone or not ends or None in ends or (seconds := now - max(end for end in ends if end)) <= limit_seconds:
+        return None
+    message = (
+        f"mpirun on {alone[0].host} goes on {seconds:.1f} s after the last of its ranks: somebody may hold a "
+        "connection to its ports (docs/security.md); what the ranks wrote is whole"
+    )
+    return Fault("hung", message, (alone[0].host,))
 
 
 def _endless_wait(

@@ -60,8 +60,10 @@ async def last_error_line(process: asyncio.subprocess.Process) -> str:
     kill(process)
     lines: list[str] = []
     with contextlib.suppress(asyncio.TimeoutError):  # somebody whom it started, in a session of his own, has its pipes
-        read = await asyncio.wait_for(process.stderr.read(), topology.END_SECONDS)
+        async with asyncio.timeout(topology.END_SECONDS):
+            read = await process.stderr.read()
         lines = read.decode(errors="replace").strip().splitlines()
-        await asyncio.wait_for(process.wait(), topology.END_SECONDS)
+        async with asyncio.timeout(topology.END_SECONDS):
+            await process.wait()
     close_pipes(process)
     return lines[-1] if lines else "no answer"

@@ -12,7 +12,6 @@ import contextlib
 import json
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,38 +91,27 @@ async def _primary(hosts: Sequence[Host], meeting: Meeting, command: str, note: 
     names = [host.name for host in hosts]
     port, deadline, number = meeting.port, time.monotonic() + meeting.limit_seconds, secrets.token_hex(16)
     connected: dict[str, StreamChannel] = {}
-    strangers: deque[asyncio.StreamWriter] = deque()
     changed = asyncio.Event()
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(channel: StreamChannel) -> None:
         """Keeps a secondary's connection: it counts as there while that is open."""
-        strangers.append(writer)
-        if len(strangers) > handshake.STRANGERS:
-            strangers.popleft().close()
-        try:
-            channel = await handshake.over_streams(handshake.answering(meeting.key, PURPOSE), reader, writer)
-            message = await _receive(channel)
-        except OSError:
-            return  # it is no secondary's connection
-        finally:
-            with contextlib.suppress(ValueError):
-                strangers.remove(writer)
+        message = await _receive(channel)
         name = message.get("here")
         if message.get("hosts") != names or name not in names[1:]:
             await _send(channel, error=f"the primary was started with the hosts {', '.join(names)}; give the same")
-            writer.close()
             return
         connected[name] = channel
         changed.set()
-        with contextlib.suppress(OSError):
-            await reader.read()  # until it closes
-        if connected.get(name) is channel:
-            del connected[name]
-        writer.close()
-        changed.set()
+        try:
+            await channel.reader.read()  # until it closes
+        finally:
+            if connected.get(name) is channel:
+                del connected[name]
+            changed.set()
 
+    listener = handshake.StreamListener(meeting.key, PURPOSE, accept)
     try:
-        server = await asyncio.start_server(accept, None, port, reuse_address=True)
+        await listener.start(port)
     except OSError as error:
         raise UserError(
             f"port {port} cannot be listened at ({error.strerror}): an earlier launch may live on; "
@@ -144,9 +132,7 @@ async def _primary(hosts: Sequence[Host], meeting: Meeting, command: str, note: 
             await asyncio.sleep(0.01)
         return number
     finally:
-        server.close()
-        for writer in (*(channel.writer for channel in connected.values()), *strangers):
-            writer.close()
+        await listener.close()
 
 
 async def _secondary(hosts: Sequence[Host], here: Host, meeting: Meeting, command: str, note: Note) -> str:

@@ -105,8 +105,8 @@ async def supervise(
                 restarts += 1
                 fruitless = 0 if attempt.world.checkpoint is not None else fruitless + 1
                 with contextlib.suppress(TimeoutError):
-                    interrupt = await asyncio.wait_for(interrupts.get(), pause_seconds(fruitless))
-                    return 128 + interrupt
+                    async with asyncio.timeout(pause_seconds(fruitless)):
+                        return 128 + await interrupts.get()
             # Those that were there first: the checkpoints of the others may be older.
             in_order = (*hosts, *(host for host in everyone if host not in hosts))
             if job.backend in ("ring", "jaccl-ring"):
@@ -145,7 +145,8 @@ async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
             links[host.name].drop()
         try:
             limit = work_limit(ANSWER_SECONDS, Load().look())  # of this machine: of the other one nothing is known
-            links[host.name] = await asyncio.wait_for(connect(job, host), limit)
+            async with asyncio.timeout(limit):
+                links[host.name] = await connect(job, host)
         except (TimeoutError, ConnectionError):
             links.pop(host.name, None)
     return host.name in links

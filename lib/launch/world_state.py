@@ -159,6 +159,7 @@ class WorldState:
                 seen.stopped_since = None
                 if state == "gone" and self.is_mpi:
                     seen.status = 0  # how it ended is mpirun's to report
+                    seen.ended_at = seen.ended_at or time.monotonic()
             elif seen.stopped_since is None:
                 seen.stopped_since = time.monotonic()
 

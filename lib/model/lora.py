@@ -8,9 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
-from lib.model.quantised import QuantisedLinear, matrix_for_gradient
+from lib.model.quantised import QuantisedLinear, dequantised, matrix_for_gradient, multiply
 
 
 class LowRankLinear(LoRALinear):
@@ -23,6 +24,22 @@ class LowRankLinear(LoRALinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.siblings.output_of(self, x)
+
+
+class QuantisedDoRA(DoRALinear):
+    """DoRA on a quantised layer, with mlx-lm's parameters; it keeps no dequantised weights for the backward pass.
+
+    y = m (W + scale (A B)^T) x / |W + scale (A B)^T| (DoRA, arXiv:2402.09353, equation 5), where the norm, of each row,
+    is a constant in the gradient (section 4.3).
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        low = (self.dropout(x) @ self.lora_a) @ self.lora_b
+        y = multiply(self.linear, x) + (self.scale * low).astype(x.dtype)
+        adapted = dequantised(self.linear, x) + (self.scale * self.lora_b.T) @ self.lora_a.T
+        norms = mx.stop_gradient(mx.linalg.norm(adapted, axis=1))
+        y = (self.m / norms).astype(x.dtype) * y
+        return y + self.linear.bias if "bias" in self.linear else y
 
 
 class Siblings:
@@ -96,8 +113,13 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def use_low_rank_linear(model: nn.Module) -> None:
-    """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A."""
+    """Replaces mlx-lm's LoRALinear by LowRankLinear, except where there is dropout between x and A.
+
+    Its DoRALinear on a quantised layer becomes a QuantisedDoRA.
+    """
     for module in model.modules():
+        if type(module) is DoRALinear and isinstance(module.linear, QuantisedLinear):
+            module.__class__ = QuantisedDoRA
         if type(module) is LoRALinear and module.dropout._p_1 == 1:
             module.__class__ = LowRankLinear  # the same parameters by the same names, another way to multiply them
             module.siblings = Siblings([module])

@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
+from pydantic import BaseModel, Field, ValidationError
 
 from lib.config import read_file
 from lib.errors import UserError
@@ -142,6 +143,10 @@ def read(folder: Path, where: str) -> PeftAdapter:
         raise UserError(f"{where}: it cannot be read: {str(error).splitlines()[0]}") from None
     if config.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type {config.get('peft_type')}; only LORA, with use_dora or without, fits")
+    _require_numbers(config, where)
+    for name, array in stored.items():
+        if array.ndim == 0 or (array.ndim == 1 and "lora_magnitude_vector" not in name):
+            raise UserError(f"{where}: {name} has the shape {array.shape}, and is no part of a low-rank layer")
     for key, plain in PLAIN.items():
         if key in config and config[key] not in plain:
             raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
@@ -158,6 +163,25 @@ def read(folder: Path, where: str) -> PeftAdapter:
         name: _layer(parameters.get(name, _peft_name(name)), arrays[f"{name}.lora_a"], config, where) for name in names
     }
     return PeftAdapter(config, arrays, layers)
+
+
+class _Numbers(BaseModel):
+    """What of adapter_config.json is computed with."""
+
+    r: Annotated[int, Field(gt=0, lt=2**20)] = 8
+    lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
+    use_rslora: bool | None = False
+    rank_pattern: dict[str, Annotated[int, Field(gt=0, lt=2**20)]] | None = None
+    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+
+
+def _require_numbers(config: Mapping[str, Any], where: str) -> None:
+    try:
+        _Numbers.model_validate(config, strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        raise UserError(f"{where}: {key} of its {ADAPTER_CONFIG}: {fault['msg'].lower()}") from None
 
 
 def _layer_and_part(name: str, where: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ than one layer's weights are ever held.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -69,25 +70,24 @@ def use_own_layers(model: nn.Module) -> None:
 
 def product_of(layer: nn.Module, dtype: mx.Dtype) -> Product:
     """The kind of product that a quantised layer makes with inputs of this type."""
-    shape = layer["weight"].shape
-    return Product(
-        inputs=shape[-1] * 32 // layer.bits,
-        outputs=shape[-2],
-        experts=shape[0] if len(shape) == 3 else 0,
-        bits=layer.bits,
-        group_size=layer.group_size,
-        mode=layer.mode,
-        dtype=str(dtype).removeprefix("mlx.core."),
-    )
+    return _product(layer["weight"].shape, layer.bits, layer.group_size, layer.mode, dtype)
+
+
+@functools.cache
+def _product(packed_shape: tuple[int, ...], bits: int, group_size: int, mode: str, dtype: mx.Dtype) -> Product:
+    *experts, outputs, inputs = packed_shape
+    name = str(dtype).removeprefix("mlx.core.")
+    return Product(inputs * 32 // bits, outputs, experts[0] if experts else 0, bits, group_size, mode, name)
 
 
 def layer_of(product: Product) -> QuantisedLinear | QuantisedExperts:
     """A layer that makes such products, with weights drawn at random."""
-    form = {"group_size": product.group_size, "bits": product.bits, "mode": product.mode}
+    inputs, outputs, group_size, bits = product.inputs, product.outputs, product.group_size, product.bits
+    layer: QuantisedLinear | QuantisedExperts
     if product.experts:
-        layer = QuantisedExperts(product.inputs, product.outputs, product.experts, False, **form)
+        layer = QuantisedExperts(inputs, outputs, product.experts, False, group_size, bits, product.mode)
     else:
-        layer = QuantisedLinear(product.inputs, product.outputs, False, **form)
+        layer = QuantisedLinear(inputs, outputs, False, group_size, bits, product.mode)
     layer.set_dtype(getattr(mx, product.dtype))
     mx.eval(layer.parameters())
     return layer
@@ -95,7 +95,7 @@ def layer_of(product: Product) -> QuantisedLinear | QuantisedExperts:
 
 def products_of(model: nn.Module) -> list[Product]:
     """The kinds of products that the model's quantised layers make, each once, in the model's order."""
-    layers = [module for module in model.modules() if isinstance(module, tuple(OURS))]
+    layers = [module for module in model.modules() if isinstance(module, tuple(OURS)) and "weight" in module]
     return list(dict.fromkeys(product_of(layer, _dtype_of(layer)) for layer in layers))
 
 
@@ -110,17 +110,23 @@ def choices(model: nn.Module) -> list[dict[str, object]]:
 
 def described(model: nn.Module) -> str | None:
     """For a person: from how many tokens on quantised weights are dequantised; None of a model without such."""
-    chosen = [dequantise_from(product, device()) for product in products_of(model)]
+    chosen = [(product, *dequantise_from(product, device())) for product in products_of(model)]
     if not chosen:
         return None
-    limits = sorted({limit for tokens, _ in chosen for limit in (tokens.forward, tokens.backward) if limit is not None})
-    source = (
-        "as measured here" if all(is_measured for _, is_measured in chosen) else "by default; make calibrate measures"
+    limits = sorted(
+        {
+            -(-limit // max(1, product.experts))
+            for product, tokens, _ in chosen
+            for limit in (tokens.forward, tokens.backward)
+            if limit is not None
+        }
     )
+    is_measured = all(measured for *_, measured in chosen)
+    source = "as measured here" if is_measured else "by default (make calibrate measures)"
     if not limits:
-        return f"quantised weights: multiplied by as they are packed, {source}"
-    span = f"{limits[0]:,}" if len(limits) == 1 else f"{limits[0]:,} to {limits[-1]:,}, by layer and pass,"
-    return f"quantised weights: dequantised for products with {span} tokens or more, {source}"
+        return f"quantised weights are multiplied by as they are packed, {source}"
+    span = f"{limits[0]:,}" if len(limits) == 1 else f"{limits[0]:,} (or up to {limits[-1]:,}, by layer and pass)"
+    return f"quantised weights are dequantised from {span} tokens on, {source}"
 
 
 def _dtype_of(layer: nn.Module) -> mx.Dtype:
@@ -254,7 +260,10 @@ def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator
     layers = [
         module
         for module in model.modules()
-        if isinstance(module, Quantised) and id(module) not in inside and all(dequantises(module, tokens, after.dtype))
+        if isinstance(module, Quantised)
+        and id(module) not in inside
+        and "weight" in module  # else another stage of a pipeline has it
+        and all(dequantises(module, tokens, after.dtype))
     ]
     try:
         for layer in layers:

@@ -6,9 +6,12 @@ first; where nothing was measured a rule by tokens stands in. lib/model/quantise
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from lib.system.hardware import Device
 
@@ -16,18 +19,18 @@ from lib.system.hardware import Device
 # multiplies by packed weights at 1 to 3 GFLOP/s, and to dequantise one costs no more than some ten such products. On
 # CUDA the packed kernels for 8 tokens and more are compiled when they are first used, for minutes in all. On Metal
 # nobody measured: its packed products are near plain ones, so that it takes many tokens to pay for the bytes moved.
-DEFAULT_TOKENS: dict[Device, int] = {"cpu": 32, "cuda": 8, "metal": 512}
+DEFAULT_TOKENS: dict[Device, int] = {"cpu": 16, "cuda": 8, "metal": 512}
 
 
 @dataclass(frozen=True)
 class Product:
     """What decides how fast a product with quantised weights is, besides the tokens."""
 
-    inputs: int
-    outputs: int
-    experts: int  # 0: not a layer of experts
-    bits: int
-    group_size: int
+    inputs: PositiveInt
+    outputs: PositiveInt
+    experts: NonNegativeInt  # 0: not a layer of experts
+    bits: PositiveInt
+    group_size: PositiveInt
     mode: str  # of the quantisation, by MLX's names: affine, mxfp4, nvfp4, mxfp8
     dtype: str  # of what the weights are multiplied with, e.g. "bfloat16"
 
@@ -49,8 +52,8 @@ class DequantiseFrom:
     Of a layer of experts: tokens times the experts that each goes to.
     """
 
-    forward: int | None
-    backward: int | None
+    forward: PositiveInt | None
+    backward: PositiveInt | None
 
     def reached_by(self, tokens: int) -> tuple[bool, bool]:
         """Whether so many tokens are enough, in the forward and in the backward pass."""
@@ -66,8 +69,10 @@ def go_by(measured: Mapping[Product, DequantiseFrom]) -> None:
     """Sets what was measured on this host. All of this process's products go by it from then on."""
     _measured.clear()
     _measured.update(measured)
+    dequantise_from.cache_clear()
 
 
+@functools.cache  # every layer asks for every token that is generated
 def dequantise_from(product: Product, device: Device) -> tuple[DequantiseFrom, bool]:
     """When to dequantise; and whether that was measured here, with weights of this kind and the nearest size."""
     alike = [each for each in _measured if each.kind == product.kind]

@@ -23,6 +23,7 @@ from mlx_lm.tuner.dora import DoRALinear
 
 from lib.errors import UserError
 from lib.model.partition import Division, Part, bounds
+from lib.model.quantised import QuantisedLinear, multiply
 
 MODULES = ("llama", "ministral3", "qwen2", "qwen3", "qwen3_moe")  # of mlx_lm.models
 
@@ -270,7 +271,7 @@ def _dora(layer: DoRALinear, x: mx.array, ranks: Ranks) -> mx.array:
     so that no collective can overtake another.
     """
     weight = layer._dequantized_weight()
-    y = x @ weight.T
+    y = multiply(layer.linear, x) if isinstance(layer.linear, QuantisedLinear) else x @ weight.T
     low = (layer.dropout(x) @ layer.lora_a) @ layer.lora_b
     y = y + (layer.scale * low).astype(x.dtype)
     adapted = weight + (layer.scale * layer.lora_b.T) @ layer.lora_a.T

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
 from lib.config.schema import DataSettings
+from lib.model.blocked_attention import causal_attention
 
 
 def length_multiple(settings: DataSettings) -> int:
@@ -200,7 +201,7 @@ def local_attention(
     sdpa = mx.fast.scaled_dot_product_attention
     sequences, length = queries.shape[0], keys.shape[2]
     if window is None or length <= window:
-        return sdpa(queries, keys, values, mask="causal", **options)
+        return causal_attention(queries, keys, values, **options)
     query_start = length - queries.shape[2]
     start = max(query_start, window)  # from here on every window is full
     early = start - query_start

@@ -13,6 +13,7 @@ from lib.config.schema import Config
 from lib.model.adapter_layers import trained_part
 from lib.model.partition import Division, ModelShape, divide, rank_bytes
 from lib.plan.calibration import BatchCurve, CurveKey
+from lib.plan.memory_trace import ADAM, OPTIMIZERS
 from lib.plan.pipeline_costs import PipelineCosts
 from lib.plan.pipeline_cuts import CutCosts
 
@@ -253,15 +254,22 @@ class ClusterPlan:
         }
 
 
-def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
-    """What training adds to each byte of the weights. Full training keeps four float32 numbers for each trained weight.
+LEAST_UPDATE = 0.5  # of all that is trained: what an update of small arrays makes on the way, as float32
 
-    They are the gradient's sum, Adam's two moments, and the new value that an update makes before the old one is freed;
-    of a moment of 8 bits about a quarter. A reference that moves is one more.
+
+def training_bytes_per_byte(config: Config, shape: ModelShape) -> float:
+    """What training adds to each byte of the weights. Full training keeps float32 numbers for each trained weight.
+
+    They are the gradient's sum, the optimizer's, and what the largest array's update makes on the way. A reference that
+    moves is one more.
     """
     if config.model.method != "full":
         return 0.0
-    numbers = (2.5 if config.train.optimizer == "adamw_8bit" else 4) + (config.reference_sync_steps is not None)
+    optimizer = OPTIMIZERS.get(config.train.optimizer, ADAM)
+    largest = shape.hidden_size * max(shape.vocabulary, shape.mlp_columns, shape.experts * shape.expert_columns)
+    all_weights = sum(rank_bytes(shape, divide(shape, [1.0]), 0)) / shape.weight_bytes
+    update = max(LEAST_UPDATE, optimizer.update * largest / all_weights)
+    numbers = 1 + optimizer.moments + update + (config.reference_sync_steps is not None)
     return 4 * numbers / shape.weight_bytes * trained_part(config.model, shape.blocks)
 
 

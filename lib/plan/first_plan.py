@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -119,8 +120,9 @@ def _first_plan(
             memory = memory_ceilings.HostCeilings(Path(config.plan.calibration_dir), hosts, world.rank, key)
             warning = memory.take_over(killed, resumed)
             own = calibration.own_calibration(memory.folder, hosts, world.rank)
+    warnings = [*world.gather_text(crowded_host(hosts, world.rank), "ranks and cores of every host")]
     own = memory_ceilings.bounded(own, key, limit.size_bytes if limit.is_configured else None)
-    warnings = world.gather_text(warning, "what ended for want of memory")
+    warnings += world.gather_text(warning, "what ended for want of memory")
     left, moved_at = _left_blocks(config, world, hosts, resumed)
     ranks = _gather_hosts(world, hosts, own, limit)
     with world.agreeing("planning"):
@@ -145,6 +147,18 @@ def _first_plan(
         plan = plan_run(config, ranks, facts)
         plan = replace(plan, key=key, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings))
         return memory_ceilings.applied(plan, calibrations, config.model.may_turn_on_checkpointing)
+
+
+def crowded_host(hosts: Sequence[str], rank: int) -> str:
+    """A warning where more ranks compute on this rank's host than it has cores; from the first of them alone."""
+    host, cores = hosts[rank], os.cpu_count() or 1
+    count = hosts.count(host)
+    if count <= cores or hosts.index(host) != rank or hardware.mlx_device()[0] != "cpu":
+        return ""
+    return (
+        f"{host}: {count} ranks compute on {cores} cores and wait for each other's; start at most {cores} there "
+        f"(mpirun -n {cores}, or fewer slots in the host file)"
+    )
 
 
 def _left_blocks(

@@ -23,7 +23,9 @@ from lib.plan.memory_trace import Step, Training
 from lib.system.hardware import Device
 
 MARGIN = 1.05  # for what is small and not written down: views, sums, indices, the rounding of allocations
-UPDATE = 1.7  # times the gradients: they, their means, and what an update makes of them
+UPDATED_BYTES = 2**22  # of trained numbers that are updated at a time, as lib/training/optimizers.py has it
+STARTED_EARLY = 1.9  # times those: what the next ones' update has made, before this one's is let go
+SLICE_BYTES = 2**20  # of an array whose states take 8 bits, as float32
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class StepBytes:
 
     weights: int
     trained: int  # adapters, or what full training adds to the weights, and the optimizer's numbers
-    gradients: int  # and what an update makes of them
-    activations: int  # kept for the backward pass, and at work
+    gradients: int
+    activations: int  # kept for the backward pass, and at work; or what an update makes on the way, if that is more
 
     @property
     def total(self) -> int:
@@ -50,15 +52,18 @@ def step_bytes(
         batch: the largest micro-batch, as lib/data/batch_shapes.py pads it.
         weight_bytes: of all that is loaded, before anything is trained.
     """
-    gradients, backward = _gradients_and_peak(shape, training, batch, device)
+    gradients, largest_array, backward = _gradients_and_peak(shape, training, batch, device)
     adapters = 0.0 if training.method == "full" else gradients
     if training.method == "full":  # float32, whatever was loaded
         adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients)
-    # The update: gradients, their means and the new weights, when no activation is left.
-    largest = max(backward, UPDATE * gradients)
+    optimizer = training.optimizer
+    update = optimizer.update * largest_array + optimizer.slice_update * min(largest_array, SLICE_BYTES)
+    if not optimizer.slice_update:
+        update += STARTED_EARLY * min(gradients, UPDATED_BYTES)
+    largest = max(backward, gradients + update)  # of the two no moment has both
     return StepBytes(
         weights=weight_bytes,
-        trained=round(adapters + training.moments * gradients),
+        trained=round(adapters + (optimizer.moments + training.moving_reference) * gradients),
         gradients=round(gradients),
         activations=round(MARGIN * largest - gradients),
     )
@@ -67,10 +72,11 @@ def step_bytes(
 @functools.lru_cache(maxsize=4096)  # a plan weighs the same steps in several strategies
 def _gradients_and_peak(
     shape: ModelShape, training: Training, batch: BatchShape, device: Device
-) -> tuple[float, float]:
-    """Bytes of the gradients, and the most that the passes hold at a time."""
+) -> tuple[float, float, float]:
+    """Bytes of the gradients, of the largest one, and the most that the passes hold at a time."""
     tape = Step(shape, training, batch, device).write()
-    return sum(array.size_bytes for array in tape.kept_to_the_end), tape.peak_bytes(training.method)
+    sizes = [array.size_bytes for array in tape.kept_to_the_end]
+    return sum(sizes), max(sizes), tape.peak_bytes(training.method)
 
 
 # ---- Micro-batches that fit

@@ -7,11 +7,12 @@ the adapters), in every block:
 
     norms                 2 D, their inputs; in another type than float32 a CPU keeps a float32 copy besides
     linear layers         2 D + Q + F, an input once for layers that share it; LoRA r a layer, DoRA the output as well,
-                          and besides the weights of a quantised base, as they are multiplied by; otherwise those are
-                          made for one product, in either pass, and the head's once for all of its products
+                          but the weights of a quantised base are made for one product, in either pass, and the
+                          head's once for all of its products
     attention             Q + 2 K, and 2 K a position of every completion whose prompt is shared; on a CPU the
                           rotation's sines
-    its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel)
+    its probabilities     heads x positions; on CUDA in bfloat16 and float16 none (cuDNN's kernel), elsewhere none of
+                          long rows, which attend in blocks
     SwiGLU                2 F; on a CPU 3 F
     or, checkpointed      D, and all of the above of one block at a time
 """
@@ -26,6 +27,7 @@ from typing import Literal
 from lib.config.schema import Config
 from lib.data.batch_shapes import BatchShape
 from lib.model import adapter_layers
+from lib.model.attention_blocks import block_rows
 from lib.model.partition import ModelShape
 from lib.plan.memory_tape import Array, Tape
 from lib.system.hardware import Device
@@ -34,8 +36,28 @@ LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/log
 LOSS_OPERATIONS = 20  # between the head and the backward pass, on numbers a pair: large arrays are let go meanwhile
 LATE_BLOCKS = {"lora": 0, "dora": 2, "full": 2}  # whose gradients are made at the end
 CUDA_LATE_BLOCKS = {"lora": 0, "dora": 3, "full": 5}  # the same by one H200's peaks
-# Float32 numbers that an optimizer keeps for each that is trained; others keep two.
-MOMENTS = {**dict.fromkeys(("sgd", "lion", "muon", "rmsprop", "adagrad", "adafactor"), 1.0), "adamw_8bit": 0.51}
+
+
+@dataclass(frozen=True)
+class OptimizerNeeds:
+    """What an optimizer keeps and takes, in float32 numbers for one that is trained; measured on a CPU."""
+
+    moments: float = 2  # that it keeps
+    update: float = 5.2  # that updating an array makes on the way, until all of it is done
+    slice_update: float = 0  # the same, where no more than a slice is updated at a time (lib/training/optimizers.py)
+
+
+OPTIMIZERS = {
+    "adafactor": OptimizerNeeds(0.02, 6.0),
+    "adagrad": OptimizerNeeds(1, 4.6),
+    "adadelta": OptimizerNeeds(2, 7.2),
+    "adamw_8bit": OptimizerNeeds(0.51, 2.2, 36),
+    "lion": OptimizerNeeds(1, 5.6),
+    "muon": OptimizerNeeds(1, 13.0),
+    "rmsprop": OptimizerNeeds(1, 4.3),
+    "sgd": OptimizerNeeds(1, 1.3),
+}
+ADAM = OptimizerNeeds()  # and all others
 
 
 @dataclass(frozen=True)
@@ -48,7 +70,8 @@ class Training:
     adapts_embeddings: bool = False
     checkpointing: bool = False
     window: int | None = None  # of attention
-    moments: float = 2  # as MOMENTS has them
+    optimizer: OptimizerNeeds = ADAM
+    moving_reference: bool = False
     shared_prompts: bool = True
 
     @classmethod
@@ -62,7 +85,8 @@ class Training:
             adapts_embeddings=model.adapt_embeddings,
             checkpointing=bool(model.gradient_checkpointing),
             window=model.attention_window,
-            moments=MOMENTS.get(train.optimizer, 2) + (config.reference_sync_steps is not None),
+            optimizer=OPTIMIZERS.get(train.optimizer, ADAM),
+            moving_reference=config.reference_sync_steps is not None,
             shared_prompts=shared_prompts,
         )
 
@@ -73,12 +97,13 @@ class _AttentionPart:
 
     queries: Array  # scaled, unless a kernel does that itself
     keys_and_values: list[Array]
-    probabilities: Array | None  # None where a kernel keeps none
+    probabilities: Array | None  # None where none are kept
     output: Array
     query_elements: float
     key_elements: float  # of the keys, and again of the values
     score_elements: float
     query_length: int
+    block_elements: float  # of the scores that are made at a time and not kept; 0: no blocks
 
 
 class Step:
@@ -148,7 +173,7 @@ class Step:
         low = self.array(self.training.rank * len(widths), x) if adapted else None
         ys = []
         for width in widths:
-            y = self.array(width, x, *self.dequantised(weight or inner * width, x), weights=inner * width)
+            y = self.product(width, weight or inner * width, x)
             ys.append(self.array(width, y, low) if low else y)
 
         def back() -> None:
@@ -157,8 +182,7 @@ class Step:
                 d_low = self.array(self.training.rank * len(widths), *dys)
             dx = None
             for dy, width in zip(dys, widths, strict=True):
-                weights = self.dequantised(weight or inner * width, dx or dy)
-                dx = self.array(inner, *([dx] if dx else []), dy, *weights, weights=inner * width)
+                dx = self.product(inner, weight or inner * width, dx or dy, *([dy] if dx else []))
             assert dx is not None
             if low:
                 dx = self.array(inner, dx, d_low)
@@ -171,10 +195,16 @@ class Step:
         self.later(back)
         return ys
 
-    def dequantised(self, elements: float, *reads: Array) -> list[Array]:
-        """Weights as they are multiplied by, where they are stored quantised; made once `reads` are there."""
+    def product(self, width: float, weights: float, *reads: Array) -> Array:
+        """What is made by weights of so many numbers, which are dequantised for it where they are stored quantised."""
+        own = self.dequantised(weights)
+        return self.array(width, *reads, *own, weights=0 if own else weights)
+
+    def dequantised(self, elements: float) -> list[Array]:
+        """Weights as they are multiplied by, made of packed ones, where they are stored quantised."""
+        packed = elements * self.shape.weight_bytes / 4
         is_quantised = self.shape.weight_bytes < self.shape.other_bytes
-        return [self.tape.make(elements, self.item, *reads)] if is_quantised else []
+        return [self.tape.make(elements, self.item, weights=packed)] if is_quantised else []
 
     def wide(self, x: Array) -> Array:
         return x if self.item == 4 else self.array(x.elements / self.tokens, x, item=4)
@@ -182,12 +212,11 @@ class Step:
     def dora(self, x: Array, wide: Array, width: int) -> Array:
         """As mlx-lm has it: the adapted weights are made for their norm, the low-rank term in float32 (`wide`)."""
         tape, inner = self.tape, x.elements / self.tokens
-        weights = self.dequantised(inner * width)
-        y = self.array(width, x, *weights, weights=inner * width)
+        y = self.product(width, inner * width, x)
         low = self.array(self.training.rank, wide, item=4)
         z = self.array(width, low, item=4)
         out = tape.over(y, self.item, z)
-        tape.over(tape.over(tape.make(inner * width, 4), 4), 4)  # its norms' squares
+        tape.over(tape.over(tape.make(inner * width, 4, *self.dequantised(inner * width)), 4), 4)  # its norms' squares
         scaled = self.array(width, out)
 
         def back() -> None:
@@ -199,7 +228,7 @@ class Step:
             self.gradient(self.training.rank * (inner + width) + width, low, dz, wide, d_low)
             d_wide = self.array(inner, d_low, item=4)
             tape.give(x, d_wide if self.item == 4 else self.array(inner, d_wide), self.item)
-            tape.give(x, self.array(inner, d_out, *weights, weights=inner * width), self.item)
+            tape.give(x, self.product(inner, inner * width, d_out), self.item)
 
         self.later(back)
         return scaled
@@ -248,9 +277,11 @@ class Step:
             is_whole = not self.batch.prefix or queries == keys == self.batch.prefix
             ks = [each if is_whole else tape.make(both, item, each) for each in (k, v)]
             scores = sequences * queries * keys * shape.heads
-            qs, probabilities, out = self.products(q, ks, own, scores)
+            rows = block_rows(self.device, sequences, shape.heads, queries, keys, item)
+            block = scores * rows / queries if rows < queries else 0.0
+            qs, probabilities, out = self.products(q, ks, own, block or scores, keeps=not block)
             outputs.append(tape.make(own, item, out))  # in the order of tokens
-            parts.append(_AttentionPart(qs, ks, probabilities, out, own, both, scores, queries))
+            parts.append(_AttentionPart(qs, ks, probabilities, out, own, both, scores, queries, block))
         y = tape.make(q.elements, item, *outputs) if len(outputs) > 1 else outputs[0]
 
         def back() -> None:
@@ -268,9 +299,13 @@ class Step:
     def is_fused(self) -> bool:
         return self.device == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
 
-    def products(self, q: Array, ks: list[Array], own: float, scores: float) -> tuple[Array, Array | None, Array]:
-        """Scaled queries, probabilities (None where a kernel keeps none), output."""
+    def products(
+        self, q: Array, ks: list[Array], own: float, scores: float, keeps: bool
+    ) -> tuple[Array, Array | None, Array]:
+        """Scaled queries, probabilities (None where none are kept), output."""
         tape, item = self.tape, self.item
+        if not keeps:  # blocks, of which two may be at work
+            return q, None, tape.make(own, item, q, *ks, scratch=2 * scores * item)
         if self.is_fused():
             return q, None, tape.make(own, item, q, *ks)
         qs = tape.make(own, item, q)
@@ -283,6 +318,9 @@ class Step:
         qs, (keys, values), probabilities = part.queries, part.keys_and_values, part.probabilities
         own, both, scores = part.query_elements, part.key_elements, part.score_elements
         d_out = tape.make(own, item, dy)
+        if part.block_elements:  # probabilities, their cotangents and the scores'
+            tape.touch(qs, keys, values, d_out, scratch=4 * part.block_elements * item)
+            return [tape.make(size, item, qs, keys, values, d_out) for size in (own, both, both)]
         if probabilities is None and part.query_length % 128 == 0:
             tape.touch(qs, keys, values, part.output, d_out, scratch=4 * own)
             return [tape.make(size, item, qs, keys, values, d_out) for size in (own, both, both)]
@@ -410,7 +448,8 @@ class Step:
         rows = math.ceil(scored / pieces)
         taken = tape.make(scored * shape.hidden_size, self.item, hidden)
         head_weights = shape.vocabulary * shape.hidden_size
-        reads = (taken, *self.dequantised(head_weights, taken))  # for all chunks
+        reads = (taken, *self.dequantised(head_weights))  # for all chunks
+        head_weights = 0 if reads[1:] else head_weights
         frozen = [] if self.head_gradient else [self.chunk(reads, rows, head_weights) for _ in range(pieces)]
         slopes = frozen or self.trained_head(reads, rows, pieces, head_weights)
         for _ in range(LOSS_OPERATIONS):

@@ -26,6 +26,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, prompt_of, pull
 from lib.evaluate.judges import Judge, Question
+from lib.evaluate.model_judge import text_of
 from lib.evaluate.work_queue import Lines
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
@@ -34,6 +35,7 @@ from lib.system import files
 from lib.training.progress_display import RunConsole
 
 SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
+SHOWN_CHARACTERS = 400  # of each text of an example
 PIECE_BYTES = 2**24  # of a file, in one collective
 
 
@@ -110,7 +112,7 @@ class Collector:
         self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
         groups = self._groups(folder, rows, answers)
         pairs = [pair for group in groups for pair in pairs_of(group, rollouts)]
-        if self.keeps_disk and not (folder / PAIRS).exists():
+        if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             text = "".join(line + "\n" for line in map(self._pair_line, pairs))
             files.write_atomically(folder / PAIRS, text)
         return groups, pairs, seconds
@@ -122,7 +124,7 @@ class Collector:
             if world.rank == 0:
                 _drop_of_another(out, key, self.say)
             chunk_rows = max(1, rollouts.batch_size // rollouts.samples)
-            what = f"round {out.parent.name.lstrip('0')}: {'answers' if out.name == SAMPLES else 'scores'}"
+            what = f"round {out.parent.name.lstrip('0')}: prompts {'answered' if out.name == SAMPLES else 'judged'}"
             pull(what, key, rows, out, self.config, world, do, chunk_rows)
         spread(out, world, self.keeps_disk)
 
@@ -181,6 +183,15 @@ class Collector:
             )
             for row in rows
         ]
+
+    def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
+        """A few pairs as text, for people."""
+        shown = []
+        for pair in pairs[: self.config.evaluate.samples]:
+            prompt = text_of(prompt_of(self.prompts.record(pair.prompt_id), self.config.data))
+            texts = {"prompt": prompt, "chosen": pair.chosen.text, "rejected": pair.rejected.text}
+            shown.append({name: text[:SHOWN_CHARACTERS] for name, text in texts.items()})
+        return shown
 
     def _pair_line(self, pair: Pair) -> str:
         record = {

@@ -114,7 +114,7 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
         pairs=len(pairs),
         score=sum(scores) / len(scores) if scores else None,
         accepted=len({pair.prompt_id for pair in pairs}) / len(groups),
-        duplicates=1 - distinct / len(answers),
+        duplicates=(len(answers) - distinct) / len(answers),
         tokens=tokens / len(answers),
         unended=sum(answer.finish == "length" for answer in answers) / len(answers),
         entropy=-sum(sum(answer.logps) for answer in answers) / max(tokens, 1),

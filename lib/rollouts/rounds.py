@@ -16,20 +16,22 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.config.schema import Config
+from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
 from lib.evaluate.batch_inference import prompt_of
-from lib.evaluate.choose_judge import judge_of
+from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
-from lib.rollouts.collect import Collector
+from lib.rollouts.collect import PAIRS, SAMPLES, Collector
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
-from lib.rollouts.pairs import Pair, SampleFigures, figures_of
+from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
 from lib.training.local_sgd import LocalSGD
@@ -97,13 +99,12 @@ class Rounds:
     def train(self) -> None:
         """Takes all rounds that are left, or those until one is undone (rollouts.after_undone=stop)."""
         run, rounds = self.run, self.settings.rounds
-        done = self._recall()
-        for number in range(done + 1, rounds + 1):
-            self._round(number)
+        for number in range(self._recall() + 1, rounds + 1):
             if self.history[-1].undone and self.settings.after_undone == "stop":
-                self.loop.ended = f"round {number} of {rounds} was undone; rollouts.after_undone=stop"
-                run.say.line(f"training ends after {self.loop.ended}")
+                self.loop.ended, run.steps = f"round {number - 1} of {rounds} was undone", run.progress.step
+                run.say.line(f"training ends: {self.loop.ended} (rollouts.after_undone=stop)")
                 break
+            self._round(number)
         self.loop.final_step = run.progress.best_step = self._kept().number * self.steps
 
     def _recall(self) -> int:
@@ -150,8 +151,9 @@ class Rounds:
         if run.progress.step == first_step:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
         training = time.perf_counter()
-        if pairs:
-            self._train_on(number, pairs)
+        data = self._data(number, groups, pairs) if pairs else None
+        if data is not None:
+            self._train_on(number, data)
         else:
             run.say.warning(
                 f"round {number}: no prompt has answers of different scores; nothing is trained", first_step
@@ -161,7 +163,7 @@ class Rounds:
             run.save()
         seconds["training_seconds"] = time.perf_counter() - training
         seconds["round_seconds"] = time.perf_counter() - began
-        self._judge(number, figures, seconds)
+        self._judge(number, figures, seconds, self.collector.examples(pairs))
 
     def _policy(self, number: int) -> str:
         """Digest of the weights that a round samples with; files of another policy go.
@@ -186,16 +188,31 @@ class Rounds:
             world.gather_text("gone", "every disk's round")
         return own
 
-    def _train_on(self, number: int, pairs: list[Pair]) -> None:
-        run = self.run
+    def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset:
+        """What a round trains on: its pairs, or for train.loss=grpo all answers that have a score."""
+        folder = self.collector.folder_of(number)
+        if self.run.config.record_kind == "group":
+            scored = [
+                groups_module.Group(
+                    group.prompt_tokens,
+                    [answer.tokens for answer in group.answers],
+                    [answer.score for answer in group.answers],
+                    [answer.logps for answer in group.answers],
+                )
+                for group in groups
+                if any(answer.score is not None for answer in group.answers)
+            ]
+            return groups_module.groups_in_memory(str(folder / SAMPLES), scored, [])
         pieces = [
             np.array(ids, np.int32)
             for pair in pairs
             for ids in (pair.prompt_tokens, pair.chosen.tokens, pair.rejected.tokens)
         ]
-        path = str(self.collector.folder_of(number) / "pairs.jsonl")
-        data: Dataset = in_memory(path, "preference", "tokens", pieces, 0, [], 0)
-        run.world.require_equal(f"pairs of round {number}", data.digest)
+        return in_memory(str(folder / PAIRS), "preference", "tokens", pieces, 0, [], 0)
+
+    def _train_on(self, number: int, data: Dataset) -> None:
+        run = self.run
+        run.world.require_equal(f"answers of round {number}", data.digest)
         run.inputs = replace(run.inputs, data=data)
         if run.local_sgd is not None:
             self._part_ranks(run.local_sgd, data, (number - 1) * self.steps)
@@ -211,7 +228,9 @@ class Rounds:
         run.local_sgd.resume(run.progress, kept)
         run.resumed = {}
 
-    def _judge(self, number: int, samples: SampleFigures, seconds: dict[str, float]) -> None:
+    def _judge(
+        self, number: int, samples: SampleFigures, seconds: dict[str, float], examples: list[dict[str, str]]
+    ) -> None:
         """Keeps a round or undoes it, and writes down why."""
         run, latest = self.run, self.loop.latest
         lost = losses_of(self.history, _known(latest), self.settings.tolerance)
@@ -221,7 +240,8 @@ class Rounds:
             run.say.warning(f"round {number}: {warning}", run.progress.step)
         verdict = {"round": number, "undone": bool(lost), "why": lost, "warnings": warnings}
         known = verdict | {"held_out": latest, "samples": asdict(samples)}
-        run.tracker.record("round", step=run.progress.step, **known, **seconds)
+        answers = {"answers": asdict(samples), "examples": examples}
+        run.tracker.record("round", step=run.progress.step, **verdict, held_out=latest, **answers, **seconds)
         with run.world.agreeing(f"writing {ROUND}"):
             if run.lock is not None:
                 files.write_atomically(self._file_of(number), json.dumps(known, indent=2) + "\n")
@@ -275,10 +295,16 @@ def _read(path: Path) -> str:
 def _policy_of(folder: Path) -> str:
     """The policy that wrote a round's answers; nothing where they are not complete."""
     try:
-        with (folder / "samples.jsonl").open(encoding="utf-8") as file:
+        with (folder / SAMPLES).open(encoding="utf-8") as file:
             return str(json.loads(file.readline())["policy"])
     except (OSError, ValueError, KeyError):
         return ""
+
+
+def _judge_of(config: Config, section: str) -> Judge:
+    """The judge that rollouts.judge or evaluate.judge names."""
+    named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
+    return guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
 
 
 def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
@@ -291,15 +317,20 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
     assert isinstance(prompts, Prompts) and tokenizer is not None
     with world.agreeing("opening the prompts"):
+        if run.plan.divides_model:
+            raise UserError(
+                f"the plan is {run.plan.strategy}, and in rounds every rank samples with the whole model; take a smaller "
+                "or quantised model, or larger hosts"
+            )
         if rollouts.prompts > len(prompts):
             raise UserError(
                 f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
                 f"set rollouts.prompts={len(prompts)}"
             )
-        held_out = HeldOut(run, evaluator, judge_of(config))
-        named = config.evaluate.model_copy(update={"judge": rollouts.judge or config.evaluate.judge})
-        judge = judge_of(config.model_copy(update={"evaluate": named}))
-    loop = TrainingLoop.over(run, None, held_out)
+        judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
+        if rollouts.judge not in (None, config.evaluate.judge) and inputs.held_out is not None:
+            judge_of_held_out = _judge_of(config, "evaluate")
+    loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts)
     collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
     Rounds(run, collector, loop).train()

@@ -95,16 +95,19 @@ class Answer:
 class Sampler:
     """Samples answers; made once, so that what is compiled serves every call.
 
+    Args:
+        compiled: whether a step is traced once for every shape of the batch; by default on a GPU.
+
     Attributes:
         why_alone: why this model's prompts are answered one after the other; None where they are not.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, settings: Sampling):
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, settings: Sampling, compiled: bool | None = None):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.why_alone = cannot_continue(model)
         self.end_tokens = sorted(tokenizer.eos_token_ids)
         self.step: Callable[[RowArrays, PromptArrays, mx.array], tuple[RowArrays, mx.array]] = self._step
-        if mx.default_device() == mx.gpu:
+        if mx.default_device() == mx.gpu if compiled is None else compiled:
             self.step = mx.compile(self._step, inputs=[model.state])
 
     def sample(self, prompts: Sequence[Prompt], seed: Sequence[int]) -> Iterator[Sample]:

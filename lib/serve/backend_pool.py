@@ -5,8 +5,8 @@ requests without a backend loses the newest of them, or is the one who is refuse
 
 A request takes a slot of a backend and gives it back. It goes to the backend that should finish it first by the
 measured speeds, so backends of unequal speed get unequal parts. Of those that wait, the owner with the fewest requests
-under way is next. While several owners ask, each has at most a part of the
-slots, for what one runs makes all others slower.
+under way is next. While several owners ask, each has at most a quarter of the slots, for what one runs makes all others
+slower; and who asks alone leaves a quarter free for the next, who would have to wait for an answer's end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WINDOW_SECONDS = 1.0  # of work, between two measurements of a backend's speed
 SMOOTHING = 0.3  # weight of the newest
 SLOWEST = 1e-3  # tokens a second, of a backend that did nothing in a whole window
 RECENT_SECONDS = 60.0  # after its last request, for which an owner counts as one who asks
-PART = 4  # of one of several owners: a quarter of all slots
+PART = 4  # a quarter of the slots, of one owner where several ask, and kept free where one of several does
 
 
 class QueueFull(Exception):
@@ -104,6 +104,7 @@ class Pool:
         self.backends = tuple(backends)
         self.max_queue = max_queue
         self.clock = clock
+        self.is_shared = False  # several owners may ask
         self._numbers = itertools.count()
         self._waiting: list[_Waiting] = []
         self._in_flight_of: Counter[str] = Counter()
@@ -119,6 +120,11 @@ class Pool:
     def is_ready(self) -> bool:
         return any(backend.is_up for backend in self.backends)
 
+    @property
+    def _slots(self) -> int:
+        """Of all backends that are up."""
+        return sum(backend.capacity for backend in self.backends if backend.is_up)
+
     @contextlib.contextmanager
     def place(self, owner: str) -> Iterator[Place]:
         """A place for a request of this task.
@@ -127,7 +133,7 @@ class Pool:
             QueueFull: there is none, or it was lost to an owner who has fewer.
         """
         self._asked_at[owner] = self.clock()
-        if len(self._places) >= self.max_queue + sum(backend.capacity for backend in self.backends if backend.is_up):
+        if len(self._places) >= self.max_queue + self._slots:
             self._make_room(owner)
         place = Place(owner, asyncio.current_task())
         self._places[place] = None
@@ -204,8 +210,7 @@ class Pool:
 
     def retry_seconds(self) -> int:
         """When a request that is refused now should find a place, in whole seconds, 1 to 60."""
-        capacity = sum(backend.capacity for backend in self.backends if backend.is_up) or 1
-        return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / capacity)))
+        return max(1, min(60, math.ceil((len(self._waiting) + 1) * self._mean_seconds / (self._slots or 1))))
 
     def _admit_waiting(self) -> None:
         most = self._most_of_owner()
@@ -219,13 +224,13 @@ class Pool:
             one.admitted.set_result(backend)
 
     def _most_of_owner(self) -> int:
-        """The slots that one owner may have: a part of them, but all where nobody else asks."""
-        slots, since = (
-            sum(backend.capacity for backend in self.backends if backend.is_up),
-            self.clock() - RECENT_SECONDS,
-        )
+        """The slots that one owner may have."""
+        if not self.is_shared:
+            return self._slots
+        since = self.clock() - RECENT_SECONDS
         self._asked_at = {one: at for one, at in self._asked_at.items() if at > since or self._in_flight_of[one]}
-        return slots if len(self._asked_at) < 2 else max(1, slots // PART)
+        part = self._slots // PART
+        return self._slots - part if len(self._asked_at) < 2 else max(1, part)
 
     def _admit(self, backend: Backend, owner: str) -> None:
         backend.count(0, self.clock())

@@ -103,8 +103,9 @@ class Process:
             rest = rest[-65536:]
             for line in (line.decode(errors="replace") for line in lines if line.strip()):
                 self.last_lines.append(line[:400])
-                if line.startswith(LISTENS) and not self.listens_at.done():
-                    self.listens_at.set_result(line.removeprefix(LISTENS))
+                _, is_told, path = line.partition(LISTENS)  # behind what a login shell may have left
+                if is_told and not self.listens_at.done():
+                    self.listens_at.set_result(path)
         if rest.strip():
             self.last_lines.append(rest.decode(errors="replace")[:400])
 

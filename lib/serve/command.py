@@ -48,8 +48,10 @@ from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import Kind, Limits
 from lib.serve.readers import Readers
 from lib.serve.request_reading import Told
-from lib.serve.tls_listener import Listener
+from lib.serve.tls_listener import BACKLOG, Listener
 from lib.system import command_errors, model_folder
+
+FILES_BESIDE_CONNECTIONS = 1024  # of requests on backends, processes, libraries
 
 
 @command_errors.reported
@@ -91,7 +93,7 @@ def serve(settings: Config, run: Path | None) -> None:
         )
     name = options.name or (run or Path(settings.model.path)).resolve().name
     folder = model_folder.resolve(settings.model.path, settings.model.revision)
-    _allow_many_connections()
+    _allow_connections(options.max_connections + FILES_BESIDE_CONNECTIONS, options.max_connections)
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryRecords()])
     sockets = socket_folder()
     try:
@@ -112,7 +114,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol_number)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(1024)
+        listening.listen(BACKLOG)
         return listening
     except OSError as error:
         reason = error.strerror or error
@@ -279,18 +281,27 @@ def keys_again(path: Path) -> api_keys.Keys:
 
 def _read_keys_again(gateway: Gateway, path: Path) -> None:
     try:
-        gateway.keys = keys_again(path)
-        log("keys", count=len(gateway.keys.digests))
+        keys = keys_again(path)
+        gateway.use_keys(keys)
+        log("keys", count=len(keys.digests))
     except UserError as error:  # a slip of the pen: those that were good stay so
         log("keys", error=str(error))
 
 
-def _allow_many_connections() -> None:
-    """Every client and every request on a backend is an open file; macOS grants 256 until it is asked for more."""
+def _allow_connections(files: int, connections: int) -> None:
+    """Every client and every request on a backend is an open file; macOS grants 256 until it is asked for more.
+
+    Raises:
+        UserError: the system does not grant as many.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 8192 if hard == resource.RLIM_INFINITY else min(8192, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != resource.RLIM_INFINITY and hard < files:
+        raise UserError(
+            f"serve.max_connections={connections} needs {files} open files, and this system allows {hard}: "
+            f"serve.max_connections={max(1, connections - (files - hard))}, or a higher `ulimit -Hn`"
+        )
+    if soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def _check(settings: Config, run: Path | None) -> None:

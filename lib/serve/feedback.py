@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from lib.config import read_file
 from lib.config.serve_settings import ServeSettings
 from lib.errors import UserError
 from lib.serve.openai_requests import JSON, BackendRequest, Kind, Part, RequestError
@@ -25,6 +27,8 @@ from lib.system import files
 
 LABEL_BYTES = 4096  # of a request: an id and a label
 OVERHEAD_BYTES = 1024  # of a completion in memory, beside its row
+LONGEST_ROW = 2**24  # bytes
+ROW_BEGINS = b'{"id": "'  # as `row_of` makes it
 MINUTE = 60.0
 
 
@@ -162,21 +166,35 @@ def row_of(request: BackendRequest, answer: JSON) -> JSON | None:
 def open_file(path: Path) -> Path:
     """Makes sure that rows can be appended to a file, readable by its owner alone where it is new.
 
+    A row that a killed gateway left half written goes, and a warning says so: nobody was told that it is kept.
+
     Raises:
-        UserError: they cannot, or its last line is not whole.
+        UserError: they cannot, or its last line has no end and is no row of ours.
     """
+    read_file.require_regular(path, "serve.feedback")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            size = os.fstat(descriptor).st_size
-            is_whole = size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "rb+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LONGEST_ROW))
+            last = file.read(LONGEST_ROW).rpartition(b"\n")[2]
+            if last.startswith(ROW_BEGINS) and not _is_json(last):
+                file.truncate(size - len(last))
+                what = f"the last {len(last):,} bytes were half a row, whose client got no answer; they are removed"
+                print(f"warning: serve.feedback={path}: {what}", file=sys.stderr, flush=True)
+                last = b""
     except OSError as error:
         raise UserError(f"serve.feedback={path} cannot be written: {error.strerror}") from None
-    if not is_whole:
-        raise UserError(f"serve.feedback={path}: its last line has no end; remove what is left of it, or name another")
+    if last:
+        raise UserError(f"serve.feedback={path}: its last line has no end; give it one, or name another file")
     return path
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def append(path: Path, line: str) -> None:

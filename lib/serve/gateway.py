@@ -44,7 +44,8 @@ class Gateway:
         log: Log,
         feedback: Feedback | None = None,
     ):
-        self.settings, self.model, self.pool, self.keys, self.log = settings, model, pool, keys, log
+        self.settings, self.model, self.pool, self.log = settings, model, pool, log
+        self.use_keys(keys)
         self.metrics, self.feedback = prometheus_metrics.Metrics(pool), feedback
         completions = Completions(settings, read, pool, client, self.metrics, log, feedback)
         self.created = int(time.time())
@@ -63,6 +64,11 @@ class Gateway:
         }
         if feedback is not None:
             self.routes["/v1/feedback"] = {"POST": lambda exchange: self._label(exchange, feedback)}
+
+    def use_keys(self, keys: Keys | None) -> None:
+        """Lets the owners of these keys in, and nobody else from now on; None: whoever is on this machine."""
+        self.keys = keys
+        self.pool.is_shared = keys is not None and len(keys.digests) > 1
 
     # ---- Every request
 
@@ -143,7 +149,7 @@ class Gateway:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 extra = [(b"x-request-id", exchange.id.encode())]
-                if self.is_draining or "transfer-encoding" in exchange.headers:
+                if self.is_draining or exchange.is_last or not exchange.is_whole:
                     extra.append((b"connection", b"close"))
                 message = {**message, "headers": [*message["headers"], *extra]}
             try:

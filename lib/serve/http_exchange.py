@@ -45,6 +45,7 @@ class Exchange:
     headers: Headers
     id: str
     is_whole: bool = False  # all of the request has been read
+    is_last: bool = False  # of its connection
     owner: str = ""
     since: float = field(default_factory=time.monotonic)
     status: int = 0  # of the answer; 0: not begun
@@ -55,6 +56,7 @@ class Exchange:
     def __post_init__(self) -> None:
         is_chunked = "transfer-encoding" in self.headers
         self.is_whole = not is_chunked and self.headers.get("content-length", "0") == "0"
+        self.is_last = is_chunked  # what comes behind its last chunk may have been parsed with it
 
     @property
     def client(self) -> Client:
@@ -124,8 +126,8 @@ async def _disconnect(receive: Receive) -> None:
 async def send_refusal(exchange: Exchange, status: int, headers: Mapping[str, str], body: bytes) -> None:
     """Sends a whole answer to a request whose rest is not read, and closes the connection."""
     exchange.client.ignore()
-    length = {"content-length": str(len(body)), "connection": "close"}
-    await exchange.send(start_of_answer(status, {**headers, **length}))
+    exchange.is_last = True
+    await exchange.send(start_of_answer(status, {**headers, "content-length": str(len(body))}))
     await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
     if not exchange.is_whole:  # closed while the client sends, the connection would lose the answer
         with contextlib.suppress(TimeoutError):

@@ -28,7 +28,6 @@ PIECE_BYTES = 64 * 1024  # of a body whose length is known, parsed at once
 CHUNKED_BYTES = 1024  # of one in chunks, which may be of a byte each
 CHUNKS = 1024  # of a body, and one more for each KiB that it may have
 FRAMING_BYTES = 64 * 1024  # of a body in chunks, beside what it holds
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class _Flow(FlowControl):
@@ -152,8 +151,15 @@ class Protocol(H11Protocol):
         super().on_response_complete()
         if not self.transport.is_closing():
             self.places.is_idle(self.place)
-            if self.held and self.conn.their_state is h11.IDLE:
+            if self.conn.their_state is h11.SEND_BODY:  # an answer that did not wait for the body
+                self.ignore()
+                self.loop.call_later(LINGER_SECONDS, self.abort)
+            elif self.held and self.conn.their_state is h11.IDLE:
                 self._read_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """As uvicorn's, but for a client that still sends, from which a close would take the answer."""
+        self._turn_away(b"400 Bad Request")
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -168,7 +174,7 @@ class Protocol(H11Protocol):
         end = HEAD_END.search(self.held, max(0, self.searched - 2))
         size = end.end() if end else len(self.held)
         if size > HEAD_BYTES or self.held.count(b"\n", 0, size) > HEAD_LINES + 2:
-            self._turn_away()
+            self._turn_away(b"431 Request Header Fields Too Large")
             return
         self.searched = len(self.held)
         if end is None:
@@ -185,9 +191,10 @@ class Protocol(H11Protocol):
             is_chunked = b"transfer-encoding" in headers
             self.rest_of_body = None if is_chunked else int(headers.get(b"content-length", b"0"))
 
-    def _turn_away(self) -> None:
+    def _turn_away(self, status: bytes) -> None:
+        """Answers what is no request, and closes."""
         self.ignore()
-        self.transport.write(TOO_LARGE)
+        self.transport.write(b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
         self.loop.call_later(LINGER_SECONDS, self.abort)
 
     def _await_headers(self) -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def main() -> None:
     told = Told(**json.loads(bodies.readline()))
     try:
         limits, count = Limits(**told.limits), counter(told)
-    except UserError as error:
+    except (UserError, OSError) as error:
         write(answers, {"failed": str(error)}, b"")
         return
     write(answers, {}, b"")
@@ -64,6 +65,9 @@ def main() -> None:
             write(answers, fields | {"is_streamed": request.is_streamed}, request.content)
         except RequestError as error:
             write(answers, {"error": [error.status, error.message, error.code, error.param]}, b"")
+        except Exception:  # a fault of ours; the next body is read all the same
+            traceback.print_exc()
+            write(answers, {"error": [500, "an internal error", "internal_error", None]}, b"")
 
 
 def read(kind: Kind, raw: bytes, limits: Limits, count: Count) -> BackendRequest:

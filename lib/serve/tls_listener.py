@@ -19,7 +19,8 @@ from lib.serve.gateway import Gateway
 from lib.serve.http_protocol import Protocol
 
 LAST_WORDS_SECONDS = 2.0  # for what was on its way when the listener closed
-ACCEPTED_AT_ONCE = 16  # connections, before others are served
+BACKLOG = 1024  # connections that wait to be accepted
+ACCEPTED_AT_ONCE = 16  # of these, before others are served
 NO_FILES_SECONDS = 0.1  # until it is tried again where the system has no file for a connection
 
 
@@ -113,6 +114,8 @@ class Listener(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the listener first; requests that were on their way still arrive, and are refused."""
         for listening in self.listening:
+            for _ in range(BACKLOG // ACCEPTED_AT_ONCE):  # who is connected already, for all that a client knows
+                self._accept(listening)
             self.loop.remove_reader(listening)
             listening.close()
         self.listening = []

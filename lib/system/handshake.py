@@ -10,8 +10,9 @@ afterwards over a Channel carries a code of its own (HMAC-SHA256 by a key of thi
 message's number and its text): who sits between can read it, and neither change nor repeat nor leave out a message
 unnoticed.
 
-The steps are written once, as generators that know no socket; `Listener`, `connect` and `over_streams` drive them. Only
-the standard library is imported: the agent, which has to be there in a tenth of a second, imports this.
+The steps are written once, as generators that know no socket; `Listener` and `connect` drive them, and over asyncio
+`StreamListener` and `over_streams`. Only the standard library is imported: the agent, which has to be there in a tenth
+of a second, imports this.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GREETING = b"tandem handshake 1\n"
 NONCE_BYTES = PROOF_BYTES = 32
@@ -148,6 +150,7 @@ class Channel:
     def __init__(self, connection: socket.socket, keys: Keys):
         self.connection, self._seals = connection, Seals(keys)
         connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # messages are short, and waited for
 
     def send(self, text: bytes) -> None:
         self.connection.sendall(self._seals.sealed(text))
@@ -376,3 +379,49 @@ async def over_streams(steps: Steps, reader: asyncio.StreamReader, writer: async
     except BaseException:
         writer.close()
         raise
+
+
+class StreamListener:
+    """Hands every connection that is proven to a coroutine, which closes it; strangers as `Listener` has them."""
+
+    def __init__(self, secret: bytes, purpose: str, serve: Callable[[StreamChannel], Coroutine[Any, Any, None]]):
+        self._secret, self._purpose, self._serve = secret, purpose, serve
+        self._strangers: deque[asyncio.StreamWriter] = deque()
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, port: int) -> None:
+        """Begins to listen.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._server = await asyncio.start_server(self._begin, None, port, reuse_address=True)
+
+    async def close(self) -> None:
+        """Ends the listening, and every connection under way."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of our own: asyncio's would print a traceback where it is cancelled (before Python 3.12).
+        self._tasks.add(task := asyncio.ensure_future(self._prove(reader, writer)))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._strangers.append(writer)
+        if len(self._strangers) > STRANGERS:
+            self._strangers.popleft().close()
+        try:
+            channel = await over_streams(answering(self._secret, self._purpose), reader, writer)
+            self._strangers.remove(writer)
+            await self._serve(channel)
+        except OSError:  # it is a stranger, or gone
+            pass
+        finally:
+            with contextlib.suppress(ValueError):
+                self._strangers.remove(writer)
+            writer.close()

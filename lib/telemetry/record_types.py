@@ -52,6 +52,27 @@ class SampleRecord(TypedDict, total=False):
     after: str | None
 
 
+class AnswersRecord(TypedDict, total=False):
+    """What is known of the answers of a round (lib/rollouts/pairs.py)."""
+
+    samples: int
+    failed: int
+    pairs: int
+    score: FiniteFloat | None
+    accepted: FiniteFloat
+    duplicates: FiniteFloat
+    tokens: FiniteFloat
+    entropy: FiniteFloat
+
+
+class ExampleRecord(TypedDict):
+    """A pair of a round, as text."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
 class Record(PlanRecord, total=False):
     """One line of a rank's log that is not a measurement: `start`, `plan`, `merge`, `evaluation`, `checkpoint`, ..."""
 
@@ -89,5 +110,17 @@ class Record(PlanRecord, total=False):
     reward_accuracy: FiniteFloat | None
     reward_margin: FiniteFloat | None
     exact_match: FiniteFloat | None
+    held_out_score: FiniteFloat | None
+    # round: of the rank, its seconds; the rest is the same on all
+    round: int
+    undone: bool
+    why: list[str]
+    held_out: dict[str, FiniteFloat | None]
+    answers: AnswersRecord
+    examples: list[ExampleRecord]
+    sampling_seconds: FiniteFloat
+    judging_seconds: FiniteFloat
+    training_seconds: FiniteFloat
+    round_seconds: FiniteFloat
     # end
     final_step: int | None  # whose weights the run's folder holds

@@ -29,7 +29,7 @@ def find(run: Path, which: str) -> Path:
     """
     saved = {step_of(path): path for path in checkpoints_in(run / "checkpoints")}
     steps = ", ".join(map(str, sorted(saved))) or "none"
-    if which not in ("best", "last") and not (which.isascii() and which.isdigit()):
+    if which not in ("best", "last") and not (which.isascii() and which.isdigit() and len(which) < 18):
         raise UserError(f"--checkpoint {which}: give best, last, or a step's number ({run} has {steps})")
     if which.isdigit():
         step = int(which)

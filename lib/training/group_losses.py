@@ -108,12 +108,12 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     losses = mx.where(mask, per_token, 0.0).sum(axis=-1)
     completions = counted.sum()
     match train.loss_type:
-        case "grpo":
-            total, count = (losses / mx.maximum(tokens, 1)).sum(), completions
         case "dr_grpo":
             total, count = losses.sum(), completions * (train.max_completion_length or 1)
-        case _:
+        case "bnpo" | "dapo":
             total, count = losses.sum(), tokens.sum()
+        case _:
+            total, count = (losses / mx.maximum(tokens, 1)).sum(), completions
     is_clipped = ((ratio < 1 - train.epsilon) & (scale < 0)) | ((ratio > 1 + upper) & (scale > 0))
     has_any = counted.max(axis=1)
     _, std, _ = deviations(groups.rewards, counted)

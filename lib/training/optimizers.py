@@ -10,8 +10,12 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_merge, tree_unflatten
 
+from lib.distributed.collectives import buckets
+
 BLOCK = 256  # numbers that share a largest one
 LEAST_QUANTISED = 4096  # numbers: smaller arrays keep states of 32 bits
+SLICE = 1024 * BLOCK  # numbers whose states are wide at a time
+UPDATED_BYTES = 2**22  # of trained numbers whose updates are evaluated at a time
 DECADES = 7  # between the smallest code and the largest
 
 
@@ -60,10 +64,13 @@ class Codes:
 
 
 class AdamW8bit(optim.AdamW):
-    """AdamW whose two moments take 8 bits a number between steps (arXiv:2110.02861); a step computes in float32."""
+    """AdamW whose two moments take 8 bits a number between steps (arXiv:2110.02861); a step computes in float32.
+
+    Of SLICE numbers at a time: their update takes 30 times their bytes on the way, and frees it before the next ones.
+    """
 
     moments = {"m": Codes(signed=True), "v": Codes(signed=False)}
-    earlier: Sequence[mx.array] = ()  # states of the array before: one follows the other, so that few are wide at once
+    earlier: Sequence[mx.array] = ()  # what the slice before made, which the next one waits for
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
         self.earlier = ()
@@ -79,8 +86,23 @@ class AdamW8bit(optim.AdamW):
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         if "m_largest" not in state:
             return super().apply_single(gradient, parameter, state)
+        blocks, most = len(state["m"]), SLICE // BLOCK
+        flat = gradient.reshape(-1), parameter.reshape(-1)
+        new: list[mx.array] = []
+        states: list[dict[str, mx.array]] = []
+        for start in range(0, blocks, most):
+            of_blocks = {name: array[start : start + most] for name, array in state.items()}
+            numbers = slice(start * BLOCK, (start + most) * BLOCK)
+            new.append(self._apply_slice(flat[0][numbers], flat[1][numbers], of_blocks))
+            states.append(of_blocks)
+        state.update({name: mx.concatenate([one[name] for one in states]) for name in state})
+        return mx.concatenate(new).reshape(parameter.shape)
+
+    def _apply_slice(self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
+        """New numbers, float32 [n], of whole blocks; `state` gets their codes."""
         if self.earlier:
-            (gradient,) = mx.depends([gradient], self.earlier)
+            gradient, *arrays = mx.depends([gradient, *state.values()], self.earlier)
+            state.update(zip(state, arrays, strict=True))
         wide = {
             name: codes.decode(state[name], state[f"{name}_largest"], parameter.shape)
             for name, codes in self.moments.items()
@@ -88,8 +110,20 @@ class AdamW8bit(optim.AdamW):
         new = super().apply_single(gradient, parameter, wide)
         for name, codes in self.moments.items():
             state[name], state[f"{name}_largest"] = codes.encode(wide[name])
-        self.earlier = [state[name] for name in self.moments]
+        self.earlier = [new, *state.values()]
         return new
+
+
+def evaluate_in_turn(parameters: Any, state: Any) -> None:
+    """Starts an update's evaluation, some arrays after the other: MLX would hold what all of them make on the way."""
+    flat = tree_flatten(parameters)
+    of_states: dict[str, list[mx.array]] = {}
+    for name, array in tree_flatten(state):
+        of_states.setdefault(name.rpartition(".")[0], []).append(array)
+    for bucket in buckets([array.nbytes for _, array in flat], UPDATED_BYTES):
+        names = [flat[i][0] for i in bucket]
+        mx.async_eval([flat[i][1] for i in bucket], [of_states.pop(name, []) for name in names])
+    mx.async_eval(of_states)
 
 
 def apply_gradients(

@@ -151,14 +151,14 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     words = tokenizer_module.vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
-    if config.record_kind == "group":
-        groups = load_groups(config.data, words["vocab_size"])
-        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
     if config.rollouts.rounds:
         prompts = _prompts(config, tokenizer, say)
         held_out = _held_out_prompts(config, tokenizer, say)
         questions = answer_questions.load_questions(config, tokenizer)
         return Inputs(tokenizer, prompts, None, questions, tuple(messages), held_out)
+    if config.record_kind == "group":
+        groups = load_groups(config.data, words["vocab_size"])
+        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
     kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
     data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
     valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
@@ -167,16 +167,27 @@ def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
 
 def _prompts(config: Config, tokenizer: Tokenizer | None, tell: Callable[[str], None]) -> Prompts:
     """The prompts of a run of rounds, without those held out."""
-    data, encoder = config.data, _prompt_encoder(config, tokenizer)
-    return open_prompts(data.train, data, encoder, config.rollouts, False if data.holdout else None, tell)
+    return _opened(config, tokenizer, config.data.train, False if config.data.holdout else None, tell)
 
 
 def _held_out_prompts(config: Config, tokenizer: Tokenizer | None, tell: Callable[[str], None]) -> Prompts | None:
     """The prompts of data.valid, or what data.holdout keeps of data.train; None where there is neither."""
-    data, encoder = config.data, _prompt_encoder(config, tokenizer)
+    data = config.data
     if data.valid is not None:
-        return open_prompts(data.valid, data, encoder, config.rollouts, None, tell)
-    return open_prompts(data.train, data, encoder, config.rollouts, True, tell) if data.holdout else None
+        return _opened(config, tokenizer, data.valid, None, tell)
+    return _opened(config, tokenizer, data.train, True, tell) if data.holdout else None
+
+
+def _opened(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    source: str | dict[str, float],
+    held_out: bool | None,
+    tell: Callable[[str], None],
+) -> Prompts:
+    completions = config.rollouts.samples if config.record_kind == "group" else 2
+    encoder = _prompt_encoder(config, tokenizer)
+    return open_prompts(source, config.data, encoder, config.rollouts, completions, held_out, tell)
 
 
 def _prompt_encoder(config: Config, tokenizer: Tokenizer | None) -> Encoder:

@@ -146,6 +146,7 @@ class ProgressLine:
         speed = sum(one.pairs for one in self.results) / seconds if seconds else 0.0
         fields = [(1, _labelled("loss", self._mean("loss"), ".4f"))]
         fields += [(3, _labelled("acc", self._mean("reward_accuracy"), ".1%"))]
+        fields += [(3, _labelled("reward", self._mean("reward"), ".3f"))]
         fields += [(4, _labelled("margin", self._mean("reward_margin"), ".3f"))]
         fields += [(6, _labelled("kl", self._mean("kl"), ".2f"))]
         fields += [(7, f"lr {result.learning_rate:.1e}"), (2, f"{three_digits(speed)} pairs/s")]

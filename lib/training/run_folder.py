@@ -6,10 +6,10 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import IO
 
+from lib.config import read_file
 from lib.errors import UserError
 
 
@@ -20,7 +20,7 @@ def claim(folder: Path) -> IO[str]:
         UserError: another process owns it, or something in it is not the run's own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    require_own(folder)
+    read_file.require_own(folder)
     lock = (folder / ".lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,23 +35,6 @@ def claim(folder: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
-
-
-def require_own(folder: Path) -> None:
-    """Makes sure that what a run appends to is its own: a folder of somebody else may hold links to files of yours.
-
-    Raises:
-        UserError: the lock or a log is a link, has a second name, or is no file.
-    """
-    for path in (folder / ".lock", folder / "logs", *folder.glob("logs/**/*")):
-        with contextlib.suppress(FileNotFoundError):
-            facts = path.lstat()
-            is_file = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
-            if not is_file and not stat.S_ISDIR(facts.st_mode):
-                raise UserError(
-                    f"{path} is a link, has a second name or is no file, and a run writes there; "
-                    "put a copy in its place"
-                )
 
 
 def discard(path: Path) -> None:

@@ -31,7 +31,7 @@ from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
 from lib.training.neftune import noisy
 from lib.training.objective import SUMS, Metrics, group_objective, means_of, objective
-from lib.training.optimizers import AdamW8bit, apply_gradients
+from lib.training.optimizers import AdamW8bit, apply_gradients, evaluate_in_turn
 
 Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
 
@@ -367,7 +367,7 @@ class TrainStep:
         self.optimizer.learning_rate = rate
         self.optimizer_state[0] = self.optimizer.state  # another object after a resume
         self.model.update(self.update(self.model.trainable_parameters(), gradients, norm))
-        mx.async_eval(self.model.trainable_parameters(), self.optimizer.state)
+        evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
 
 
 def make_step(

@@ -1,0 +1,75 @@
+"""What the dashboard's page says of rounds: their figures and verdicts, each host's time, and examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from lib.dashboard.history import RunHistory
+from lib.telemetry.record_types import Record
+
+SHOWN_ROUNDS = 30
+PARTS = ("sampling_seconds", "judging_seconds", "training_seconds")
+
+
+def section(html: ModuleType, run: RunHistory) -> list[Any]:
+    """The rounds of a run; nothing where it has none."""
+    records = [event for event in run.events if event["kind"] == "round"]
+    of_all = {one["round"]: one for one in records if one.get("rank") == 0}
+    if not of_all:
+        return []
+    newest = list(of_all.values())[-SHOWN_ROUNDS:]
+    rounds = _table(
+        html,
+        ("round", "mean score", "held out", "prompts with pairs", "tokens", "duplicates", "entropy", "verdict"),
+        [_cells(one) for one in reversed(newest)],
+    )
+    hosts = _table(html, ("rank", "host", "sampling", "judging", "training"), _seconds(records))
+    examples = [
+        html.Li([html.P(one["prompt"], className="note"), html.P(f"+ {one['chosen']}"), html.P(f"− {one['rejected']}")])
+        for one in newest[-1].get("examples") or []
+    ]
+    shown = [html.H2("Rounds"), rounds, html.H2("Seconds in rounds"), hosts]
+    if examples:
+        shown += [html.H2(f"Pairs of round {newest[-1]['round']}"), html.Ol(examples, className="events", tabIndex="0")]
+    return [html.Div(shown, className="panel", style={"marginTop": ".8rem"})]
+
+
+def _cells(one: Record) -> list[str]:
+    answers = one["answers"]
+    held_out = {name: value for name, value in one["held_out"].items() if value is not None}
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in held_out.items()) or "–"
+    score = "–" if answers.get("score") is None else f"{answers['score']:.3g}"
+    parts = [f"{answers[name]:.0%}" for name in ("accepted", "duplicates")]  # type: ignore[literal-required]
+    verdict = "undone" if one.get("undone") else "; ".join(one.get("warnings") or []) or "kept"
+    return [
+        str(one["round"]),
+        score,
+        shown,
+        parts[0],
+        f"{answers['tokens']:.3g}",
+        parts[1],
+        f"{answers['entropy']:.3g}",
+        verdict,
+    ]
+
+
+def _seconds(records: Sequence[Record]) -> list[list[str]]:
+    """Each rank's seconds of all rounds."""
+    totals: dict[tuple[int, str], list[float]] = {}
+    once = {(one["rank"], one["host"], one["round"]): one for one in records}  # a resumed run may have one twice
+    for one in once.values():
+        own = totals.setdefault((one["rank"], one["host"]), [0.0] * len(PARTS))
+        for i, name in enumerate(PARTS):
+            own[i] += one.get(name, 0.0)  # type: ignore[call-overload]
+    return [[str(rank), host, *(f"{value:.1f} s" for value in own)] for (rank, host), own in sorted(totals.items())]
+
+
+def _table(html: ModuleType, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    head = html.Thead(html.Tr([html.Th(title, scope="col") for title in titles]))
+    body = [
+        html.Tr([html.Td(cell, **{"data-label": title}) for title, cell in zip(titles, row, strict=True)])
+        for row in rows
+    ]
+    return html.Div(html.Table([head, html.Tbody(body)], className="wide"), className="scroll")

@@ -1,0 +1,68 @@
+"""Causal attention of long rows in blocks of queries: exact, with memory that grows with the length, not its square."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from lib.model.attention_blocks import block_rows
+from lib.model.quantised import device
+
+
+def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
+    """Attention of the last T of S positions to those up to their own: [sequences, heads, T, head_dim].
+
+    Where that saves memory, a block of queries after the other: scores are kept for none, and made again in the
+    backward pass (Rabe and Staats, arXiv:2112.05682, section 4; a block's softmax is whole here, so that nothing is
+    rescaled).
+
+    queries: [sequences, heads, T, head_dim]; keys, values: [sequences, KV heads, S, head_dim], T <= S.
+    options: of mx.fast.scaled_dot_product_attention.
+    """
+    (sequences, heads, length, _), positions = queries.shape, keys.shape[2]
+    rows = block_rows(device(), sequences, heads, length, positions, queries.dtype.size)
+    if rows == length or options.get("sinks") is not None:  # whose gradient would be lost in full training
+        return _causal(queries, keys, values, options)
+    before = positions - length
+    blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
+
+    @mx.custom_function
+    def attention(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        outputs: list[mx.array] = []
+        for start, end in blocks:
+            own, seen = _after(queries[:, :, start:end], outputs[-1:]), before + end
+            outputs.append(_causal(own, keys[:, :, :seen], values[:, :, :seen], options))
+        return mx.concatenate(outputs, axis=2)
+
+    @attention.vjp
+    def attention_vjp(primals: Any, dy: mx.array, _: Any) -> tuple[mx.array, mx.array, mx.array]:
+        """From the last block on: what it gives to positions that no earlier block sees is complete, and cut off."""
+        queries, keys, values = primals
+        d_queries: list[mx.array] = []
+        complete: list[list[mx.array]] = [[], []]  # of keys and values, the last positions first
+        open_ones: list[mx.array] = []  # of the earlier positions
+        for start, end in reversed(blocks):
+            own, seen = _after(queries[:, :, start:end], [*d_queries[-1:], *open_ones]), before + end
+            inputs = [own, keys[:, :, :seen], values[:, :, :seen]]
+            _, (d_own, *d_both) = mx.vjp(lambda q, k, v: _causal(q, k, v, options), inputs, [dy[:, :, start:end]])
+            d_queries.append(d_own)
+            totals = [a + b for a, b in zip(d_both, open_ones, strict=True)] if open_ones else d_both
+            cut = before + start if start else 0
+            for done, total in zip(complete, totals, strict=True):
+                done.append(total[:, :, cut:])
+            open_ones = [total[:, :, :cut] for total in totals]
+        d_keys, d_values = (mx.concatenate(done[::-1], axis=2) for done in complete)
+        return mx.concatenate(d_queries[::-1], axis=2), d_keys, d_values
+
+    return attention(queries, keys, values)
+
+
+def _causal(queries: mx.array, keys: mx.array, values: mx.array, options: dict[str, Any]) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, mask="causal", **options)
+
+
+def _after(x: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+    """The same array, made after others: MLX would else make the scores of many blocks at once."""
+    return mx.depends([x], list(earlier))[0] if earlier else x

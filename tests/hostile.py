@@ -1,0 +1,203 @@
+"""Clients that want to keep a gateway from serving others, each in a process of its own, and a good one beside them.
+
+    python -m tests.hostile "one key floods" --address http://127.0.0.1:8080 --key KEY --seconds 10
+
+Each goes on for so many seconds, opens anew what is closed, and never waits longer than it has to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import resource
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from tests.served import NEVER_ENDS, QUESTION
+from tests.tiny import ROOT
+
+PATH = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A gateway, and for how long it is attacked."""
+
+    address: str
+    key: str
+    ends: float
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.ends
+
+    async def connect(self, tls: bool = True) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        parts = urlsplit(self.address)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        wanted = context if tls and parts.scheme == "https" else None
+        return await asyncio.open_connection(parts.hostname, parts.port, ssl=wanted)
+
+    async def ask(self, body: bytes, leave_seconds: float | None = None) -> bytes:
+        """Sends a request over a connection of its own; the beginning of the answer, or nothing where it leaves before."""
+        reader, writer = await self.connect()
+        try:
+            writer.write(head(self.key, f"Content-Length: {len(body)}") + body)
+            await writer.drain()
+            async with asyncio.timeout(leave_seconds):
+                return await reader.read(65536)
+        except TimeoutError:
+            return b""
+        finally:
+            writer.transport.abort()
+
+
+Attack = Callable[[Target], Awaitable[object]]
+
+
+def head(key: str | None, *lines: str) -> bytes:
+    """The headers of a request for a chat completion."""
+    given = [f"Authorization: Bearer {key}"] if key else []
+    wanted = ["Host: localhost", "Content-Type: application/json", *given, *lines]
+    return f"POST {PATH} HTTP/1.1\r\n".encode() + "".join(f"{line}\r\n" for line in wanted).encode() + b"\r\n"
+
+
+def chat(**words: Any) -> bytes:
+    return json.dumps({"messages": QUESTION, "temperature": 0, "logit_bias": NEVER_ENDS, **words}).encode()
+
+
+def at_once(count: int, one: Attack) -> Attack:
+    """Several of an attack, again and again."""
+
+    async def forever(target: Target) -> None:
+        while not target.is_over:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                await one(target)
+            await asyncio.sleep(0)
+
+    return lambda target: asyncio.gather(*(forever(target) for _ in range(count)))
+
+
+async def one_byte_chunks(target: Target) -> None:
+    """A body in chunks of one byte, for as long as somebody takes them."""
+    _, writer = await target.connect()
+    try:
+        writer.write(head(None, "Transfer-Encoding: chunked"))
+        while not target.is_over:
+            writer.write(b"1\r\nx\r\n" * 4000)
+            await writer.drain()
+    finally:
+        writer.transport.abort()
+
+
+def idle(count: int, first: bytes, tls: bool) -> Attack:
+    """Connections that say one thing, or nothing, and stay."""
+
+    async def stay(target: Target) -> None:
+        reader, writer = await target.connect(tls)
+        try:
+            writer.write(first)
+            async with asyncio.timeout(max(0.0, target.ends - time.monotonic())):
+                while await reader.read(65536):
+                    pass
+        except TimeoutError:
+            pass
+        finally:
+            writer.transport.abort()
+        await asyncio.sleep(1)  # as often as it is closed it comes back, a second later
+
+    return at_once(count, stay)
+
+
+async def abandon(target: Target) -> None:
+    """A request for log-probabilities, which nobody waits for."""
+    await target.ask(chat(max_tokens=2000, logprobs=True, top_logprobs=5), leave_seconds=0.2)
+
+
+def asking(body: bytes) -> Attack:
+    async def ask(target: Target) -> None:
+        await target.ask(body)
+
+    return ask
+
+
+KEEP_ALIVE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+WRONG_VALUES = b'{"messages": [%s]}' % b",".join([b"5"] * 499_000)
+EMPTY_MESSAGES = json.dumps({"messages": [{"role": "user", "content": ""}] * 8000}).encode()
+LONG_TEXT = json.dumps({"messages": [{"role": "user", "content": "12 " * 330_000}]}).encode()
+HOSTILE: dict[str, Attack] = {
+    "one-byte chunks after 401, 1 connection": at_once(1, one_byte_chunks),
+    "one-byte chunks after 401, 8 connections": at_once(8, one_byte_chunks),
+    "1,024 idle connections": idle(1024, KEEP_ALIVE, tls=True),
+    "9,000 TLS handshakes that never come": idle(9000, b"", tls=False),
+    "40 requests for logprobs, abandoned": at_once(40, abandon),
+    "bodies of 1 MB with 499,000 faults": at_once(4, asking(WRONG_VALUES)),
+    "texts of 1 MB": at_once(4, asking(LONG_TEXT)),
+    "8,000 empty messages": at_once(4, asking(EMPTY_MESSAGES)),
+    "one key floods": at_once(64, asking(chat(max_tokens=200))),
+}
+
+
+def start(name: str, address: str, key: str, seconds: float) -> subprocess.Popen[bytes]:
+    """An attack in a process of its own."""
+    command = [sys.executable, "-m", "tests.hostile", name, "--address", address, "--key", key]
+    return subprocess.Popen([*command, f"--seconds={seconds}"], cwd=ROOT)
+
+
+def good(address: str, key: str, requests: int, seconds: float, trusted: ssl.SSLContext | bool = True) -> list[float]:
+    """Seconds of each of a good client's requests, one after the other, every second over a new connection.
+
+    Raises:
+        AssertionError: one was not answered.
+    """
+    found: list[float] = []
+    body = json.loads(chat(max_tokens=8))
+    headers, ends = {"Authorization": f"Bearer {key}"}, time.monotonic() + seconds
+    with httpx2.Client(timeout=60, trust_env=False, verify=trusted) as kept:
+        while len(found) < requests and time.monotonic() < ends:
+            since = time.perf_counter()
+            if len(found) % 2:
+                answer = kept.post(address + PATH, json=body, headers=headers)
+            else:
+                with httpx2.Client(timeout=60, trust_env=False, verify=trusted) as once:
+                    answer = once.post(address + PATH, json=body, headers=headers)
+            found.append(time.perf_counter() - since)
+            assert answer.status_code == 200, answer.text
+    return found
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=HOSTILE)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--seconds", type=float, default=10)
+    options = parser.parse_args()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20_000 if most == resource.RLIM_INFINITY else min(20_000, most), most))
+    target = Target(options.address, options.key, time.monotonic() + options.seconds)
+
+    async def attack() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(options.seconds + 1):
+                await HOSTILE[options.name](target)
+
+    asyncio.run(attack())
+
+
+if __name__ == "__main__":
+    main()

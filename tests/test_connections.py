@@ -1,0 +1,90 @@
+"""Who may stay connected, and how fast refusals go out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.serve.connections import AT_ONCE, LONGEST_DELAY_SECONDS, Connection, Connections, Pace, network_of
+
+
+def taken(connections: Connections, closed: list[str], name: str, address: str = "a") -> Connection:
+    one = connections.take(address)
+    assert one is not None
+    one.close = lambda: closed.append(name)
+    return one
+
+
+def test_a_new_connection_takes_the_place_of_the_longest_idle_stranger() -> None:
+    connections, closed = Connections(4, 4), list[str]()
+    known, busy, first, second = (taken(connections, closed, name) for name in ("known", "busy", "first", "second"))
+    known.is_known = True
+    connections.is_idle(known)
+    connections.is_busy(busy)
+    connections.is_idle(first)  # again, and so the youngest
+    for number in range(5):
+        taken(connections, closed, str(number))
+    assert closed == ["second", "first", "0", "1", "2"] and connections.count == 4
+    assert second.is_over and not known.is_over and not busy.is_over
+
+
+def test_somebody_with_a_key_goes_last_and_who_is_served_stays() -> None:
+    connections, closed = Connections(2, 2), list[str]()
+    for name in ("known", "other"):
+        one = taken(connections, closed, name)
+        one.is_known = True
+        connections.is_idle(one)
+    taken(connections, closed, "stranger")
+    taken(connections, closed, "stranger again")
+    assert closed == ["known", "stranger"]
+    connections, closed = Connections(2, 2), []
+    for name in ("a", "b"):
+        connections.is_busy(taken(connections, closed, name))
+    assert connections.take("c") is None and not closed and connections.count == 2
+
+
+def test_an_address_has_its_part_and_who_has_most_makes_room() -> None:
+    connections, closed = Connections(10, 6), list[str]()
+    for number in range(9):
+        taken(connections, closed, f"a{number}")
+    assert closed == ["a0", "a1", "a2"]
+    for number in range(4):
+        taken(connections, closed, f"b{number}", "b")
+    taken(connections, closed, "c", "c")
+    assert closed[3:] == ["a3"] and connections.count == 10
+    # The IPv6 addresses of one customer are one address.
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1%eth0") != network_of("2001:db8:0:1::1")
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1" and network_of("") == ""
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from("tibl"), st.integers(0, 30)), max_size=80))
+def test_every_connection_is_counted_once_whatever_happens(acts: list[tuple[str, int]]) -> None:
+    connections, all_of_them = Connections(6, 4), list[Connection]()
+    for act, number in acts:
+        if act == "t":
+            one = connections.take("abc"[number % 3])
+            all_of_them += [one] if one else []
+        elif all_of_them:
+            one = all_of_them[number % len(all_of_them)]
+            {"i": connections.is_idle, "b": connections.is_busy, "l": connections.leave}[act](one)
+        there = [one for one in all_of_them if not one.is_over]
+        assert connections.count == len(there) <= 6
+        assert all(sum(one.address == address for one in there) <= 4 for address in "abc")
+    for one in all_of_them:
+        connections.leave(one)
+    assert connections.count == 0 and not connections._addresses
+
+
+def test_refusals_come_at_once_and_then_one_after_the_other() -> None:
+    now: list[Any] = [100.0]
+    pace = Pace(lambda: now[0])
+    delays = [pace.delay_seconds("a") for _ in range(AT_ONCE + 100)]
+    assert delays[:AT_ONCE] == [0.0] * AT_ONCE and delays[AT_ONCE] == pytest.approx(0.05)
+    assert max(delays) == LONGEST_DELAY_SECONDS and delays == sorted(delays)
+    assert pace.delay_seconds("b") == 0.0
+    now[0] += 60.0
+    assert pace.delay_seconds("a") == 0.0

@@ -1,0 +1,69 @@
+"""Attention in blocks of queries: the same outputs and gradients, and memory that grows with the length alone."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.model import attention_blocks
+from lib.model.attention_blocks import LONG, MULTIPLE, SCORE_BYTES, block_rows
+from lib.model.blocked_attention import causal_attention
+
+
+def drawn(sequences: int, heads: int, kv_heads: int, length: int, positions: int) -> list[mx.array]:
+    mx.random.seed(length)
+    shapes = [(heads, length), *[(kv_heads, positions)] * 2]
+    return [mx.random.normal((sequences, count, n, 8)) for count, n in shapes]
+
+
+def both(inputs: list[mx.array]) -> list[np.ndarray]:
+    """The output, and the gradients of a sum of it."""
+    dy = mx.sin(mx.arange(inputs[0].size)).reshape(inputs[0].shape)
+    outputs, gradients = mx.vjp(lambda q, k, v: causal_attention(q, k, v, scale=0.35), inputs, [dy])
+    return [np.array(array) for array in (*outputs, *gradients)]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 15])
+@pytest.mark.parametrize(("length", "positions"), [(16, 16), (16, 21), (13, 40)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_blocks_give_what_all_at_once_gives(
+    rows: int, length: int, positions: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = drawn(2, 4, kv_heads, length, positions)
+    wanted = both(inputs)
+    monkeypatch.setattr("lib.model.blocked_attention.block_rows", lambda *_: min(rows, length))
+    for found, array in zip(both(inputs), wanted, strict=True):
+        assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 40_000), st.integers(0, 10_000), st.sampled_from([2, 4]))
+def test_a_blocks_scores_have_a_limit(sequences: int, heads: int, queries: int, before: int, item: int) -> None:
+    keys = queries + before
+    for device in ("cpu", "metal"):
+        rows = block_rows(device, sequences, heads, queries, keys, item)  # type: ignore[arg-type]
+        assert 1 <= rows <= queries and (rows == queries or rows % MULTIPLE == 0)
+        assert keys > LONG or rows == queries
+        if rows > MULTIPLE and keys > LONG:
+            assert rows * sequences * heads * keys * item <= SCORE_BYTES
+    assert block_rows("cuda", sequences, heads, queries, keys, item) == queries
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_blocks, "LONG", 256)
+    monkeypatch.setattr(attention_blocks, "SCORE_BYTES", 2**20)
+
+    def peak_bytes(length: int) -> int:
+        inputs = drawn(1, 2, 1, length, length)
+        mx.eval(inputs)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
+        gradients = mx.grad(lambda q, k, v: causal_attention(q, k, v, scale=0.35).sum(), argnums=(0, 1, 2))(*inputs)
+        mx.eval(gradients)
+        return mx.get_peak_memory() - held
+
+    short, middle, long = (peak_bytes(length) for length in (512, 1024, 2048))
+    assert long < 2048**2 * 2 * 4, "less than the scores alone"
+    assert long - middle < 3 * (middle - short) + 2**22, (short, middle, long)

@@ -1,0 +1,276 @@
+"""Rounds: the same answers whoever draws them, the same end wherever a run stopped, a gate that undoes what loses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lib.config.load import load
+from lib.config.rollout_settings import RolloutSettings
+from lib.data.prompts import open_prompts
+from lib.errors import UserError
+from lib.evaluate.work_queue import Journal
+from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
+from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, pairs_of
+from lib.rollouts.rounds import Rounds
+from lib.training.step_retries import Learner
+from tests import tiny
+from tests.kills import digests
+
+# ---- Pairs
+
+
+def group(*scores: float | None, tokens: list[list[int]] | None = None) -> Group:
+    ids = tokens or [[k + 2, 1] for k in range(len(scores))]
+    answers = [Answer(k, str(k), ids[k], [-0.5] * len(ids[k]), "stop", score) for k, score in enumerate(scores)]
+    return Group(7, [2, 3], answers)
+
+
+def chosen_and_rejected(pairs: list[Pair]) -> list[tuple[int, int]]:
+    return [(pair.chosen.k, pair.rejected.k) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("scores", "pairs"),
+    [
+        ((0.0, 1.0, 1.0, 0.0), [(1, 0)]),
+        ((1.0, 1.0), []),
+        ((None, None), []),
+        ((None, 1.0), []),
+        ((None, -2.0, None, 3.0), [(3, 1)]),
+    ],
+)
+def test_the_best_and_the_worst_make_a_pair(scores: tuple[float | None, ...], pairs: list[tuple[int, int]]) -> None:
+    assert chosen_and_rejected(pairs_of(group(*scores), RolloutSettings())) == pairs
+
+
+def test_all_above_a_margin_make_pairs() -> None:
+    settings = RolloutSettings(pairs="margin", margin=0.5)
+    assert chosen_and_rejected(pairs_of(group(0.0, 0.4, 1.0, None), settings)) == [(2, 0), (2, 1)]
+    assert chosen_and_rejected(pairs_of(group(0.0, 0.4), settings)) == []
+
+
+def test_an_answer_that_was_drawn_twice_counts_once() -> None:
+    same = [[2, 1], [3, 1], [2, 1]]
+    settings = RolloutSettings(pairs="margin", margin=0.5)
+    assert chosen_and_rejected(pairs_of(group(0.0, 1.0, 0.0, tokens=same), settings)) == [(1, 0)]
+    assert pairs_of(group(1.0, 0.0, tokens=[[2, 1], [2, 1]]), settings) == [], "nothing to prefer between equals"
+
+
+def test_figures_are_sums_over_counts() -> None:
+    groups = [group(0.0, 1.0, None, tokens=[[2, 1], [3, 4, 5, 1], [2, 1]]), group(1.0, 1.0, tokens=[[2], [3]])]
+    pairs = [pair for one in groups for pair in pairs_of(one, RolloutSettings())]
+    figures = figures_of(groups, pairs)
+    assert (figures.prompts, figures.samples, figures.failed, figures.pairs) == (2, 5, 1, 1)
+    assert (figures.score, figures.accepted, figures.duplicates, figures.tokens) == (0.75, 0.5, 1 / 5, 2)
+    assert (figures.entropy, figures.longer_chosen, figures.unended) == (0.5, 1.0, 0.0)
+
+
+# ---- The gate
+
+
+def samples(**changes: Any) -> SampleFigures:
+    ended, entropy, lengths = {"tokens": 40.0, "unended": 0.0}, {"entropy": 0.5, "duplicates": 0.1}, (0.5, 40.0, 40.0)
+    known = {"prompts": 64, "samples": 256, "failed": 0, "pairs": 40, "score": 0.4, "accepted": 0.6, **ended, **entropy}
+    known |= dict(zip(("longer_chosen", "chosen_tokens", "rejected_tokens"), lengths, strict=True))
+    return SampleFigures(**(known | changes))
+
+
+def test_a_round_is_measured_against_the_best_that_was_kept() -> None:
+    rounds = [
+        RoundFigures(0, {"exact_match": 0.30}),
+        RoundFigures(1, {"exact_match": 0.50}, samples()),
+        RoundFigures(2, {"exact_match": 0.90}, samples(), undone=True),
+        RoundFigures(3, {"exact_match": 0.46}, samples()),
+    ]
+    assert losses_of(rounds, {"exact_match": 0.45}, 0.05) == []
+    assert losses_of(rounds, {"exact_match": 0.44}, 0.05) == ["held-out exact match 0.5 (after round 1) ➜ 0.44"]
+    assert losses_of(rounds, {"exact_match": 0.0}, None) == losses_of(rounds, {"held_out_score": 0.0}, 0.05) == []
+
+
+def test_what_looks_like_a_gamed_judge_is_named() -> None:
+    start = RoundFigures(0, {"exact_match": 0.5})
+
+    def said(first: SampleFigures, last: SampleFigures, held_out: float) -> list[str]:
+        rounds = [start, RoundFigures(1, {"exact_match": 0.5}, first), RoundFigures(2, {"exact_match": held_out}, last)]
+        return warnings_of(rounds, 0.05)
+
+    assert said(samples(), samples(), 0.5) == []
+    assert "answers grow: 40 ➜ 70 tokens since round 1" in said(samples(), samples(tokens=70.0), 0.5)[0]
+    longer = samples(longer_chosen=0.9, chosen_tokens=60.0)
+    assert (
+        "the judge prefers the longer answer in 90% of the pairs (60 against 40 tokens)" in said(longer, longer, 0.5)[0]
+    )
+    assert "rewards rise while held-out falls" in said(samples(), samples(score=0.6), 0.4)[0]
+    assert said(samples(), samples(score=0.3), 0.4) == []
+    assert "the policy collapses" in said(samples(), samples(entropy=0.01), 0.5)[0]
+
+
+# ---- Prompts
+
+
+def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
+    records = [{"prompt_ids": [2] * (1 + row % 5)} for row in range(13)]
+    tiny.write_jsonl(tmp_path / "prompts.jsonl", records)
+    settings = load(
+        None, [], {"model": {"path": "m"}, "data": {"train": "d", "cache_dir": str(tmp_path / "cache")}}
+    ).data
+    prompts = open_prompts(str(tmp_path / "prompts.jsonl"), settings, None, RolloutSettings(), 2, None, print)
+    rounds = [prompts.of_round(number, 4, seed=0) for number in range(1, 7)]
+    assert len(set(sum(rounds[:3], []))) == 12 == len(set(sum(rounds[3:], [])))
+    assert rounds == [prompts.of_round(number, 4, seed=0) for number in range(1, 7)] and rounds[0] != rounds[3]
+    for rows in rounds:
+        lengths = [len(prompts.prompt_ids(row)) for row in rows]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+# ---- Runs
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    return {"files": digests(run / "rounds"), "weights": {n: w.tobytes() for n, w in tiny.weights(run).items()}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run of rounds that nobody stopped, and its words."""
+    folder = tmp_path_factory.mktemp("rounds")
+    words = tiny.rounds(folder)
+    tiny.train(folder, [*words, "run.name=whole"])
+    return folder / "runs" / "whole", words
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_sample_score_and_pair_is_kept(whole: tuple[Path, list[str]]) -> None:
+    run, _ = whole
+    policies = set()
+    for number in (1, 2, 3):
+        folder = run / "rounds" / f"{number:04d}"
+        drawn, scored, pairs = (lines(folder / f"{name}.jsonl") for name in ("samples", "scores", "pairs"))
+        assert len(drawn) == len(scored) == 6 * 4
+        assert [(one["prompt_id"], one["k"]) for one in drawn] == [(one["prompt_id"], one["k"]) for one in scored]
+        scores = {(one["prompt_id"], one["k"]): one["score"] for one in scored}
+        for pair in pairs:
+            assert [scores[pair["prompt_id"], k] for k in pair["k"]] == pair["scores"] == [1.0, 0.0]
+        assert not list(folder.glob("*.partial"))
+        policies |= {one["policy"] for one in drawn}
+    assert len(policies) > 1, "what was learnt writes the next round's answers"
+
+
+def test_a_round_that_loses_is_undone(whole: tuple[Path, list[str]]) -> None:
+    """What the judge prefers is the opposite of what the held-out prompts ask for."""
+    run, _ = whole
+    verdicts = [json.loads((run / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
+    undone = [one["round"] for one in verdicts if one["undone"]]
+    assert undone and all("held-out score" in one["why"][0] for one in verdicts if one["undone"])
+    kept = max((one["round"] for one in verdicts if not one["undone"]), default=0)
+    checkpoints = {number: tiny.weights(run / f"checkpoints/step-{2 * number:08d}") for number in (kept, 3)}
+    for name, array in tiny.weights(run).items():
+        assert all(np.array_equal(array, weights[name]) for weights in checkpoints.values())
+    policies = [lines(run / f"rounds/{number:04d}/samples.jsonl")[0]["policy"] for number in (1, 2, 3)]
+    for number in undone:
+        if number < 3:
+            before = max((one["round"] for one in verdicts[:number] if not one["undone"]), default=0)
+            assert policies[number] == policies[before], "the next round samples from the weights before"
+
+
+class Stop(KeyboardInterrupt):
+    """The end of a process, wherever it is."""
+
+
+def stopped_at(owner: type, method: str, count: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Ends the process when a method is called for the n-th time."""
+
+    def patch(patcher: pytest.MonkeyPatch) -> None:
+        left, real = iter(range(count, 0, -1)), getattr(owner, method)
+
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            if next(left, 0) == 1:
+                raise Stop
+            return real(*args, **kwargs)
+
+        patcher.setattr(owner, method, dying)
+
+    return patch
+
+
+MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "sampling": stopped_at(Journal, "put", 2),
+    "judging": stopped_at(Journal, "put", 5),
+    "sampling a later round": stopped_at(Journal, "put", 9),
+    "training": stopped_at(Learner, "learn", 4),
+    "before the verdict": stopped_at(Rounds, "_judge", 2),
+    "before a round is undone": stopped_at(Rounds, "_undo", 1),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_was_stopped_is_one_that_never_was(
+    moment: str, whole: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, words = whole
+    with monkeypatch.context() as patcher:
+        MOMENTS[moment](patcher)
+        stopped = tiny.train(tmp_path, [*words, "run.name=stopped", f"run.dir={tmp_path}"], check=False)
+        assert stopped.returncode == 1 and "--resume" in stopped.stderr
+    tiny.train(tmp_path, ["--resume", str(tmp_path / "stopped")])
+    assert outcome(tmp_path / "stopped") == outcome(run)
+
+
+def test_unequal_ranks_draw_what_one_draws(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+    run, words = whole
+    two = [*words, "run.name=two", f"run.dir={tmp_path}", "strategy=synchronous", "plan.shares=[3,1]"]
+    tiny.train(tmp_path, [*two, "rollouts.rounds=1"], ranks=2)
+    for name in ("samples", "scores", "pairs"):
+        one, other = (folder / "rounds/0001" / f"{name}.jsonl" for folder in (run, tmp_path / "two"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+    _, words = whole
+    own = ["run.name=grpo", f"run.dir={tmp_path}", "train.loss=grpo", "train.temperature=1.5", "rollouts.rounds=1"]
+    tiny.train(tmp_path, [*words, *own])
+    assert [step["step"] for step in tiny.steps_of(tmp_path / "grpo")] == [1, 2]
+    assert not (tmp_path / "grpo/rounds/0001/pairs.jsonl").exists()
+
+
+# ---- Wrong input
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Iterator[list[str]]:
+    yield tiny.rounds(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ("train.loss=sft", "rollouts.rounds makes pairs or groups of the model's answers, which train.loss=sft does"),
+        ("train.steps=4", "train.steps is not for rounds: a run has rollouts.rounds times rollouts.steps of them"),
+        ("evaluate.every=4", "evaluate.every is not for rounds: every round ends with an evaluation"),
+        ("train.reference_sync_steps=4", "rollouts.reference_every moves the reference"),
+        ("strategy=sharded", "strategy=sharded is not for rounds"),
+        ("independent.merge=stack", "independent.merge=stack is not for rounds"),
+        ("rollouts.samples=1", "rollouts.samples: input should be greater than or equal to 2"),
+        ("rollouts.pairs=margin", "rollouts.pairs=margin needs rollouts.margin"),
+        ("rollouts.stop=['']", "rollouts.stop has an empty text"),
+        ("rollouts.prompts=15", "rollouts.prompts=15, but .*prompts.jsonl has 14; set rollouts.prompts=14"),
+        ("rollouts.max_tokens=60", "a prompt of .* tokens and rollouts.max_tokens=60 are more than data.max_length=64"),
+        ("rollouts.judge=nowhere:judge", "rollouts.judge=nowhere:judge: ModuleNotFoundError"),
+        ("data.train={a.jsonl: 2}", "weights are for records that are trained"),
+        ("train.loss=grpo", "train.temperature=1 has to be rollouts.temperature=1.5"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp_path: Path) -> None:
+    result = tiny.train(tmp_path, [*words, own], check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    with pytest.raises(UserError, match=why):
+        raise UserError(result.stderr.strip())
