@@ -95,7 +95,11 @@ def layer_of(product: Product) -> QuantisedLinear | QuantisedExperts:
 
 def products_of(model: nn.Module) -> list[Product]:
     """The kinds of products that the model's quantised layers make, each once, in the model's order."""
-    layers = [module for module in model.modules() if isinstance(module, tuple(OURS)) and "weight" in module]
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Module) and type(module) in OURS and "weight" in module
+    ]
     return list(dict.fromkeys(product_of(layer, _dtype_of(layer)) for layer in layers))
 
 

@@ -319,8 +319,8 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     with world.agreeing("opening the prompts"):
         if run.plan.divides_model:
             raise UserError(
-                f"the plan is {run.plan.strategy}, and in rounds every rank samples with the whole model; take a smaller "
-                "or quantised model, or larger hosts"
+                f"the plan is {run.plan.strategy}, and in rounds every rank samples with the whole model; take a "
+                "smaller or quantised model, or larger hosts"
             )
         if rollouts.prompts > len(prompts):
             raise UserError(
