@@ -121,7 +121,6 @@ _RENAMED: dict[str, tuple[str, str]] = {
         "load_best_model_at_end load_best metric_for_best_model",
         "by held-out loss; the default",
     ),
-    "rollouts.samples={}": ("num_generations num_return_sequences", "answers to each prompt"),
     "rollouts.top_p={}": ("top_p", ""),
     "rollouts.judge={}": ("reward_funcs reward_model", "number, regex, MODULE:FUNCTION, reward:PATH, ..."),
     "evaluate.every={}": ("eval_steps steps_per_eval eval_interval eval_every val_interval evals_per_epoch", ""),

@@ -62,7 +62,7 @@ def _seconds(records: Sequence[Record]) -> list[list[str]]:
     for one in once.values():
         own = totals.setdefault((one["rank"], one["host"]), [0.0] * len(PARTS))
         for i, name in enumerate(PARTS):
-            own[i] += one.get(name, 0.0)  # type: ignore[call-overload]
+            own[i] += one.get(name, 0.0)  # type: ignore[call-overload, operator]
     return [[str(rank), host, *(f"{value:.1f} s" for value in own)] for (rank, host), own in sorted(totals.items())]
 
 

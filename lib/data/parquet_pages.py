@@ -11,7 +11,7 @@ import bisect
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any
 
 HEADER_BYTES = 2**20  # of a page's header; statistics are in it
 DEEPEST = 8  # structures within a header
@@ -88,7 +88,8 @@ class HonestPages(io.RawIOBase):
             self._file.seek(before)
             end += chunk.next - at
         unpacked, packed = header.get(UNPACKED), header.get(PACKED)
-        kind, values = header.get(TYPE), cast(Any, 0)
+        values: Any
+        kind, values = header.get(TYPE), 0
         if isinstance(kind, int) and isinstance(own := header.get(OF_KIND.get(kind, -1)), dict):
             values = own.get(VALUES)
         if not isinstance(unpacked, int) or not isinstance(packed, int) or not isinstance(values, int) or packed < 0:
