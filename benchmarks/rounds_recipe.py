@@ -21,6 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from lib import environment
+
+environment.enter()
 
 # How often the SFT answers carry, by the prompt's wording.
 CARRY_RATES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from lib.config.load import load
 from lib.config.rollout_settings import RolloutSettings
+from lib.dashboard import rounds as rounds_shown
+from lib.dashboard.history import RunHistory
 from lib.data.prompts import open_prompts
 from lib.errors import UserError
 from lib.evaluate.work_queue import Journal
@@ -82,15 +85,15 @@ def samples(**changes: Any) -> SampleFigures:
 
 
 def test_a_round_is_measured_against_the_best_that_was_kept() -> None:
-    rounds = [
+    known = [
         RoundFigures(0, {"exact_match": 0.30}),
         RoundFigures(1, {"exact_match": 0.50}, samples()),
         RoundFigures(2, {"exact_match": 0.90}, samples(), undone=True),
         RoundFigures(3, {"exact_match": 0.46}, samples()),
     ]
-    assert losses_of(rounds, {"exact_match": 0.45}, 0.05) == []
-    assert losses_of(rounds, {"exact_match": 0.44}, 0.05) == ["held-out exact match 0.5 (after round 1) ➜ 0.44"]
-    assert losses_of(rounds, {"exact_match": 0.0}, None) == losses_of(rounds, {"held_out_score": 0.0}, 0.05) == []
+    assert losses_of(known, {"exact_match": 0.45}, 0.05) == []
+    assert losses_of(known, {"exact_match": 0.44}, 0.05) == ["held-out exact match 0.5 (after round 1) ➜ 0.44"]
+    assert losses_of(known, {"exact_match": 0.0}, None) == losses_of(known, {"held_out_score": 0.0}, 0.05) == []
 
 
 def test_what_looks_like_a_gamed_judge_is_named() -> None:
@@ -182,6 +185,19 @@ def test_a_round_that_loses_is_undone(whole: tuple[Path, list[str]]) -> None:
             assert policies[number] == policies[before], "the next round samples from the weights before"
 
 
+def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
+    from dash import html
+
+    history = RunHistory(whole[0])
+    while history.read():
+        pass
+    shown = json.dumps(
+        [part.to_plotly_json() for part in rounds_shown.section(html, history)], default=lambda part: vars(part)
+    )
+    assert '"undone"' in shown and "Seconds in rounds" in shown
+    assert rounds_shown.section(html, RunHistory(whole[0] / "rounds")) == []
+
+
 class Stop(KeyboardInterrupt):
     """The end of a process, wherever it is."""
 
@@ -243,6 +259,20 @@ def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -
 
 
 # ---- Wrong input
+
+
+@pytest.mark.parametrize("damage", ["text", "link"])
+def test_a_damaged_round_is_one_clear_line(damage: str, whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+    run, verdict = tmp_path / "run", tmp_path / "run/rounds/0002/round.json"
+    shutil.copytree(whole[0], run)
+    verdict.unlink()
+    if damage == "text":
+        verdict.write_text("{}")
+    else:
+        verdict.symlink_to(whole[0] / "rounds/0002/round.json")
+    result = tiny.train(tmp_path, ["--resume", str(run)], check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert {"text": "round.json is not what a round writes", "link": "round.json is a link"}[damage] in result.stderr
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import mlx.core as mx
 import numpy as np
@@ -106,11 +106,13 @@ class Collector:
         key = key_of(policy, number, self.prompts.digest, rollouts.model_dump(), self.config.train.seed)
         drawn = timed("sampling_seconds", lambda part: self._samples(number, policy, part))
         self._make(folder / SAMPLES, key, rows, drawn)
-        answers = _by_prompt(folder / SAMPLES)
+        with self.world.agreeing("reading the answers of a round"):
+            answers = _by_prompt(folder / SAMPLES)
         of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
         scored = timed("judging_seconds", lambda part: self._scores(part, answers))
         self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
-        groups = self._groups(folder, rows, answers)
+        with self.world.agreeing("reading the scores of a round"):
+            groups = self._groups(folder, rows, answers)
         pairs = [pair for group in groups for pair in pairs_of(group, rollouts)]
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             text = "".join(line + "\n" for line in map(self._pair_line, pairs))
@@ -168,21 +170,21 @@ class Collector:
         return lines
 
     def _groups(self, folder: Path, rows: Sequence[int], answers: dict[int, list[SampleLine]]) -> list[Group]:
-        scores: dict[tuple[int, int], float | None] = {}
-        with (folder / SCORES).open(encoding="utf-8") as file:
-            for line in map(json.loads, file):
-                scores[line["prompt_id"], line["k"]] = line["score"]
-        return [
-            Group(
-                row,
-                self.prompts.prompt_ids(row),
-                [
-                    Answer(one["k"], one["text"], one["tokens"], one["logps"], one["finish"], scores[row, one["k"]])
-                    for one in answers[row]
-                ],
-            )
-            for row in rows
-        ]
+        scores = {(one["prompt_id"], one["k"]): one["score"] for one in _lines(folder / SCORES)}
+        try:
+            return [
+                Group(
+                    row,
+                    self.prompts.prompt_ids(row),
+                    [
+                        Answer(one["k"], one["text"], one["tokens"], one["logps"], one["finish"], scores[row, one["k"]])
+                        for one in answers[row]
+                    ],
+                )
+                for row in rows
+            ]
+        except KeyError as error:
+            raise UserError(f"{folder}: prompt {error} of the round is missing; {_REMEDY}") from None
 
     def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
         """A few pairs as text, for people."""
@@ -208,13 +210,30 @@ class Collector:
         return json.dumps(record, ensure_ascii=False)
 
 
+_REMEDY = "remove the folder, and what was drawn is drawn again"
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """The lines of a file of a round.
+
+    Raises:
+        UserError: one is not what a round writes.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                read = json.loads(line)
+                int(read["prompt_id"]), int(read["k"])
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
+            yield read
+
+
 def _by_prompt(path: Path) -> dict[int, list[SampleLine]]:
     """The lines of samples.jsonl by prompt, in the order of k."""
     answers: dict[int, list[SampleLine]] = {}
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            read: SampleLine = json.loads(line)
-            answers.setdefault(read["prompt_id"], []).append(read)
+    for read in _lines(path):
+        answers.setdefault(read["prompt_id"], []).append(read)
     return answers
 
 

@@ -116,27 +116,25 @@ class Rounds:
         if step == 0:
             run.optimizer.init(run.model.trainable_parameters())
             run.save()  # to which the first round goes back, if it is undone
-        finished = []
+        finished: list[RoundFigures] = []
         for number in range(1, step // self.steps + 1):
             text = run.world.broadcast_text(_read(self._file_of(number)) if run.world.rank == 0 else "")
             if not text:
                 break
-            finished.append(json.loads(text))
+            finished.append(_figures(self._file_of(number), text))
         if len(finished) < (step - 1) // self.steps:
             raise AgreedError(
                 f"{self._file_of(len(finished) + 1)} is missing, of a round before step {step}; put it back, "
                 "or start a new run"
             )
-        for one in finished:
-            samples = SampleFigures(**one["samples"])
-            self.history.append(RoundFigures(one["round"], _known(one["held_out"]), samples, one["undone"]))
+        self.history += finished
         if run.lock is not None:
             for path in self.folder.glob("*/" + ROUND):
                 if int(path.parent.name) > len(finished):
                     path.unlink()
         if finished:
-            self.loop.latest = finished[-1]["held_out"]
-            if finished[-1]["undone"]:  # a fault may have come before that was done
+            self.loop.latest = dict(finished[-1].held_out)
+            if finished[-1].undone:  # a fault may have come before that was done
                 self._undo()
         return len(finished)
 
@@ -279,6 +277,20 @@ class Rounds:
             f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
             "bold",
         )
+
+
+def _figures(path: Path, text: str) -> RoundFigures:
+    """What round.json says.
+
+    Raises:
+        AgreedError: it is not what a round writes; all ranks have the same text.
+    """
+    try:
+        read = json.loads(text)
+        samples = SampleFigures(**read["samples"])
+        return RoundFigures(int(read["round"]), _known(read["held_out"]), samples, bool(read["undone"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AgreedError(f"{path} is not what a round writes: {error!r}; start a new run") from None
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
