@@ -78,14 +78,16 @@ class Line(NamedTuple):
 
 
 def attacks() -> dict[str, Line]:
-    """The attacks of all modules, by name. A module without a `prepare` attacks what tests/attacks.py prepares."""
+    """The attacks of all modules, by module and name.
+
+    A module without a `prepare` attacks what tests/attacks.py prepares.
+    """
     shared = importlib.import_module("tests.attacks").prepare
     found: dict[str, Line] = {}
     for path in sorted((ROOT / "tests").glob("attacks*.py")):
         module = importlib.import_module(f"tests.{path.stem}")
-        assert not found.keys() & module.ATTACKS.keys(), found.keys() & module.ATTACKS.keys()
-        prepare = getattr(module, "prepare", shared)
-        found |= {name: Line(attack, prepare) for name, attack in module.ATTACKS.items()}
+        prepare, kind = getattr(module, "prepare", shared), path.stem.removeprefix("attacks").removeprefix("_")
+        found |= {f"{kind or 'words'}/{name}": Line(attack, prepare) for name, attack in module.ATTACKS.items()}
     return found
 
 

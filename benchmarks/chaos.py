@@ -70,6 +70,7 @@ from tests.faults import KINDS, STRATEGIES, Launch, Scene  # noqa: E402
 
 HANG_SECONDS = 90.0  # without a new step: given up
 WEDGED_SECONDS = 5.0
+TRIES = 3  # to make a fault
 SLOW_SECONDS = 5.0  # of a recovery: what the launcher wrote meanwhile is printed
 TOLERANCE = 1e-3  # of a loss that roundings explain
 BLAMES = re.compile(rf"{faults.RESTARTS}(.*)|launch: start .*\(without (.*?)\)")
@@ -129,6 +130,7 @@ class Setup:
     rows: int
     batch_size: int
     launch: list[str]  # up to --
+    folder: Path
 
     def of(self, strategy: str) -> list[str]:
         """The words of train.py; as many of its steps as possible are those of a run without faults."""
@@ -145,7 +147,7 @@ def set_up(folder: Path, machines: Sequence[Host], is_tiny: bool, backend: str, 
     if is_tiny:
         rows, batch_size = 45, 8
         words = [*tiny.settings(folder, rows=rows), "--config", str(tiny.config_file(folder))]
-        words += ["train.learning_rate=1e-4", "evaluate.every=40"]
+        words += ["train.learning_rate=1e-4", "evaluate.every=20"]
         hosts = len(machines) - 1  # each may hold heads of every block, or blocks of its own
         heads = {"num_attention_heads": 2 * hosts, "num_key_value_heads": hosts, "hidden_size": 8 * hosts}
         tiny.model_folder(folder / "model", num_hidden_layers=hosts, **heads)
@@ -170,7 +172,7 @@ def set_up(folder: Path, machines: Sequence[Host], is_tiny: bool, backend: str, 
     options += ["--env", f"PYTHONPATH={folder}", "--env", f"CHAOS_ORDER={disk}/order"]
     moved = ["env", f"LD_PRELOAD={clock}", f"CLOCK_OFFSET={disk}/clock"]
     launch = [*moved, sys.executable, str(ROOT / "launch"), "--hosts", names, *options]
-    return Setup(words, rows, batch_size, launch)
+    return Setup(words, rows, batch_size, launch, folder)
 
 
 # ---- One fault
@@ -182,7 +184,14 @@ def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
     found = Found(kind_name, strategy, host.name, scene.newest_step())
     scene.victims, scene.torn = {host.name}, -1
     began = time.monotonic()
-    mend = kind.bring(scene, host)
+    for attempt in itertools.count(1):
+        try:
+            mend = kind.bring(scene, host)
+            break
+        except faults.NotThereError:  # a start that nobody asked for is judged by its line
+            if attempt == TRIES or not all_train(scene):
+                found.hung = True
+                return found
     made = time.monotonic()
     noticed: float | None = None if kind.noticed or kind.ends_launch else made
     is_mended = False
@@ -242,41 +251,18 @@ def wrongly_blamed(scene: Scene, kind: str | None, since: float) -> list[str]:
 
 
 def run_strategy(
-    strategy: str, kinds: list[str], seconds: float, setup: Setup, machines: Sequence[Host], scene: Scene, folder: Path
+    strategy: str, kinds: list[str], seconds: float, setup: Setup, machines: Sequence[Host], scene: Scene
 ) -> Outcome:
     """A run under these faults, from its start to its last epoch's end, beside one without faults."""
     words = setup.of(strategy)
-    began = time.monotonic()
-    scene.launch = Launch(
-        machines[-1], [*setup.launch, "--", "train.py", *words, f"run.dir={scene.run.parent}", "train.steps=1000000"]
-    )
+    started = time.monotonic()
+    endless = ["train.py", *words, f"run.dir={scene.run.parent}", "train.steps=1000000"]
+    scene.launch = Launch(machines[-1], [*setup.launch, "--", *endless])
     if not scene.wait(lambda: scene.newest_step() >= 1, HANG_SECONDS, 0.05):
         sys.exit("\n".join([f"{strategy}: no first step came:", *(line for _, line in scene.launch.lines[-40:])]))
     first_step = time.monotonic()
     time.sleep(5)  # until processes are ready for a restart, as they are in a run that goes on for hours
-    found, turns, last_end = [], time.monotonic(), time.monotonic()
-    for number, kind in enumerate(kinds, 1):
-        began_fault = time.monotonic()
-        turn = turns + (number - 1 + scene.rng.uniform(0, 0.5)) * seconds
-        # All train, and no start is under way: a fault of a host that is alone is another one.
-        while (ready := all_train(scene)) and time.monotonic() < turn:
-            time.sleep(max(0.0, turn - time.monotonic()))
-        between = wrongly_blamed(scene, found[-1].kind if found else None, last_end)
-        if not ready:
-            found.append(Found(kind, strategy, "-", scene.newest_step(), hung=True))
-        else:
-            began_fault = time.monotonic()
-            found.append(one_fault(kind, strategy, scene))
-            last_end = time.monotonic()
-            between += wrongly_blamed(scene, kind, began_fault)
-        found[-1].wrongly_blamed = len(between)
-        show(number, len(kinds), found[-1], between)
-        if found[-1].recovery_seconds > SLOW_SECONDS:
-            for at, line in [one for one in scene.launch.lines if one[0] >= began_fault and "launch: " in one[1]]:
-                print(f"    {at - began_fault:5.1f} s  {line}", flush=True)
-        if found[-1].hung:
-            print("\n".join(line for _, line in scene.launch.lines[-40:]))
-            break
+    found = all_faults(strategy, kinds, seconds, scene)
     scene.wait(lambda: all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
     lasted = time.monotonic() - first_step
     interrupt(scene)
@@ -284,39 +270,64 @@ def run_strategy(
     an_epoch = -(-setup.rows // setup.batch_size)
     steps = an_epoch * (scene.newest_step() // an_epoch + 1)
     if strategy == "independent":  # a rank's log counts its own steps
-        steps = an_epoch * (max(one.get("step", 0) for one in checkpoints(scene)) // an_epoch + 2)
-    finished = machines[-1].run(
-        [*setup.launch, "--", "train.py", "--resume", str(scene.run), f"train.steps={steps}"], timeout=900
-    )
+        steps = an_epoch * (max(state["step"] for state in checkpoints(scene)) // an_epoch + 2)
+    finish = ["train.py", "--resume", str(scene.run), f"train.steps={steps}"]
+    finished = machines[-1].run([*setup.launch, "--", *finish], timeout=900)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    lived = steps_of(scene.logs())
-    lost, repeated = examples(lived, setup.rows, is_divided=strategy in ("sharded", "pipelined"))
-    finisher = next(disk for disk in scene.disks if (disk / "runs/run/summary.json").exists()) / "runs/run"
     print(f"finished at step {steps}; the same without faults", flush=True)
-    whole = folder / f"whole-{strategy}"
+    whole = setup.folder / f"whole-{strategy}"
     alone = [f"run.dir={whole}", f"train.steps={steps}", f"plan.calibration_dir={whole}"]
-    tiny.train(folder, [*words, *alone], ranks=len(scene.hosts), timeout=5400)
-    undisturbed = tiny.steps_of(whole / "run")
+    tiny.train(setup.folder, [*words, *alone], ranks=len(scene.hosts), timeout=5400)
+    run = next(disk / "runs/run" for disk in scene.disks if (disk / "runs/run/summary.json").exists())
+    lived, undisturbed = steps_of(scene.logs()), tiny.steps_of(whole / "run")
     losses = {record["step"]: record["loss"] for record in undisturbed}
-    differing = sum(
-        step not in lived or abs(lived[step][0]["loss"] - loss) > TOLERANCE for step, loss in losses.items()
-    )
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (finisher, whole / "run")]
+    lost, repeated = examples(lived, setup.rows, is_divided=strategy in ("sharded", "pipelined"))
+    with_faults, without = (json.loads((one / "summary.json").read_text()) for one in (run, whole / "run"))
+    in_steps = useful_seconds(strategy, {record["step"]: [record] for record in undisturbed[1:]})
     return Outcome(
-        found,
-        first_step - began,
-        lasted,
-        useful,
-        steps,
-        lost,
-        repeated,
-        differing,
-        tiny.difference(whole / "run", finisher),
-        (summaries[0].get("exact_match_after"), summaries[1].get("exact_match_after")),
-        useful_seconds(strategy, {record["step"]: [record] for record in undisturbed[1:]})
-        / (undisturbed[-1]["time"] - undisturbed[0]["time"]),
-        sum("is damaged" in line for _, line in scene.launch.lines),
+        found=found,
+        first_start_seconds=first_step - started,
+        seconds=lasted,
+        useful_seconds=useful,
+        steps=steps,
+        lost=lost,
+        repeated=repeated,
+        differing_steps=sum(
+            step not in lived or abs(lived[step][0]["loss"] - loss) > TOLERANCE for step, loss in losses.items()
+        ),
+        weights_difference=tiny.difference(whole / "run", run),
+        exact_match=(with_faults.get("exact_match_after"), without.get("exact_match_after")),
+        goodput_without_faults=in_steps / (undisturbed[-1]["time"] - undisturbed[0]["time"]),
+        damaged=sum("is damaged" in line for _, line in scene.launch.lines),
     )
+
+
+def all_faults(strategy: str, kinds: list[str], seconds: float, scene: Scene) -> list[Found]:
+    """Makes all faults of a run, one after the other, and prints what comes of each; none follows one that hangs."""
+    found: list[Found] = []
+    began = last_end = time.monotonic()
+    for number, kind in enumerate(kinds, 1):
+        turn = began + (number - 1 + scene.rng.uniform(0, 0.5)) * seconds
+        # All train, and no start is under way: a fault of a host that is alone is another one.
+        while (ready := all_train(scene)) and time.monotonic() < turn:
+            time.sleep(max(0.0, turn - time.monotonic()))
+        fault_began = time.monotonic()
+        wrong = wrongly_blamed(scene, found[-1].kind if found else None, last_end)
+        if ready:
+            found.append(one_fault(kind, strategy, scene))
+            wrong += wrongly_blamed(scene, kind, fault_began)
+        else:
+            found.append(Found(kind, strategy, "-", scene.newest_step(), hung=True))
+        found[-1].wrongly_blamed = len(wrong)
+        last_end = time.monotonic()
+        show(number, len(kinds), found[-1], wrong)
+        if found[-1].recovery_seconds > SLOW_SECONDS:
+            for at, line in [one for one in scene.launch.lines if one[0] >= fault_began and "launch: " in one[1]]:
+                print(f"    {at - fault_began:5.1f} s  {line}", flush=True)
+        if found[-1].hung:
+            print("\n".join(line for _, line in scene.launch.lines[-40:]))
+            break
+    return found
 
 
 def all_train(scene: Scene) -> bool:
@@ -464,7 +475,8 @@ def kinds_of(strategies: Sequence[str], chosen: Sequence[str], count: int, rng: 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
     """So many processes that never rest, at the usual priority."""
-    processes = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    code = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # nor do they outlive this one
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
     try:
         yield
     finally:
@@ -527,7 +539,7 @@ def main() -> None:
             for disk in disks:
                 shutil.rmtree(disk / "runs", ignore_errors=True)
             scene = Scene(hosts, disks, hosts[0].disk / "mnt/runs/run", rng)
-            outcomes.append(run_strategy(strategy, mine, options.seconds, setup, machines, scene, folder))
+            outcomes.append(run_strategy(strategy, mine, options.seconds, setup, machines, scene))
             stack.callback(lambda groups: [group.rmdir() for group in groups], scene.memory)
     found = [one for outcome in outcomes for one in outcome.found]
     minutes = sum(outcome.seconds for outcome in outcomes) / 60

@@ -12,10 +12,12 @@ from tests import attacks_gateway
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("attacked")
+    yield attacks_gateway.prepare(tmp_path_factory.mktemp("attacked"))
     attacks_gateway.end()
 
 
-@pytest.mark.parametrize("name", attacks_gateway.ATTACKS)
+@pytest.mark.parametrize(
+    "name", attacks_gateway.BESIDE
+)  # tests/test_listener.py has the rest; benchmarks/attack.py all
 def test_it_holds(name: str, folder: Path) -> None:
-    assert attacks_gateway.ATTACKS[name](folder) is None
+    assert attacks_gateway.ATTACKS[f"gateway: {name}"](folder) is None

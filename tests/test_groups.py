@@ -52,6 +52,7 @@ def loss64(
     train: TrainSettings, policy: Ragged, sampling: Ragged, reference: Ragged | None, rewards: list[list[float | None]]
 ) -> float:
     """The loss of a step, token by token."""
+    kind = train.loss_type or "grpo"
     total, completions, tokens = 0.0, 0, 0
     upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
     for i, of_group in enumerate(rewards):
@@ -65,10 +66,10 @@ def loss64(
                 if reference is not None:
                     difference = reference[i][k][t] - new
                     own += train.beta * (np.exp(difference) - difference - 1)
-            total += own / len(policy[i][k]) if train.loss_type == "grpo" else own
+            total += own / len(policy[i][k]) if kind == "grpo" else own
             completions, tokens = completions + 1, tokens + len(policy[i][k])
     divisor = {"grpo": completions, "dr_grpo": completions * (train.max_completion_length or 0)}
-    return total / divisor.get(train.loss_type, tokens)
+    return total / divisor.get(kind, tokens)
 
 
 def settings_of(loss_type: str, **changes: Any) -> TrainSettings:
@@ -115,7 +116,7 @@ def drawn(seed: int) -> tuple[Ragged, Ragged, Ragged, list[list[float | None]]]:
     return policy, near(policy, 0.3), near(policy, 0.5), rewards
 
 
-@pytest.mark.parametrize(("loss_type", "kind"), itertools.product(LOSS_TYPES, ADVANTAGES))
+@pytest.mark.parametrize(("loss_type", "kind"), [*itertools.product(LOSS_TYPES, ADVANTAGES)])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_values_and_gradients_match_float64(loss_type: str, kind: str, beta: float) -> None:
     train = settings_of(loss_type, advantages=kind, beta=beta, epsilon_high=0.28)
@@ -217,10 +218,8 @@ def step_gradients(
 WORDS = ("train.loss=grpo", "train.max_grad_norm=null", "train.beta=0.5", "train.temperature=0.7")
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path, loss_type: str) -> None:
-    longest = ["train.max_completion_length=4"] if loss_type == "dr_grpo" else []
-    model, settings = build(tmp_path, *WORDS, f"train.loss_type={loss_type}", *longest)
+def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
+    model, settings = build(tmp_path, *WORDS)
     rows = rows_of(3)
     result, gradients = step_gradients(model, settings, rows, [2, 1])
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
@@ -364,7 +363,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
         (["plan.shares=[6,2]"], 2),
         (["strategy=pipelined"], 2),
         (["strategy=sharded", "model.shard_vocabulary=true"], 2),
-        (["train.compile=true"], 1),
+        (["train.compile=true", "train.max_traces=1"], 1),
         (["data.shared_prompts=false", "plan.micro_batch_sizes=[3]"], 1),
     ],
     ids=str,
@@ -391,6 +390,8 @@ GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 
         ({"rewards": [1.0]}, "2 completion_ids and 1 rewards"),
         ({"rewards": [1.0, "good"]}, "rewards[1] is 'good', neither a number nor null"),
         ({"rewards": [1.0, float("nan")]}, "rewards[1] is nan"),
+        ({"rewards": [1.0, 10**400]}, "neither a number nor null"),
+        ({"rewards": [1e39, 0.0]}, "rewards[0] is 1e+39"),
         ({"logps": [[-1.0], [0]]}, "logps[0] is not a list of 2 numbers"),
         ({"logps": [[-1.0, 0.5], [0]]}, "logps[0] has what is no log-probability"),
         ({"prompt_ids": [5] * 63}, "data.max_length=64"),

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lib.config.train_settings import LossTerm, TrainSettings
+from lib.config.train_settings import GroupLoss, LossTerm, TrainSettings
 from lib.training.losses import (
     PREFERENCE_LOSSES,
     UNPAIRED_LOSSES,
@@ -213,7 +213,7 @@ def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str
 def test_every_loss_is_covered() -> None:
     assert {name for name, _ in CASES} == {*PREFERENCE_LOSSES, *TERMS}
     alone, summed = get_args(TrainSettings.model_fields["loss"].annotation)
-    assert set(get_args(alone)) == {"sft", *PREFERENCE_LOSSES, *UNPAIRED_LOSSES}
+    assert set(get_args(alone)) == {"sft", "grpo", *PREFERENCE_LOSSES, *UNPAIRED_LOSSES, *get_args(GroupLoss)}
     assert get_args(summed)[0] is LossTerm and set(get_args(LossTerm)) == {"sft", *PREFERENCE_LOSSES}
     assert [n for n in PREFERENCE_LOSSES if not needs_reference(TrainSettings(loss=n))] == ["simpo", "orpo", "cpo"]
 

@@ -35,6 +35,12 @@ CASES = [
         "many heads", method="dora", bits=4, dtype="float32", prompt=64, completion=32, pairs=2, checkpointing=True
     ),
     benchmark.Case("many heads", dtype="float32", prompt=64, completion=64, words=("model.adapt_embeddings=true",)),
+    *(
+        benchmark.Case(
+            "large head", "full", "float32", prompt=32, completion=32, pairs=1, words=(f"train.optimizer={name}",)
+        )
+        for name in ("adamw", "adamw_8bit")  # the update of one large array is the largest moment
+    ),
 ]
 
 

@@ -56,8 +56,9 @@ def sampled(
     model: nn.Module, settings: Sampling, prompts: Sequence[Prompt], seed: Sequence[int] = (0, 1)
 ) -> list[Sample]:
     found = list(Sampler(model, Letters(), settings).sample(prompts, seed))  # type: ignore[arg-type]
-    assert sorted((s.prompt_id, s.k) for s in found) == [(p.id, k) for p in prompts for k in range(settings.samples)]
-    return sorted(found, key=lambda sample: (sample.prompt_id, sample.k))
+    found.sort(key=lambda sample: (sample.prompt_id, sample.k))
+    assert [(s.prompt_id, s.k) for s in found] == sorted((p.id, k) for p in prompts for k in range(settings.samples))
+    return found
 
 
 def logps_of(model: nn.Module, sample: Sample, temperature: float = 1.0) -> np.ndarray:
@@ -152,7 +153,7 @@ def test_who_samples_and_in_which_batch_changes_no_token(tmp_path: Path) -> None
     ends = {len(sample.tokens) for sample in whole}
     assert len(ends) > 5, "rows end at various times, so others begin beside them"
     others = [
-        sampled(model, Sampling(batch_size=64), prompts[::-1][:4]) + [],
+        sampled(model, Sampling(batch_size=64), prompts[::-1][:4]),
         [sample for part in (prompts[:2], prompts[2:5], prompts[5:]) for sample in sampled(model, Sampling(), part)],
         sampled(model, Sampling(batch_size=3), prompts),
     ]
@@ -212,11 +213,12 @@ def test_answers_end_at_end_tokens_stop_strings_and_the_longest_length(tmp_path:
     assert stops
     for sample, whole in zip(sampled(model, Sampling(stop=stops), prompts), plain, strict=True):
         cut = min((at for stop in stops if (at := whole.text.find(stop)) >= 0), default=None)
-        if cut is None:
-            assert sample == whole
-            continue
-        assert sample.text == whole.text[:cut] and sample.finish == "stop"
-        assert sample.tokens == whole.tokens[: cut + 2] and sample.logps == whole.logps[: cut + 2]
+        count = len(whole.tokens) if cut is None else cut + 2
+        assert sample.text == whole.text[:cut] and sample.tokens == whole.tokens[:count]
+        assert sample.finish == (whole.finish if cut is None else "stop")
+        # Rows that end earlier make another batch, which may be rounded otherwise.
+        limit = rounding.roundoff(64) * VOCABULARY
+        np.testing.assert_allclose(sample.logps, whole.logps[:count], atol=limit)
     short = sampled(model, replace(Sampling(), max_tokens=1), prompts)
     assert [s.tokens for s in short] == [s.tokens[:1] for s in plain]
 

@@ -512,7 +512,7 @@ def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host
         (["serve.host=0.0.0.0"], "no keys"),
         (["serve.host=::"], "no keys"),
         (["serve.keys=missing"], "--make-key"),
-        (["serve.keys=/dev/null"], "holds no key"),
+        (["serve.keys=/dev/null"], "is a device"),
         (["serve.prot=1"], "did you mean serve.port"),
         (["serve.port=99999"], "serve.port"),
         (["serve.host=192.0.2.1"], "serve.host=192.0.2.1"),

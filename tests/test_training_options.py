@@ -278,6 +278,23 @@ def test_small_arrays_keep_32_bits_and_large_ones_follow_adamw() -> None:
     assert 0 < far.item() < 0.05
 
 
+def test_an_array_in_slices_ends_with_the_bits_of_one_updated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of two blocks; the last block of the array is not full."""
+    target = mx.random.normal((67, 129), key=mx.random.key(1))
+    ends = []
+    for blocks in (2, 1024):
+        monkeypatch.setattr(optimizers, "SLICE", blocks * optimizers.BLOCK)
+        optimizer = make_optimizer(TrainSettings(optimizer="adamw_8bit", learning_rate=0.02, weight_decay=0.1))
+        parameters: dict[str, Any] = {"large": mx.zeros(target.shape)}
+        for _ in range(5):
+            parameters = optimizer.apply_gradients({"large": parameters["large"] - target}, parameters)
+        optimizers.evaluate_in_turn(parameters, optimizer.state)
+        ends.append({**parameters, **optimizer.state["large"]})
+    assert ends[0].keys() == ends[1].keys() and len(ends[0]) == 5
+    for name, array in ends[0].items():
+        assert array.shape == ends[1][name].shape and mx.array_equal(array, ends[1][name]), name
+
+
 # ---- A reference that follows
 
 

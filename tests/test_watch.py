@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lib.launch.agent_link import Link
+from lib.launch.hostfile import Host
+from lib.launch.job import Job
 from lib.launch.patience import Load, Punctuality, silence_limit, work_limit
+from lib.launch.rank_console import Console
 from lib.launch.rank_faults import (
     Fault,
     HostState,
@@ -18,6 +26,7 @@ from lib.launch.rank_faults import (
     stragglers,
 )
 from lib.launch.supervisor import is_hopeless
+from lib.launch.world_state import WorldState
 
 
 def found(ranks: list[RankState], hosts: list[HostState] | None = None) -> Fault | None:
@@ -212,3 +221,19 @@ def test_no_start_follows_where_the_last_two_ended_alike() -> None:
     assert not is_hopeless(diverged, died, False) and not is_hopeless(died, diverged, False)
     assert not is_hopeless(diverged, diverged, True), "it was trained on between them"
     assert is_hopeless(diverged, diverged, False)
+
+
+def test_a_launcher_that_was_stopped_itself_takes_nobody_for_silent() -> None:
+    """Ctrl-Z, and fg after a minute: what the hosts sent meanwhile is in the pipes, unread."""
+    link = SimpleNamespace(name="a", closed=False, punctuality=Punctuality(0.5, 0.0))
+    world = WorldState(Job((Host("a"),), "ring", ("true",), silent_seconds=10.0), cast(Console, None), "address")
+    world.add_host(cast(Link, link), [0])
+    assert world.fault() is None
+    world.ranks[0].stopped_since = time.monotonic() - 70.0
+    for past in (world, link.punctuality):
+        name = "looked" if past is world else "last"
+        setattr(past, name, getattr(past, name) - 70.0)
+    assert world.fault() is None
+    link.punctuality.last -= 70.0  # while the launcher looked
+    fault = world.fault()
+    assert fault and fault.kind == "silent" and fault.hosts == ("a",)

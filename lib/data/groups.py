@@ -11,7 +11,6 @@ reward of null says that nobody could judge a completion: it is left out, from i
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,8 @@ from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.errors import UserError
 
 COLUMNS = ("prompt_ids", "completion_ids", "rewards")
+LARGEST = float(np.finfo(np.float32).max)
+ROUNDED = 1e-4  # what another sampler's log-probability of a certain token may be rounded to
 LEFT_OUT = ~0  # the one token, which is not learnt, of a completion without a reward
 
 
@@ -123,7 +124,7 @@ def _parse(record: JSON, max_length: int, vocab_size: int | None) -> Group:
             raise Unusable(f"{where} ends behind data.max_length={max_length}; raise it: what was sampled is not cut")
     for k, reward in enumerate(rewards):
         if reward is not None and not _is_finite(reward):
-            raise Unusable(f"rewards[{k}] is {reward!r}, neither a number nor null")
+            raise Unusable(f"rewards[{k}] is {repr(reward)[:40]}, neither a number nor null")
     return Group(prompt, completions, rewards, _logps_of(record.get("logps"), completions))
 
 
@@ -143,13 +144,13 @@ def _logps_of(logps: object, completions: list[list[int]]) -> list[list[float]] 
     for k, (own, ids) in enumerate(zip(logps, completions, strict=True)):
         if not isinstance(own, list) or len(own) != len(ids):
             raise Unusable(f"logps[{k}] is not a list of {len(ids)} numbers, one a token of completion_ids[{k}]")
-        if not all(_is_finite(logp) and logp <= 0 for logp in own):
+        if not all(_is_finite(logp) and logp <= ROUNDED for logp in own):
             raise Unusable(f"logps[{k}] has what is no log-probability: a number up to 0")
     return logps
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:

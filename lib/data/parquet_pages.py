@@ -88,6 +88,7 @@ class HonestPages(io.RawIOBase):
             self._file.seek(before)
             end += chunk.next - at
         unpacked, packed = header.get(UNPACKED), header.get(PACKED)
+        values: Any
         kind, values = header.get(TYPE), 0
         if isinstance(kind, int) and isinstance(own := header.get(OF_KIND.get(kind, -1)), dict):
             values = own.get(VALUES)

@@ -95,7 +95,9 @@ def layer_of(product: Product) -> QuantisedLinear | QuantisedExperts:
 
 def products_of(model: nn.Module) -> list[Product]:
     """The kinds of products that the model's quantised layers make, each once, in the model's order."""
-    layers = [module for module in model.modules() if isinstance(module, tuple(OURS)) and "weight" in module]
+    # A stage of a pipeline has layers of other stages, without their weights.
+    kinds = Quantised | QuantisedExperts
+    layers = [module for module in model.modules() if isinstance(module, kinds) and "weight" in module]
     return list(dict.fromkeys(product_of(layer, _dtype_of(layer)) for layer in layers))
 
 

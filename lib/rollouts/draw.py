@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
-# A threshold between 0 and 1 is halved so often: tokens whose probabilities are closer than 2^-32 are kept together.
-HALVINGS = 32
+# The logarithm of a threshold, of some 20 nats at most, is halved so often: tokens whose probabilities differ by less
+# than a part of 2e-5 are kept together.
+HALVINGS = 20
 
 
 def uniforms(seed: Sequence[int], prompt_id: int, k: int, count: int) -> np.ndarray:
@@ -49,16 +51,19 @@ def draw(logits: mx.array, numbers: mx.array, temperature: float, top_p: float) 
 def nucleus(probabilities: mx.array, top_p: float) -> mx.array:
     """The probabilities of the fewest tokens that sum up to top_p, 0 for all others: float32 [B, V], not scaled.
 
-    Without sorting: the least probability of a kept token is found by halving an interval.
+    Without sorting: the logarithm of the least probability that is kept is found by halving an interval. What is below
+    (1 - top_p) / V has at most 1 - top_p together, so it need not be kept.
     """
     if top_p >= 1:
         return probabilities
-    low, high = mx.zeros((len(probabilities), 1)), mx.ones((len(probabilities), 1))
+    count, vocabulary = probabilities.shape
+    low, high = mx.full((count, 1), math.log((1 - top_p) / vocabulary)), mx.zeros((count, 1))
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        is_enough = mx.where(probabilities >= middle, probabilities, 0.0).sum(axis=-1, keepdims=True) >= top_p
+        kept = mx.where(probabilities >= mx.exp(middle), probabilities, 0.0)
+        is_enough = kept.sum(axis=-1, keepdims=True) >= top_p
         low, high = mx.where(is_enough, middle, low), mx.where(is_enough, high, middle)
-    return mx.where(probabilities >= low, probabilities, 0.0)
+    return mx.where(probabilities >= mx.exp(low), probabilities, 0.0)
 
 
 def _first_beyond(weights: mx.array, numbers: mx.array) -> mx.array:

@@ -36,6 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
     path = Path(told["socket"]) if told["socket"] else backend_link.socket_folder() / "backend"
     threading.Thread(target=_end_with_input, args=(path,), daemon=True).start()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ["MLX_MPI_LIBNAME"] = (
+        "none"  # mlx_lm.server asks MLX for other ranks; MPI would listen on a port for them
+    )
     mpi_and_blas.load_blas()
     model = str(model_folder.resolve(options.model, options.revision))
     where = ["--model", model]

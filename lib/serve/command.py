@@ -51,7 +51,7 @@ from lib.serve.request_reading import Told
 from lib.serve.tls_listener import BACKLOG, Listener
 from lib.system import command_errors, model_folder
 
-FILES_BESIDE_CONNECTIONS = 1024  # of requests on backends, processes, libraries
+FILES_BESIDE_CONNECTIONS = 512  # of requests on backends, processes, libraries
 
 
 @command_errors.reported

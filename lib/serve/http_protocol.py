@@ -78,7 +78,7 @@ class Protocol(H11Protocol):
         self.searched = 0  # of what is held, for the headers' end
         self.rest_of_body: int | None = None  # None: it comes in chunks
         self.body_bytes = 0  # of a body in chunks, with its framing
-        self.is_body_wanted = self.is_ignored = self.is_paused = False
+        self.is_body_wanted = self.is_ignored = self.is_turned_away = self.is_paused = False
         self.ignored_bytes = 0
         self.waiting_for_headers: asyncio.TimerHandle | None = None
 
@@ -94,7 +94,8 @@ class Protocol(H11Protocol):
         self.places.is_idle(self.place)
 
     def abort(self) -> None:
-        self.transport.abort()
+        if not self.is_turned_away:  # else it is closed a little later
+            self.transport.abort()
 
     # ---- For asyncio and uvicorn
 
@@ -113,7 +114,7 @@ class Protocol(H11Protocol):
         if self.is_ignored:
             self.ignored_bytes += len(data)
             if self.ignored_bytes > self.settings.max_body_bytes:
-                self.abort()
+                self.transport.abort()
             return
         self.held += data
         if self.conn.their_state is h11.IDLE:
@@ -122,7 +123,7 @@ class Protocol(H11Protocol):
             self.give_body()
         if len(self.held) > HELD_BYTES and not self.is_ignored:
             if self.conn.their_state is not h11.SEND_BODY:  # a next request, before the answer to this one
-                self.abort()
+                self.transport.abort()
             elif not self.is_paused:
                 self.is_paused = True
                 self.transport.pause_reading()
@@ -139,7 +140,7 @@ class Protocol(H11Protocol):
             if self.rest_of_body is None:
                 self.body_bytes += len(data)
                 if self.body_bytes > self.settings.max_body_bytes + FRAMING_BYTES:
-                    self.abort()
+                    self.transport.abort()
                     return
             else:
                 self.rest_of_body -= len(data)
@@ -153,7 +154,7 @@ class Protocol(H11Protocol):
             self.places.is_idle(self.place)
             if self.conn.their_state is h11.SEND_BODY:  # an answer that did not wait for the body
                 self.ignore()
-                self.loop.call_later(LINGER_SECONDS, self.abort)
+                self.loop.call_later(LINGER_SECONDS, self.transport.abort)
             elif self.held and self.conn.their_state is h11.IDLE:
                 self._read_head()
 
@@ -163,7 +164,7 @@ class Protocol(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self.loop.call_later(self.settings.write_seconds, self.abort)
+        self.loop.call_later(self.settings.write_seconds, self.transport.abort)
 
     # ---- The headers of a request
 
@@ -193,13 +194,17 @@ class Protocol(H11Protocol):
 
     def _turn_away(self, status: bytes) -> None:
         """Answers what is no request, and closes."""
+        self.is_turned_away = True
         self.ignore()
         self.transport.write(b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
-        self.loop.call_later(LINGER_SECONDS, self.abort)
+        if self.cycle is not None and not self.cycle.response_complete:  # of its body: the application hears no more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _await_headers(self) -> None:
         if self.waiting_for_headers is None:
-            self.waiting_for_headers = self.loop.call_later(self.settings.read_seconds, self.abort)
+            self.waiting_for_headers = self.loop.call_later(self.settings.read_seconds, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self.waiting_for_headers is not None:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import json
+import os
 import select
 import subprocess
 import sys
@@ -49,10 +50,13 @@ class _Searcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
         atexit.register(self._end)
 
     def ask(self, pattern: str, text: str, is_full: bool) -> object:
         with self._lock:
+            if self._owner != os.getpid():  # a fork: its parent goes on with the other one
+                self._process, self._owner = None, os.getpid()
             process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
             try:
@@ -78,7 +82,7 @@ class _Searcher:
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._owner == os.getpid():
             process.kill()
             with contextlib.suppress(OSError):
                 process.communicate()

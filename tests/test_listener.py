@@ -1,0 +1,209 @@
+"""The listener on real sockets, without a model: what is parsed, of whom, how much of it, and who may stay connected."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import h11
+import httpx2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.config.serve_settings import ServeSettings
+from lib.serve import command
+from lib.serve.api_keys import Keys
+from lib.serve.backend_pool import Pool
+from lib.serve.gateway import Gateway
+from lib.serve.openai_requests import RequestError
+from tests.hostile import head
+from tests.served import certificate
+
+Connect = Callable[..., Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+KEYS = Keys(tuple((name, hashlib.sha256(name.encode()).digest()) for name in ("alice", "bob")))
+
+
+async def read(owner: str, kind: str, body: bytes) -> Any:
+    """Instead of an answer, what came of the body."""
+    if body.startswith(b"wait"):
+        await asyncio.sleep(3600)
+    raise RequestError(418, f"{owner} sent {len(body)} bytes, {hashlib.sha256(body).hexdigest()[:8]}")
+
+
+@contextlib.asynccontextmanager
+async def listening(**words: Any) -> AsyncIterator[Connect]:
+    """A gateway without a backend, for as long as it is needed; gives how one connects to it."""
+    own = ServeSettings(**{"drain_seconds": 0.0, **words})
+    gateway = Gateway(own, "tiny", read, Pool([], own.max_queue), httpx2.AsyncClient(), KEYS, lambda *a, **b: None)
+    door = command.bind("127.0.0.1", 0)
+    port = door.getsockname()[1]
+    listener = command._listener(gateway, own)
+    serving = asyncio.create_task(listener.serve([door]))
+
+    async def connect(tls: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname=tls and "localhost")
+
+    try:
+        yield connect
+    finally:
+        listener.should_exit = listener.force_exit = True
+        await serving
+
+
+async def heard(reader: asyncio.StreamReader, seconds: float = 20.0) -> bytes:
+    """All that comes until the connection ends."""
+    said = b""
+    async with asyncio.timeout(seconds):
+        with contextlib.suppress(ConnectionError):
+            while block := await reader.read(65536):
+                said += block
+    return said
+
+
+async def asked(connect: Connect, *parts: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+    """The answer to these bytes, sent one part after the other, over a connection that ends then."""
+    reader, writer = await connect(tls)
+    hearing = asyncio.create_task(heard(reader))
+    with contextlib.suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+    said = await hearing
+    writer.transport.abort()
+    return said
+
+
+@settings(max_examples=25)
+@given(st.binary(min_size=1, max_size=5000), st.lists(st.integers(1, 6000), max_size=5), st.booleans(), st.data())
+def test_a_body_comes_whole_however_it_is_cut(body: bytes, cuts: list[int], chunked: bool, data: st.DataObject) -> None:
+    if chunked:
+        sizes = data.draw(st.lists(st.integers(1, 2000), min_size=1, max_size=9))
+        chunks, rest = [], body
+        while rest:
+            size = sizes[len(chunks) % len(sizes)] + 8 * len(chunks)
+            chunks.append(b"%x\r\n%s\r\n" % (len(rest[:size]), rest[:size]))
+            rest = rest[size:]
+        sent = head("alice", "Transfer-Encoding: chunked", "Connection: close") + b"".join(chunks) + b"0\r\n\r\n"
+    else:
+        sent = head("alice", f"Content-Length: {len(body)}", "Connection: close") + body
+    places = [0, *sorted(cut for cut in cuts if cut < len(sent)), len(sent)]
+    parts = [sent[start:end] for start, end in zip(places, places[1:], strict=False)]
+
+    async def story() -> bytes:
+        async with listening() as connect:
+            return await asked(connect, *parts)
+
+    said = asyncio.run(story())
+    if body.startswith(b"wait"):
+        return
+    assert b" 418 " in said and f"sent {len(body)} bytes, {hashlib.sha256(body).hexdigest()[:8]}".encode() in said
+
+
+def test_nothing_is_parsed_of_a_strangers_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the answer is read all the same, by one who sends to the end before it reads."""
+    parsed: list[int] = []
+    receive = h11.Connection.receive_data
+
+    def counting(self: h11.Connection, data: bytes) -> None:
+        parsed.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(h11.Connection, "receive_data", counting)
+    start, flood = head(None, "Transfer-Encoding: chunked"), b"1\r\nx\r\n" * 20_000
+
+    async def story() -> bytes:
+        async with listening() as connect:
+            return await asked(connect, start, *[flood] * 5)
+
+    said = asyncio.run(story())
+    assert said.startswith(b"HTTP/1.1 401 ") and b"connection: close" in said
+    assert sum(parsed) == len(start)
+
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer alice\r\n"
+LAST = GET + b"Connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "statuses"),
+    [
+        ([LAST], [200]),
+        ([GET + b"\r\n" + GET + b"\r\n" + LAST], [200, 200, 200]),
+        ([bytes([byte]) for byte in LAST], [200]),
+        ([GET + b"Content-Length: 3\r\n\r\nabc", LAST], [200]),  # a body that nobody asked for ends the connection
+        ([GET + b"".join(b"X-%d: y\r\n" % number for number in range(100)) + b"\r\n"], [431]),
+        ([GET + b"X: " + b"y" * 20_000], [431]),
+        ([b"\n\n"], [400]),
+        ([head("alice", "Transfer-Encoding: chunked"), *[b"1\r\nx\r\n" * 1000] * 4], [400]),
+        ([head("alice", "Transfer-Encoding: chunked"), b"1;" + b"x" * 100_000], [400]),
+        ([head("alice", "Content-Length: 2000000"), b"x" * 500_000], [413]),
+        ([head("alice", "Content-Length: 5"), b"{"], [408]),
+        ([head("alice", "Transfer-Encoding: chunked"), b"4000\r\n%s\r\n" % (b"x" * 0x4000) * 80], [413]),
+    ],
+)
+def test_what_is_said_to_what_is_sent(parts: list[bytes], statuses: list[int]) -> None:
+    async def story() -> bytes:
+        async with listening(read_seconds=1.0) as connect:
+            return await asked(connect, *parts)
+
+    said = asyncio.run(story())
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", said)] == statuses, said
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_idle_connections_make_room(tls: bool, tmp_path: Path) -> None:
+    """Of 30 that say nothing, 10 stay at a time, and none of them for long; who asks is answered."""
+    trusted, words = certificate(tmp_path)
+    own = {key.removeprefix("serve."): value for key, value in (word.split("=") for word in words)} if tls else {}
+
+    async def story() -> None:
+        limits: dict[str, Any] = {"max_connections": 10, "max_connections_per_address": 8, "read_seconds": 2.0}
+        async with listening(**own, **limits) as connect:
+            silent = [await connect() for _ in range(30)]
+            hearing = [asyncio.create_task(heard(reader)) for reader, _ in silent]
+            said = await asked(connect, LAST, tls=trusted if tls else None)
+            assert said.startswith(b"HTTP/1.1 200 ")
+            done = sum(task.done() for task in hearing)
+            assert done >= 30 - 8
+            assert set(await asyncio.gather(*hearing)) == {b""}  # in the end all are closed, unheard
+            for _, writer in silent:
+                writer.transport.abort()
+
+    asyncio.run(story())
+
+
+async def until_done(tasks: list[asyncio.Task[bytes]], count: int) -> None:
+    """Returns when so many of the tasks are done, and no more of them."""
+    async with asyncio.timeout(60):
+        while sum(task.done() for task in tasks) < count:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+    assert sum(task.done() for task in tasks) == count
+
+
+def test_a_keys_requests_do_not_shut_out_another_key() -> None:
+    async def story() -> None:
+        async with listening(max_queue=4) as connect:
+            body = b"wait"
+            greedy = [
+                asyncio.create_task(asked(connect, head("alice", "Content-Length: 4", "Connection: close") + body))
+                for _ in range(8)
+            ]
+            await until_done(greedy, 4)  # four places, four refusals
+            assert all(b" 429 " in task.result() for task in greedy if task.done())
+            said = await asked(connect, head("bob", "Content-Length: 1", "Connection: close") + b"x")
+            assert b" 418 " in said and b"bob sent 1 bytes" in said
+            await until_done(greedy, 5)  # the newest of alice's made room
+            for task in greedy:
+                task.cancel()
+            await asyncio.gather(*greedy, return_exceptions=True)
+
+    asyncio.run(story())
