@@ -10,7 +10,6 @@ from lib.dashboard.history import RunHistory
 from lib.telemetry.record_types import Record
 
 SHOWN_ROUNDS = 30
-PARTS = ("sampling_seconds", "judging_seconds", "training_seconds")
 
 
 def section(html: ModuleType, run: RunHistory) -> list[Any]:
@@ -60,9 +59,9 @@ def _seconds(records: Sequence[Record]) -> list[list[str]]:
     totals: dict[tuple[int, str], list[float]] = {}
     once = {(one["rank"], one["host"], one["round"]): one for one in records}  # a resumed run may have one twice
     for one in once.values():
-        own = totals.setdefault((one["rank"], one["host"]), [0.0] * len(PARTS))
-        for i, name in enumerate(PARTS):
-            own[i] += one.get(name, 0.0)  # type: ignore[call-overload, operator]
+        own = totals.setdefault((one["rank"], one["host"]), [0.0] * 3)
+        parts = (one.get("sampling_seconds"), one.get("judging_seconds"), one.get("training_seconds"))
+        own[:] = [total + (part or 0.0) for total, part in zip(own, parts, strict=True)]
     return [[str(rank), host, *(f"{value:.1f} s" for value in own)] for (rank, host), own in sorted(totals.items())]
 
 
