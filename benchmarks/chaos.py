@@ -186,7 +186,7 @@ def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
     began = time.monotonic()
     for attempt in itertools.count(1):
         try:
-            mend = kind.bring(scene, host)
+            undo = kind.bring(scene, host)
             break
         except faults.NotThereError:  # a start that nobody asked for is judged by its line
             if attempt == TRIES or not all_train(scene):
@@ -194,7 +194,7 @@ def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
                 return found
     made = time.monotonic()
     noticed: float | None = None if kind.noticed or kind.ends_launch else made
-    is_mended = False
+    is_undone = False
     while True:
         newest, now = scene.newest_step(), time.monotonic()
         if now - made > HANG_SECONDS:
@@ -205,9 +205,9 @@ def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
             if noticed is not None:
                 found.step = newest  # what was made until then was no recovery
                 found.noticed_seconds = max(0.0, noticed - made)
-        if noticed is not None and not is_mended and now - noticed >= kind.lasts_seconds:
-            mend()
-            is_mended = True
+        if noticed is not None and not is_undone and now - noticed >= kind.lasts_seconds:
+            undo()
+            is_undone = True
             if kind.ends_launch:
                 scene.wait(lambda: not any(scene.rank(one) for one in scene.hosts), HANG_SECONDS)
                 found.step = scene.newest_step()
@@ -215,11 +215,11 @@ def one_fault(kind_name: str, strategy: str, scene: Scene) -> Found:
                 continue
         if noticed is not None and newest > found.step and not found.recovery_seconds:
             found.recovery_seconds = now - made
-        if is_mended and found.recovery_seconds:
+        if is_undone and found.recovery_seconds:
             break
         time.sleep(0.03)
-    if not is_mended:
-        mend()
+    if not is_undone:
+        undo()
     found.recovery_seconds = found.recovery_seconds or time.monotonic() - made
     found.corrupt_used = scene.torn >= 0 and scene.resumed_step() == scene.torn
     return found

@@ -234,44 +234,44 @@ def running(host: Host) -> list[tuple[int, str]]:
     return found
 
 
-Mend = Callable[[], object]
+Undo = Callable[[], object]
 
 
 def nothing() -> None:
-    """Nothing is left to mend."""
+    """Nothing is left to undo."""
 
 
 # ---- Kinds. Each brings its fault about on a host, and returns what puts that right again
 
 
-def kill(scene: Scene, host: Host) -> Mend:
+def kill(scene: Scene, host: Host) -> Undo:
     scene.kill(host)
     return nothing
 
 
-def stop(scene: Scene, host: Host) -> Mend:
+def stop(scene: Scene, host: Host) -> Undo:
     pid = scene.kill(host, signal.SIGSTOP)
     return lambda: host.signal(pid, signal.SIGCONT)
 
 
-def pause(scene: Scene, host: Host) -> Mend:
+def pause(scene: Scene, host: Host) -> Undo:
     pid = scene.kill(host, signal.SIGSTOP)
     time.sleep(SILENT_SECONDS / 3)
     host.signal(pid, signal.SIGCONT)
     return nothing
 
 
-def cut(scene: Scene, host: Host) -> Mend:
+def cut(scene: Scene, host: Host) -> Undo:
     host.unplug()
     return host.plug_in
 
 
-def ports(scene: Scene, host: Host) -> Mend:
+def ports(scene: Scene, host: Host) -> Undo:
     host.only_ssh()
     return lambda: host.only_ssh(False)
 
 
-def torn(scene: Scene, host: Host) -> Mend:
+def torn(scene: Scene, host: Host) -> Undo:
     scene.kill(host)
     folders = [disk / "runs/run/checkpoints" for disk in scene.disks]
     newest = max(path.name for folder in folders for path in folder.glob("step-*"))
@@ -283,7 +283,7 @@ def torn(scene: Scene, host: Host) -> Mend:
     return nothing
 
 
-def launcher(scene: Scene, host: Host) -> Mend:
+def launcher(scene: Scene, host: Host) -> Undo:
     pid = scene.launch.pid()
     if pid is None:
         raise NotThereError("no launcher")
@@ -291,31 +291,31 @@ def launcher(scene: Scene, host: Host) -> Mend:
     return nothing
 
 
-def full(scene: Scene, host: Host) -> Mend:
+def full(scene: Scene, host: Host) -> Undo:
     host.run(["sh", "-c", f"cat /dev/zero > {host.disk}/mnt/filler"])
     return lambda: (scene.disk(host) / "filler").unlink()
 
 
-def nan(scene: Scene, host: Host) -> Mend:
+def nan(scene: Scene, host: Host) -> Undo:
     scene.order(host, "nan")
     return nothing
 
 
-def nan_stays(scene: Scene, host: Host) -> Mend:
+def nan_stays(scene: Scene, host: Host) -> Undo:
     order = scene.order(host, "nan-stays")
     return lambda: order.unlink(missing_ok=True)
 
 
-def two(scene: Scene, host: Host) -> Mend:
+def two(scene: Scene, host: Host) -> Undo:
     other = scene.other(host)
     first, second = (scene.rng.choice((kill, stop, cut)) for _ in range(2))
-    mends = [first(scene, host)]
+    undos = [first(scene, host)]
     with contextlib.suppress(NotThereError):  # the first was quicker than this
-        mends.append(second(scene, other))
-    return lambda: [mend() for mend in mends]
+        undos.append(second(scene, other))
+    return lambda: [undo() for undo in undos]
 
 
-def recovery(scene: Scene, host: Host) -> Mend:
+def recovery(scene: Scene, host: Host) -> Undo:
     """A rank is killed, and another one while all start again."""
     began = time.monotonic()
     scene.kill(host)
@@ -329,40 +329,40 @@ def recovery(scene: Scene, host: Host) -> Mend:
     return nothing
 
 
-def in_checkpoint(scene: Scene, host: Host) -> Mend:
+def in_checkpoint(scene: Scene, host: Host) -> Undo:
     folder = scene.disk(host) / "runs/run/checkpoints"
     scene.wait(lambda: list(folder.glob(".unfinished-*")), 20, 0.001)
     scene.kill(host)
     return nothing
 
 
-def in_evaluation(scene: Scene, host: Host) -> Mend:
+def in_evaluation(scene: Scene, host: Host) -> Undo:
     scene.await_order(host, "evaluation")
     return nothing
 
 
-def in_merge(scene: Scene, host: Host) -> Mend:
+def in_merge(scene: Scene, host: Host) -> Undo:
     scene.await_order(host, "merge")
     return nothing
 
 
-def clock(scene: Scene, host: Host) -> Mend:
+def clock(scene: Scene, host: Host) -> Undo:
     """The host's time of day jumps, by up to a day, and stays where it is until its next jump."""
     set_clock(host, scene.rng.uniform(-86_400, 86_400))
     return nothing
 
 
-def slow_disk(scene: Scene, host: Host) -> Mend:
+def slow_disk(scene: Scene, host: Host) -> Undo:
     host.slow_disk(SLOW_DISK)
     return lambda: host.slow_disk(None)
 
 
-def slow_link(scene: Scene, host: Host) -> Mend:
+def slow_link(scene: Scene, host: Host) -> Undo:
     host.weaken(WEAK_LINK)
     return lambda: host.weaken(None)
 
 
-def moved(scene: Scene, host: Host) -> Mend:
+def moved(scene: Scene, host: Host) -> Undo:
     """A host goes away, and comes back under another name and address."""
     host.unplug()
     scene.moves += 1
@@ -374,7 +374,7 @@ def moved(scene: Scene, host: Host) -> Mend:
     return come_back
 
 
-def memory(scene: Scene, host: Host) -> Mend:
+def memory(scene: Scene, host: Host) -> Undo:
     """A rank wants more memory than its control group has: the kernel ends it."""
     pid = scene.owner(host)
     group = MEMORY / f"tandem-{os.getpid()}-{len(scene.memory)}"
@@ -404,7 +404,7 @@ class Kind:
     it was noticed, or is in force. ends_launch: a person gives the command again.
     """
 
-    bring: Callable[[Scene, Host], Mend]
+    bring: Callable[[Scene, Host], Undo]
     noticed: str | None = RESTARTS + BACK
     ends_ranks: bool = True
     lasts_seconds: float = 0.0

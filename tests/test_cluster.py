@@ -104,8 +104,9 @@ def test_links_disks_names_and_clocks_go_wrong_and_right_again(tmp_path: Path) -
     with cluster(variables=f"LD_PRELOAD={clock} CLOCK_OFFSET={{disk}}/clock") as (a, b):
         for host, seconds in ((a, 0.0), (b, -5000.5)):
             faults.set_clock(host, seconds)
-        behind = float(b.run(asked).stdout) - float(a.run(["ssh", b.name, shlex.join(asked)]).stdout)
-        assert 4990 < behind < 5002, "only what comes in over ssh has the host's clock"
+        before = float(b.run(asked).stdout)
+        over_ssh = float(a.run(["ssh", b.name, shlex.join(asked)]).stdout)
+        assert before <= over_ssh + 5000.5 <= time.time(), "only what comes in over ssh has the host's clock"
         connect = [sys.executable, "-S", "-c", f"import socket; socket.create_connection(('{b.name}', 22)).recv(9)"]
         b.weaken(1e6, 0.15)
         began = time.monotonic()
