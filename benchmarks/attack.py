@@ -24,6 +24,7 @@ import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -146,6 +147,7 @@ def _tell(name: str, why: str | None, seconds: float, fell: dict[str, str]) -> N
 
 def _attack(names: list[str], folder: str, sending: Connection) -> None:
     os.setsid()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.chdir(ROOT)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))  # or others would be ended for its memory
     known, prepared = attacks(), dict[Callable[[Path], object], Path]()
@@ -167,6 +169,13 @@ def _attack(names: list[str], folder: str, sending: Connection) -> None:
         taken = _peak_bytes() - before
         why = f"it took {taken / 1e9:.1f} GB" if why is None and taken > MEMORY_BYTES else why
         sending.send((why, _peak_bytes() - start))
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process and all that its attacks have started, once the benchmark is gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _peak_bytes() -> int:

@@ -24,6 +24,7 @@ BATCH_ROWS = 1024
 PLAIN_BYTES = 2**28  # of a column's part of a row group: so much it may always declare
 PLAIN_VALUES = 2**25
 PLAIN_ROWS = 2**20
+MOST_ROWS = 100  # of a byte, of all columns that are read
 MOST_EXPANSION = 1000  # times its compressed bytes: zstd makes a third of that of text that repeats itself
 
 
@@ -43,7 +44,7 @@ def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -
             yield 1, Unusable(why)
             return
         packed = sum(column.total_compressed_size for _, column in _columns(metadata, wanted))
-        if metadata.num_rows > max(PLAIN_ROWS, MOST_EXPANSION * packed):
+        if metadata.num_rows > max(PLAIN_ROWS, MOST_ROWS * packed):
             yield 1, Unusable(f"{metadata.num_rows:,} rows in {packed:,} bytes: no data has")
             return
         # Not read in advance: a row group may be of any size.
