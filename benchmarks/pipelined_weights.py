@@ -1,6 +1,6 @@
 """Pipelined training against one rank: every family and method, two to four ranks, even and uneven cuts; weights after 20 steps.
 
-    python benchmarks/pipelined_weights.py                                     360 runs: half an hour on two cores
+    python benchmarks/pipelined_weights.py                                     270 runs and 45 of one rank: half an hour on two cores
     python benchmarks/pipelined_weights.py --families llama,qwen3 --ranks 2    some of them
     python benchmarks/pipelined_weights.py --quick                             one family on two ranks
 

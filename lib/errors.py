@@ -18,7 +18,7 @@ class UserError(ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
 
     def __init__(self, message: object = ""):
-        super().__init__(shown(str(message)))
+        super().__init__(shown(str(message)).replace("\n", "␊"))  # somebody's name for a column may have one
 
 
 class Stopped(RuntimeError):

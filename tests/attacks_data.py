@@ -146,7 +146,8 @@ def of_hub(files: dict[str, bytes], query: str = "", may_run: bool = False) -> A
 
     def attack(folder: Path) -> str | None:
         root = folder / "evil-hub"
-        shutil.rmtree(root, ignore_errors=True)
+        for old in (root, folder / "evil-cache"):
+            shutil.rmtree(old, ignore_errors=True)
         for name, content in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
@@ -180,6 +181,7 @@ def asks_for_ever(folder: Path) -> str | None:
     model = tiny.ROOT / "configs/quickstart/model"
     words = [f"model.path={model}", "model.random_init=false", f"evaluate.answers={answers}", "train.steps=1"]
     rows = tiny.write_jsonl(folder / "evil-rows.jsonl", [PAIR] * 8)
+    shutil.rmtree(folder / "attacked", ignore_errors=True)
     words += [
         f"data.train={rows}",
         "data.valid=null",

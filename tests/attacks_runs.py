@@ -119,8 +119,8 @@ def _page(run: Path) -> str | None:
     if status not in (0, 2) or "Traceback" in errors:
         return f"status {status}: {errors[-300:]}"
     for page in (*run.rglob("*.html"), *run.rglob("*.svg"), run / "README.md"):
-        text = page.read_text() if page.exists() else ""
-        if MARKUP in text or (page.suffix == ".md" and "\n<script" in text):
+        lines = page.read_text().splitlines() if page.exists() else []
+        if any(MARKUP in line for line in lines if page.suffix != ".md" or not line.startswith("    ")):  # of code
             return f"{page.name} has its markup"
     return None
 

@@ -15,7 +15,7 @@ OTHERS = attacks_data.ATTACKS | attacks_models.ATTACKS | attacks_runs.ATTACKS
 SLOW_KINDS = ("record: ", "environment: ", "pattern: ", "template: loops", "template: 10", "parquet: 20", "data: 2")
 HUNGRY = ("never end", "/dev/zero", "GB")  # of all memory, should they not hold
 QUICK = [name for name in OTHERS if not name.startswith(SLOW_KINDS) and not any(word in name for word in HUNGRY)]
-TRIED = [name for name in attacks.ATTACKS if name not in SLOW] + QUICK[::3]
+TRIED = [name for name in attacks.ATTACKS if name not in SLOW] + QUICK[::5]
 
 
 @pytest.fixture(scope="module")

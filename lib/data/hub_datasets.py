@@ -83,7 +83,8 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
     name, _, query = source.removeprefix(PREFIX).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
-    if not name or unknown or not options.get("rows", "1").isdecimal():
+    rows = options.get("rows", "1")
+    if not name or unknown or not (rows.isascii() and rows.isdecimal() and len(rows) < 18):
         what = f"no option {', '.join(unknown)}" if unknown else "no name" if not name else "rows is no number"
         raise UserError(f"{source}: {what}; a data set is hf://OWNER/NAME?config=C&split=S&revision=R&rows=N")
     return name, options

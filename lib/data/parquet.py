@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1024
 PLAIN_BYTES = 2**28  # of a column's part of a row group: so much it may always declare
 PLAIN_VALUES = 2**25
+PLAIN_ROWS = 2**20
 MOST_EXPANSION = 1000  # times its compressed bytes: zstd makes a third of that of text that repeats itself
 
 
@@ -42,6 +43,9 @@ def read_parquet(file: Path | IO[bytes], known: Collection[str] | None = None) -
             yield 1, Unusable(why)
             return
         packed = sum(column.total_compressed_size for _, column in _columns(metadata, wanted))
+        if metadata.num_rows > max(PLAIN_ROWS, MOST_EXPANSION * packed):
+            yield 1, Unusable(f"{metadata.num_rows:,} rows in {packed:,} bytes: no data has")
+            return
         # Not read in advance: a row group may be of any size.
         options = {"read_dictionary": _kept_once(metadata, wanted), "pre_buffer": False, "buffer_size": 2**20}
         with _opened(file) as raw, _of_pages(raw, metadata, wanted, options) as table:

@@ -32,7 +32,10 @@ from lib.system import metal, model_folder, mpi_and_blas
 def main(arguments: list[str] | None = None) -> None:
     """Serves until standard input ends."""
     options = _parse(arguments)
-    told = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:  # the gateway ended before it said anything
+        return
+    told = json.loads(line)
     path = Path(told["socket"]) if told["socket"] else backend_link.socket_folder() / "backend"
     threading.Thread(target=_end_with_input, args=(path,), daemon=True).start()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -13,6 +13,8 @@ from lib.errors import UserError
 ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has the same name
+NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
+HEADS = ("num_attention_heads", "num_key_value_heads")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 LARGEST_SIZE = 2**24
 MOST_BLOCKS = 2**12
@@ -63,18 +65,22 @@ def resolve(path: str, revision: str | None = None) -> Path:
             f"model.path {path}: its config.json is not a JSON object, perhaps cut short; copy the model again"
         )
     if (fault := _absurd(config)) is not None:
-        raise UserError(f"model.path {path}: its config.json has {fault}; no model has; copy it again")
+        raise UserError(f"model.path {path}: its config.json has {fault}; copy the model again")
     return folder
 
 
 def _absurd(config: dict[str, Any]) -> str | None:
-    """A size that no model has, and that would take all memory before a weight is read; None where there is none."""
-    text = config.get("text_config")
+    """What no model has, in words: sizes that would take all memory before a weight is read, text for a number."""
+    text, packed = config.get("text_config"), config.get("quantization") or {}
+    if not isinstance(packed, dict) or any(packed.get(name, 1) in (0, None) for name in ("group_size", "bits")):
+        return "a quantization that is none"
     for name, value in [*config.items(), *(text.items() if isinstance(text, dict) else ())]:
+        if name in NUMBERS and isinstance(value, str | list | dict):
+            return f"{name}={str(value)[:30]!r}, which is no number"
         if isinstance(value, int) and (name.startswith("num_") or name.endswith(SIZES)):
-            most = MOST_BLOCKS if "layers" in name else LARGEST_SIZE
-            if not -1 <= value <= most:  # -1: none, in some configurations
-                return f"{name}={str(value)[:30]}, which may be {most:,} at most"
+            most, least = MOST_BLOCKS if "layers" in name else LARGEST_SIZE, 1 if name in HEADS else -1
+            if not least <= value <= most:  # -1: none, in some configurations
+                return f"{name}={str(value)[:30]}, which may be {least} to {most:,}"
     return None
 
 

@@ -23,6 +23,7 @@ from importlib import util
 from pathlib import Path
 from typing import NoReturn
 
+from lib.config import read_file
 from lib.errors import UserError
 from lib.system import metal, os_commands
 
@@ -252,7 +253,7 @@ def _hosts(name: str) -> list[list[object]]:
     """The JSON file that a variable names: a list with a non-empty list for each rank."""
     path = os.environ.get(name, "")
     try:
-        text = Path(path).read_text()
+        text = read_file.read_text(Path(path), name, 2**24)
         hosts = json.loads(text) if text.strip() else []
     except (OSError, ValueError) as error:
         _user_error(f"{name}={path}: {error}; it is the file that mlx.launch writes, one list for each rank")
