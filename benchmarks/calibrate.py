@@ -172,6 +172,15 @@ class Measured:
                 return min(max(once, 0.0), 0.9 * medians[1])
         return 0.0
 
+    def outside_blocks(self, seconds_by_blocks: dict[str, list[float]]) -> float:
+        """The share of a micro-batch's time that is no block's: by a straight line through steps of few and of all blocks.
+
+        The line's slope is a block with its part of the update, so that what it leaves at no block has none of that.
+        """
+        few, whole = sorted((int(count), float(np.median(times))) for count, times in seconds_by_blocks.items())
+        outside = few[1] - few[0] * (whole[1] - few[1]) / (whole[0] - few[0])
+        return min(max(outside / (whole[1] - self.overhead_seconds), 0.0), 0.9)
+
     def points(self) -> list[BatchPoint]:
         """tau(b), without what a step costs once: the rounds' median and spread; without rounds, of all steps of a size."""
         points = []
@@ -390,7 +399,7 @@ def measure_host(
     products = {one.product: one for one in known.quantised_products} if known else {}
     is_quantised = key.dtype.endswith("-bit")
     wants_products = is_quantised and (bool(stale) or not products or not all(map(is_fresh, products.values())))
-    expected = (not rates) + wants_products + len(stale) * (len(sizes) + 2 * options.rounds + 1)
+    expected = (not rates) + wants_products + len(stale) * (len(sizes) + 2 * options.rounds + 2)
     with say.progress(f"calibrating {host}", expected) as advance:
 
         def ask(what: str, kind: str, **request: Any) -> dict[str, Any] | str:
@@ -426,7 +435,7 @@ def measure_host(
                 return ask(what, "step", seconds=seconds, batch_size=size, micro_batches=counts, **row)
 
             def out_of_time() -> bool:
-                return deadline - time.monotonic() < 3 * probe_seconds  # this point, and two probes after the curve
+                return deadline - time.monotonic() < 4 * probe_seconds  # this point, and three probes after the curve
 
             found = climb(probe, sizes, options.rounds, prober.seconds, limit, out_of_time)
             lost |= found.lost
@@ -448,11 +457,13 @@ def measure_host(
             speeds = ask("reference, generation", "passes", seconds=1.0, batch_size=found.best, **row)
             if isinstance(speeds, str):
                 say.labelled("warning", f"the reference pass and generation could not be measured: {speeds}")
+            outside = ask(f"{found.best} pairs, fewer blocks", "depths", seconds=2.0, batch_size=found.best, **row)
             curves[one] = BatchCurve(
                 points=tuple(found.points()),
                 key=one,
                 memory_limit_bytes=limit,
                 step_overhead_seconds=found.overhead_seconds,
+                outside_blocks=None if isinstance(outside, str) else found.outside_blocks(outside["seconds"]),
                 gradient_bytes=next(iter(found.answers.values()))["gradient_bytes"],
                 quick=options.quick,
                 measured_at=calibrator.time_now(),

@@ -48,6 +48,7 @@ from lib.errors import UserError  # noqa: E402
 from lib.model import (
     adapters,  # noqa: E402
     load,  # noqa: E402
+    pipeline_stage,  # noqa: E402
     quantised,  # noqa: E402
     quantised_products,  # noqa: E402
 )
@@ -57,7 +58,7 @@ from lib.plan import calibration  # noqa: E402
 from lib.plan.calibration import MeasuredProduct  # noqa: E402
 from lib.training import losses  # noqa: E402
 from lib.training import reference_model as scoring  # noqa: E402
-from lib.training.step import make_optimizer, make_step  # noqa: E402
+from lib.training.step import TrainStep, make_optimizer, make_step  # noqa: E402
 
 ENOUGH = 0.01  # of the median: its standard error, where measuring stops
 LEAST_ROUNDS = 5
@@ -195,6 +196,35 @@ def rounds(request: dict[str, Any]) -> dict[str, Any]:
                 # After another size the first step finds the caches cold.
                 taken[size].append(float(np.median(seconds[1:] or seconds)))
     return {"rounds": taken, "peak_memory_bytes": peak}
+
+
+def depths(request: dict[str, Any]) -> dict[str, Any]:
+    """Steps with all of the model's blocks and with half of them, in turn: what is left with none is no block's.
+
+    Returns:
+        seconds: {number of blocks: [...]}.
+
+    Raises:
+        UserError: the model's blocks cannot be left out, or it has a single one.
+    """
+    config = Config.model_validate(request["config"])
+    model = trainable_model(config)
+    if (blocks := len(model.layers)) < 2:
+        raise UserError("a single block is never left out")
+
+    def run(count: int, take_step: TrainStep, batches: Generator[list[MicroBatch], None, None]) -> None:
+        with pipeline_stage.first_blocks(model, count):
+            take_step(0, 1, next(batches))
+
+    with ExitStack() as stack:
+        runs = {}
+        for count in (blocks, blocks // 2):
+            with pipeline_stage.first_blocks(model, count):
+                optimizer = make_optimizer(config.train)
+                take_step = make_step(model, optimizer, config.train, World(), dropout=config.model.dropout > 0)
+                batches = step_batches([request["batch_size"]], request, config, model)
+            runs[count] = partial(run, count, take_step, stack.enter_context(closing(batches)))
+        return {"seconds": measure(runs, request["seconds"])}
 
 
 def passes(request: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +368,14 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     try:
-        kinds = {"step": step, "rounds": rounds, "passes": passes, "products": products, "machine": machine}
+        kinds = {
+            "step": step,
+            "rounds": rounds,
+            "depths": depths,
+            "passes": passes,
+            "products": products,
+            "machine": machine,
+        }
         calibration.use_quantised_products(map(MeasuredProduct.model_validate, REQUEST.get("products", [])))
         answer = kinds[REQUEST["kind"]](REQUEST)
     except UserError as error:

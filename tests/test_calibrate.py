@@ -117,6 +117,9 @@ if request["kind"] == "machine":
     print(json.dumps({{{{"gflops": 100.0, "memory_bytes_per_second": 1e10}}}}))
 elif request["kind"] == "passes":
     print(json.dumps({{{{"reference_pairs_per_second": 50.0, "generation_tokens_per_second": 20.0}}}}))
+elif request["kind"] == "depths":
+    seconds = 0.01 + 0.002 * request["batch_size"]
+    print(json.dumps({{{{"seconds": {{{{4: [{ONCE} + seconds] * 3, 2: [{ONCE} / 2 + 0.625 * seconds] * 3}}}}}}}}))
 elif request["kind"] == "products":
     print(json.dumps({{{{"products": {ANSWERED}}}}}))
 elif request["kind"] == "rounds":
@@ -172,6 +175,7 @@ def test_a_killed_probe_costs_one_point(run: Run) -> None:
     stored = read_calibration(Path(result["file"]))
     assert stored.curves[0].note.startswith("micro-batch of 4: killed by signal 9")
     assert stored.curves[0].step_overhead_seconds == pytest.approx(ONCE)
+    assert stored.curves[0].outside_blocks == pytest.approx(0.25)  # half of the blocks took 0.375 of the time away
 
 
 def test_too_few_points_are_one_clear_line(run: Run) -> None:
@@ -184,18 +188,20 @@ def test_too_few_points_are_one_clear_line(run: Run) -> None:
 
 def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     status, first, asked, _ = run("--quick")
-    assert status == 0 and first["measured"] == len(asked) == 8  # 1, 2, 4, 8, 16, their rounds, the passes, the machine
+    assert (
+        status == 0 and first["measured"] == len(asked) == 9
+    )  # five sizes, their rounds, passes, fewer blocks, the machine
     assert run("--quick")[1]["measured"] == 0
-    assert len(run("--quick", "--refresh")[2]) == 8
+    assert len(run("--quick", "--refresh")[2]) == 9
     _, _, asked, _ = run("--quick", "model.method=full")  # another curve; the machine is the same
-    assert [one.split()[0] for one in asked] == ["step"] * 5 + ["rounds", "passes"]
+    assert [one.split()[0] for one in asked] == ["step"] * 5 + ["rounds", "passes", "depths"]
     _, thorough, asked, _ = run()  # a quick curve does for quick questions only; the longest row, too
     assert asked.count("step 2") == 2 and thorough["gflops"] == 100.0
     assert run("--quick")[2] == [] == run()[2]
     assert len(read_calibration(Path(first["file"])).curves) == 3
-    assert len(run("--max-age-days", "0")[2]) == 2 * (5 + 2) + 1
+    assert len(run("--max-age-days", "0")[2]) == 2 * (5 + 3) + 1
     monkeypatch.setattr(machine, "versions", lambda: {"mlx": "99"})
-    assert len(run("--quick")[2]) == 8
+    assert len(run("--quick")[2]) == 9
 
 
 def test_a_quantised_models_products_are_measured_first_and_gone_by(run: Run, tmp_path: Path) -> None:
@@ -203,7 +209,7 @@ def test_a_quantised_models_products_are_measured_first_and_gone_by(run: Run, tm
     words = ("--quick", f"model.path={path}")
     status, result, asked, complaint = run(*words)
     assert status == 0, complaint
-    assert asked[0] == "products None" and all(one.endswith(" by products") for one in asked[1:]) and len(asked) == 9
+    assert asked[0] == "products None" and all(one.endswith(" by products") for one in asked[1:]) and len(asked) == 10
     (stored,) = read_calibration(Path(result["file"])).quantised_products
     assert asdict(stored.product) == PRODUCT and asdict(stored.dequantise_from) == {"forward": 64, "backward": 8}
     assert run(*words)[2] == [] and run("--quick")[2] != []
@@ -258,7 +264,7 @@ def test_another_machines_file_is_not_taken_up(run: Run) -> None:
     stored = json.loads(path.read_text())
     stored["machine"]["device_name"] = "Apple M9"
     path.write_text(json.dumps(stored))
-    assert run("--quick")[1]["measured"] == 8
+    assert run("--quick")[1]["measured"] == 9
     assert read_calibration(path).machine.device_name != "Apple M9"
 
 
@@ -312,6 +318,7 @@ def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.Capt
     assert [point.batch_size for point in curve.points] == [1, 2] and not result["lost"]
     assert curve.points[0].peak_memory_bytes < curve.points[1].peak_memory_bytes < curve.memory_limit_bytes
     assert curve.step_overhead_seconds >= 0 and curve.gradient_bytes and curve.quick
+    assert curve.outside_blocks is not None and 0 <= curve.outside_blocks < 1
     assert stored.gflops > 0 and stored.memory_bytes_per_second > 0
     assert curve.reference_pairs_per_second > 0 and curve.generation_tokens_per_second > 0
 

@@ -390,6 +390,24 @@ def test_the_update_is_part_of_a_predicted_step() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(0.24)
 
 
+def test_what_is_outside_of_the_blocks_takes_as_long_as_was_measured() -> None:
+    """A pair takes the whole model 0.5 s, of which a fifth is no block's; the arithmetic alone gives the head less."""
+    words = ("strategy=pipelined", "plan.shares=[24,8]", "plan.micro_batch_sizes=[1]")
+    curve = BatchCurve.from_rates({1: 2.0, 2: 2.0}).model_copy(update={"key": KEY})
+
+    def blocks_and_rest(share: float | None) -> tuple[float, float]:
+        plan = planned([128, 128], [1e4, 1e4], *words, curve=curve.model_copy(update={"outside_blocks": share}))
+        at = plan.cut_costs
+        assert at is not None
+        blocks, rest = at.forward_seconds + at.backward_seconds, at.end_forward_seconds + at.end_backward_seconds
+        assert rest[0] == 0, "the first stage has an embedding, which is looked up"
+        return blocks[1][-1], rest[1]
+
+    assert blocks_and_rest(0.2) == pytest.approx((0.4, 0.1))
+    by_operations = blocks_and_rest(None)
+    assert sum(by_operations) == pytest.approx(0.5) and by_operations[1] < 0.05
+
+
 def test_one_more_micro_batch_is_in_flight_over_a_link_where_that_costs_nothing() -> None:
     words = ("strategy=pipelined", "plan.shares=[16,16]", "plan.micro_batch_sizes=[1]")
     for link in (None, ASSUMED_LINK):

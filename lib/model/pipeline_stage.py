@@ -11,6 +11,8 @@ The model files know nothing of it: the classes of their modules are derived fro
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -147,6 +149,28 @@ def cut(model: nn.Module, blocks: Sequence[int], rank: int, neighbours: Neighbou
         mx.eval(array)
     mx.clear_cache()
     return stage
+
+
+@contextlib.contextmanager
+def first_blocks(model: nn.Module, count: int) -> Iterator[None]:
+    """Meanwhile the model has its first blocks alone: what is in the others' place passes on what it is handed.
+
+    Raises:
+        UserError: a model that cannot be cut between its blocks.
+    """
+    outline_of(model)
+    place = _list_of_blocks(model)
+    assert place is not None
+    owner, attribute = place
+    held = owner[attribute]
+    others = [copy.copy(block) for block in held[count:]]
+    for block in others:
+        _absent_block(block, None)
+    owner[attribute] = [*held[:count], *others]
+    try:
+        yield
+    finally:
+        owner[attribute] = held
 
 
 # ---- What runs when

@@ -90,6 +90,7 @@ class BatchCurve(_Record):
     memory_limit_bytes: PositiveInt | None = None  # what a process may use there
     key: CurveKey | None = None  # None: published without saying for which model
     step_overhead_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # once a step: the update, ...
+    outside_blocks: Annotated[float, Field(ge=0, lt=1)] | None = None  # share of a micro-batch's time: head, loss, ...
     gradient_bytes: PositiveInt | None = None  # what a step's collective carries
     reference_pairs_per_second: PositiveFloat | None = None
     generation_tokens_per_second: PositiveFloat | None = None

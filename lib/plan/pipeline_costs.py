@@ -51,6 +51,9 @@ class PipelineCosts:
     must_checkpoint: bool = False
     activation_factor: float = 1.0  # of sync.compression: bytes sent over those of the model's type
     whole_update_seconds: Sequence[float] = ()  # of each host, for all blocks: once a step, clipping and the update
+    outside_blocks: Sequence[
+        float | None
+    ] = ()  # of each host: the share of a micro-batch's time, where it was measured
 
     def tokens(self, pairs: float) -> float:
         """That go through the blocks, with padding."""
@@ -102,10 +105,11 @@ class PipelineCosts:
         hosts, micro_batches = len(self.hosts), -(-batch_size // pairs)
         mean = batch_size / micro_batches
         rates = np.array([rate(pairs) if rate else 1.0 for rate in self.rates])
+        block_factors, head_factors = np.array([self._of_measured(rank, mean) for rank in range(hosts)]).T
         blocks, head = np.array(self.block_operations(mean)), np.zeros(hosts)
-        head[-1] = self.head_operations(mean)
+        head[-1] = self.head_operations(mean) * head_factors[-1]
         backward = BACKWARD[self.method]
-        forward_seconds = _running_sum(blocks / rates[:, None])
+        forward_seconds = _running_sum(blocks * (block_factors / rates)[:, None])
         memory = [self._memory(host.device, pairs) for host in self.hosts]
         embedding, norm_and_head = self._end_weights()
         end_bytes = np.array([of_host.transient_bytes for of_host in memory])
@@ -159,6 +163,19 @@ class PipelineCosts:
         return [rank for rank, pair in enumerate(pairwise(names)) if pair[0] != pair[1] and self.link_of(rank) is None]
 
     # ---- Of a host
+
+    def _of_measured(self, rank: int, pairs: float) -> tuple[float, float]:
+        """Seconds over those by operations: of a block, and of what the last stage has beside blocks.
+
+        A head, a loss and all that is started for them take longer than their operations say, most so in a small model.
+        """
+        share = self.outside_blocks[rank] if self.outside_blocks else None
+        if share is None:
+            return 1.0, 1.0
+        checkpointing = self.run.key.gradient_checkpointing  # as the curves were measured
+        whole = self.whole_operations(pairs, checkpointing)
+        head = self.head_operations(pairs) * (1 + BACKWARD[self.method])
+        return (1 - share) * whole / (whole - head), share * whole / head
 
     def _hop(self, rank: int, size_bytes: float) -> Hop:
         if self.hosts[rank].name == self.hosts[rank + 1].name and self.link_of(rank) is None:

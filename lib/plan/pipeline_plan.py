@@ -93,7 +93,15 @@ def pipeline_costs(config: Config, cluster: Cluster) -> PipelineCosts:
         costs.tokens,
     )
     updates = [curve.step_overhead_seconds for curve in curves if curve] if speed == "curves" else []
-    return replace(costs, rates=rates, speed=speed, activation_factor=factor, whole_update_seconds=updates)
+    outside = [curve.outside_blocks for curve in curves if curve] if speed == "curves" else []
+    return replace(
+        costs,
+        rates=rates,
+        speed=speed,
+        activation_factor=factor,
+        whole_update_seconds=updates,
+        outside_blocks=outside,
+    )
 
 
 def _of_this_model(cluster: Cluster, calibration: HostCalibration | None) -> BatchCurve | None:
