@@ -28,8 +28,8 @@ CHAT = {
 def put(path: Path, content: Content) -> None:
     """Writes a file: bytes, text, JSON, or what a function makes there."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # it may be what another attack made there: a pipe waits for a reader
     if callable(content):
-        path.unlink(missing_ok=True)
         content(path)
     elif isinstance(content, bytes):
         path.write_bytes(content)

@@ -41,7 +41,7 @@ def test_numbers_that_yaml_reads_as_strings_work() -> None:
         ("trian.beta=1", "did you mean train.beta?"),
         ("learning_rate=1", "did you mean train.learning_rate?"),
         ("checkpoint.interval_steps=5", "; checkpoint has every, max_lost_seconds, keep"),
-        ("train.beta=-1", "train.beta: input should be greater than 0"),
+        ("train.beta=-1", "train.beta: input should be greater than or equal to 0"),
         ("train.beta=nan", "train.beta"),
         ("train.steps=many", "train.steps: input should be a valid integer"),
         ("model.dtype=int8", "'float32', 'bfloat16' or 'float16'"),

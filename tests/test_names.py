@@ -17,6 +17,7 @@ from lib.launch.agent_link import Link
 from lib.launch.attempt import Attempt, HostNames
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
+from lib.launch.patience import Punctuality
 from lib.launch.rank_console import Quiet
 from lib.plan.calibration import own_file
 from lib.system import network
@@ -63,6 +64,7 @@ class FakeLink:
     def __init__(self, host: Host, machine: str, identity: str):
         self.name, self.machine, self.identity = host.name, machine, identity
         self.sent: list[dict[str, Any]] = []
+        self.punctuality = Punctuality(1.0, 0.0)
 
     def send(self, kind: str, **fields: Any) -> None:
         self.sent.append({"kind": kind, **fields})

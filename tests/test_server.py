@@ -399,7 +399,7 @@ def test_no_web_page_may_call(gateway: Served, key: str) -> None:
 
 
 def test_a_killed_backend_costs_no_more_than_what_it_was_saying(gateway: Served, key: str) -> None:
-    driving = load(gateway.address, "--key", key, "--streams=12", "--requests=40", "--max-tokens=80", "--whole-every=2")
+    driving = load(gateway.address, "--key", key, "--streams=8", "--requests=40", "--max-tokens=80", "--whole-every=2")
     seen = len(gateway.records)
     gateway.wait(lambda: len(gateway.records) > seen + 12)
     victim = gateway.backend_pids()[0]

@@ -14,7 +14,7 @@ ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has the same name
 NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
-HEADS = ("num_attention_heads", "num_key_value_heads")
+NEEDED = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "num_layers")  # one at least
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 LARGEST_SIZE = 2**24
 MOST_BLOCKS = 2**12
@@ -78,7 +78,7 @@ def _absurd(config: dict[str, Any]) -> str | None:
         if name in NUMBERS and isinstance(value, str | list | dict):
             return f"{name}={str(value)[:30]!r}, which is no number"
         if isinstance(value, int) and (name.startswith("num_") or name.endswith(SIZES)):
-            most, least = MOST_BLOCKS if "layers" in name else LARGEST_SIZE, 1 if name in HEADS else -1
+            most, least = MOST_BLOCKS if "layers" in name else LARGEST_SIZE, 1 if name in NEEDED else -1
             if not least <= value <= most:  # -1: none, in some configurations
                 return f"{name}={str(value)[:30]}, which may be {least} to {most:,}"
     return None
