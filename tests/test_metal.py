@@ -187,6 +187,7 @@ def test_a_backend_follows_the_runs_setting(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(backend_process.os, "_exit", lambda status: None)
     monkeypatch.setattr("sys.stdin", io.StringIO('{"secret": "secret", "socket": "/nowhere/backend"}\n'))
     monkeypatch.setattr("sys.argv", [])  # as it was, after the test
+    monkeypatch.setenv("MLX_MPI_LIBNAME", "")  # likewise: a backend has none, which no test after this one may inherit
     for name in ("main", "run"):
         monkeypatch.setattr(server, name, lambda *_: None)
     backend_process.main([*recipe.words])
