@@ -44,7 +44,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ from lib.system import mpi_and_blas  # noqa: E402
 
 mpi_and_blas.prepare()
 
+from benchmarks.busy import busy_processes  # noqa: E402
 from lib.telemetry.run_records import read_records  # noqa: E402
 from tests import faults, tiny  # noqa: E402
 from tests.cluster import Host, cluster  # noqa: E402
@@ -472,19 +473,6 @@ def kinds_of(strategies: Sequence[str], chosen: Sequence[str], count: int, rng: 
     return {strategy: mine for strategy, mine in kinds.items() if mine}
 
 
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many processes that never rest, at the usual priority."""
-    code = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # nor do they outlive this one
-    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def parsed() -> argparse.Namespace:
     """The options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -529,7 +517,7 @@ def main() -> None:
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(clock), source, "-ldl"], check=True)
         variables = f"LD_PRELOAD={clock} CLOCK_OFFSET={{disk}}/clock"
         machines = stack.enter_context(cluster(hosts=options.hosts + 1, variables=variables))
-        stack.enter_context(busy((os.cpu_count() or 1) if options.busy else 0))
+        stack.enter_context(busy_processes((os.cpu_count() or 1) if options.busy else 0))
         hosts = machines[:-1]
         for host in machines:
             faults.set_clock(host, 0.0)

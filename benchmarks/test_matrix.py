@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,10 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 import lib  # noqa: E402, F401  goes on in .venv, or says in one line what to do
+from benchmarks.busy import busy_processes  # noqa: E402
 
 CORE_TYPES = ("Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX")
 USER = "nobody"  # who runs the tests where this is root
-BUSY = [sys.executable, "-c", "while True: pass"]
 NUMERICS = (
     "forward",
     "step",
@@ -281,17 +281,6 @@ def ran(command: list[str], folder: Path, environment: dict[str, str], umask: in
             process.wait()
         output.seek(0)
         return status, output.read()
-
-
-@contextlib.contextmanager
-def busy_processes(number: int) -> Iterator[None]:
-    processes = [subprocess.Popen(BUSY) for _ in range(number)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def count(result: Result, status: int, output: str) -> None:
