@@ -209,6 +209,32 @@ def test_a_run_goes_on_alone_from_a_rounds_end(
     world.gather_text("checked")
 
 
+@pytest.mark.mpi(min_size=2, max_size=2)
+def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stopped(world: World, folder: Path) -> None:
+    """Momentum, what compression left out, every rank's own weights and optimizer: all of it is in the checkpoints."""
+    words = [*settings(world, folder, rows=45), "strategy=independent", "independent.merge=outer", "plan.shares=[5,3]"]
+    words += ["sync.compression=int8", "independent.pairs_per_round=64", "train.steps=24", "model.dropout=0.1"]
+    words += ["checkpoint.every=5", "checkpoint.keep=99"]
+    whole, cut = train(world, folder, words, "whole"), folder / "runs/cut"
+    world.gather_text("finished")
+    if world.rank == 0:
+        shutil.copytree(whole, cut)
+        for path in (cut / "checkpoints").glob("step-*"):
+            if int(path.name.removeprefix("step-")) > 10:
+                shutil.rmtree(path)
+    world.gather_text("cut")
+    train(world, folder, words, "cut", resume=True)
+    world.gather_text("resumed")
+    state = json.loads((cut / "checkpoints/step-00000010/state.json").read_text())["rounds"]
+    assert not state["are_one"], "the test wants a stop inside a round, which are nine steps each"
+    assert difference(whole, cut) == 0.0
+    for rank in range(2):
+        steps = [[(r["step"], r["loss"], r["rows"]) for r in steps_of(one, rank)] for one in (whole, cut)]
+        assert steps[0] == steps[1]
+    assert len(merges_of(whole)) == len(merges_of(cut))
+    world.gather_text("checked")
+
+
 def test_a_stacked_run_goes_on_at_its_rank(
     world: World,
     folder: Path,
