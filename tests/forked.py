@@ -37,11 +37,12 @@ DIES_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
 
 
 class Request(TypedDict):
-    """A life: the words of its command, a death for each rank, and the file that it writes to."""
+    """A life: the words of its command, a death for each rank, the file that it writes to, and its variables."""
 
     words: list[str]
     deaths: list[str]
     output: str
+    environment: dict[str, str]
 
 
 class Forks:
@@ -58,8 +59,11 @@ class Forks:
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
         )
 
-    def begin(self, words: list[str], deaths: Sequence[dies.Death], output: Path) -> ForkedLife:
-        request = Request(words=words, deaths=[death.to_json() for death in deaths], output=str(output))
+    def begin(
+        self, words: list[str], deaths: Sequence[dies.Death], output: Path, environment: dict[str, str]
+    ) -> ForkedLife:
+        told = [death.to_json() for death in deaths]
+        request = Request(words=words, deaths=told, output=str(output), environment=environment)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
@@ -146,7 +150,8 @@ def _line() -> bytes:
 
 def _live(request: Request) -> None:
     """This process becomes the life."""
-    os.setsid()  # by its group all of it is found
+    os.setsid()  # its group tells who belongs to it
+    os.environ.update(request["environment"])
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

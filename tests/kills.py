@@ -29,6 +29,7 @@ from tests.dies import Death
 from tests.forked import ForkedLife, Forks
 
 Life = subprocess.Popen[bytes] | ForkedLife
+MARK = "KILLED_IN"  # a variable of all processes of a life: its folder
 PROGRAM_EVERY = 6  # so many lives there are for one that begins as a program
 LIFE_SECONDS = 240.0  # no life is longer
 ORPHAN_SECONDS = 30.0  # after a death, all else of the command has ended
@@ -218,7 +219,11 @@ def live(
     output.write_text("")
     for rank in range(story.ranks):
         trace_of(folder, rank).unlink(missing_ok=True)  # the last life's
-    process = _program(story, words, deaths, output) if forks is None else forks.begin(words, deaths, output)
+    mark = {MARK: f"{folder}/"}
+    if forks is None:
+        process: Life = _program(words, deaths, output, {**os.environ, **story.environment, **mark})
+    else:
+        process = forks.begin(words, deaths, output, mark)
     user = threading.Thread(target=story.drive or (lambda *_: None), args=(folder, process))
     user.start()
     try:
@@ -238,15 +243,16 @@ def live(
     return False
 
 
-def _program(story: Story, words: list[str], deaths: Sequence[Death], output: Path) -> subprocess.Popen[bytes]:
+def _program(
+    words: list[str], deaths: Sequence[Death], output: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
     """A life that begins as a user begins it."""
     ranks = [[sys.executable, "-m", "tests.dies", death.to_json(), *words] for death in deaths]
     command = ranks[0]
-    if story.ranks > 1:
+    if len(ranks) > 1:
         command = [str(mpi_and_blas.mpirun_path())]
         for rank in ranks:
             command += [*([":"] if rank is not ranks[0] else []), "-n", "1", *rank]
-    environment = {**os.environ, **story.environment}
     with output.open("a") as said:
         return subprocess.Popen(
             command, cwd=tiny.ROOT, stdout=said, stderr=said, env=environment, start_new_session=True
@@ -301,8 +307,10 @@ def _await_all(folder: Path, process: Life) -> list[str]:
 
 
 def processes(folder: Path, group: int) -> list[tuple[int, str]]:
-    """Id and command of what is in a group of processes, or has this folder among its words, apart from this process."""
-    told = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,pgid=,stat=,command="], capture_output=True, text=True).stdout
+    """Id and command of what is in a group of processes, or has this folder among its words or variables."""
+    with_variables = "-E" if sys.platform == "darwin" else "e"
+    command = ["ps", "-A", "-ww", "-o", "pid=,pgid=,stat=,command=", with_variables]
+    told = subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
     found = []
     for line in told.splitlines():
         pid, theirs, state, command = [*line.split(None, 3), ""][:4]
