@@ -1,6 +1,6 @@
 """Lives that begin within milliseconds: forks of a process that has imported what our commands import.
 
-    python -m tests.forked     reads a life from each line of its input (JSON), tells its process id and, at its end, its status
+    python -m tests.forked     tells its process id; for each line of its input, a life as JSON, that one's and its status
 
 Such a life is a process of its own; who kills it is the kernel. With its siblings it has in common what imports leave, e.g.
 the seed of hashes, so tests/kills.py begins some lives as programs. Several ranks talk over MLX's ring, below a process that
@@ -58,6 +58,7 @@ class Forks:
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
         )
+        self._number()  # its own, once it has imported everything: no life is to take so long
 
     def begin(
         self, words: list[str], deaths: Sequence[dies.Death], output: Path, environment: dict[str, str]
@@ -67,9 +68,14 @@ class Forks:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        pid = self._process.stdout.readline()
-        assert pid, f"{self._errors.name}: {Path(self._errors.name).read_text()[-2000:]}"
-        return ForkedLife(int(pid), self._process.stdout)
+        return ForkedLife(self._number(), self._process.stdout)
+
+    def _number(self) -> int:
+        """The process id that comes next."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"{self._errors.name}: {Path(self._errors.name).read_text()[-2000:]}"
+        return int(line)
 
     def close(self) -> None:
         self._process.communicate()  # the end of its input is its end
@@ -112,6 +118,7 @@ def main() -> None:
     gc.freeze()
     told = os.dup(1)
     os.dup2(2, 1)
+    os.write(told, b"%d\n" % os.getpid())
     while line := _line():
         pid = os.fork()
         if pid == 0:
