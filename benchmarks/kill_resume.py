@@ -46,7 +46,7 @@ mpi_and_blas.prepare()
 from tests import test_hub  # noqa: E402
 from tests.forked import Forks  # noqa: E402
 from tests.kill_stories import hub_files, stories  # noqa: E402
-from tests.kills import Case, Fault, Story, Whole, difference, play  # noqa: E402
+from tests.kills import Case, Fault, Story, Whole, play  # noqa: E402
 
 CAN_FORK = sys.platform == "linux"  # Metal does not survive a fork
 
@@ -88,7 +88,7 @@ class Campaign:
         self.stories, self.folder, self.seed, self.wanted = all_, folder, seed, wanted
         self.cases: list[Case] = []
         self._begun: Counter[str] = Counter()  # cases by story
-        self._wholes: dict[str, dict[bool, Whole] | str] = {}
+        self._wholes: dict[str, Whole | str] = {}
         self._lock = threading.Lock()
         self._locks = {name: threading.Lock() for name in all_}
 
@@ -128,26 +128,16 @@ class Campaign:
         with self._locks[name]:
             if name not in self._wholes:
                 try:
-                    self._wholes[name] = self._whole_lives(story, self.folder / f"whole-{index}", forks)
+                    self._wholes[name] = Whole.of(story, self.folder / f"whole-{index}", forks)
                 except Fault as fault:
                     self._wholes[name] = f"its whole life: {fault}"
-        wholes = self._wholes[name]
-        if isinstance(wholes, str):
-            return Case(name, fault=wholes)
+        whole = self._wholes[name]
+        if isinstance(whole, str):
+            return Case(name, fault=whole)
         folder = self.folder / f"case-{index}-{number}"
-        case = play(name, story, wholes, folder, random.Random(f"{self.seed} {name} {number}"), ends, forks)
+        case = play(name, story, whole, folder, random.Random(f"{self.seed} {name} {number}"), ends, forks)
         shutil.rmtree(folder, ignore_errors=True)
         return case
-
-    @staticmethod
-    def _whole_lives(story: Story, folder: Path, forks: Forks | None) -> dict[bool, Whole]:
-        """A whole life that began as a program, and one that began as a fork. Raises Fault where their ends differ."""
-        wholes = {False: Whole.of(story, folder / "program")}
-        if forks is not None and story.can_fork():
-            wholes[True] = Whole.of(story, folder / "fork", forks)
-            if wholes[True].outcome != wholes[False].outcome:
-                raise Fault(f"of a fork it differs: {difference(wholes[False].outcome, wholes[True].outcome)}")
-        return wholes
 
 
 @dataclass

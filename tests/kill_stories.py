@@ -38,12 +38,12 @@ FIGURES = ("steps", "pairs", "tokens", "loss", "kl", "reward_margin", "reward_ac
 
 
 def training(base: Path, ranks: int, own: list[str]) -> Story:
-    """A run of 24 steps with checkpoints and evaluations; `base` has its model and data."""
+    """A run of two epochs with checkpoints and evaluations; `base` has its model and data."""
     words = [
         *tiny.settings(base, rows=45),
-        "train.steps=24",
-        "checkpoint.every=3",
-        "evaluate.every=7",
+        "train.steps=12",
+        "checkpoint.every=2",
+        "evaluate.every=5",
         "run.name=run",
         "plan.replan=false",
         *own,

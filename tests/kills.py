@@ -30,7 +30,7 @@ from tests.forked import ForkedLife, Forks
 
 Life = subprocess.Popen[bytes] | ForkedLife
 MARK = "KILLED_IN"  # a variable of all processes of a life: its folder
-PROGRAM_EVERY = 6  # so many lives there are for one that begins as a program
+PROGRAM_EVERY = 10  # so many lives there are for one that begins as a program
 LIFE_SECONDS = 240.0  # no life is longer
 ORPHAN_SECONDS = 30.0  # after a death, all else of the command has ended
 
@@ -100,7 +100,8 @@ class Whole:
 
     @classmethod
     def of(cls, story: Story, folder: Path, forks: Forks | None = None) -> Whole:
-        """Raises Fault where the command fails."""
+        """Begins as lives mostly do. Raises Fault where the command fails."""
+        forks = forks if story.can_fork() else None
         began = time.monotonic()
         if not live(story, folder, nobody_dies(story, folder), None, forks):
             raise Fault("the command without a kill was killed")
@@ -117,7 +118,7 @@ def words_of(story: Story, folder: Path) -> list[Counter[str]]:
 def play(
     name: str,
     story: Story,
-    wholes: Mapping[bool, Whole],
+    whole: Whole,
     folder: Path,
     rng: random.Random,
     ends: float = math.inf,
@@ -126,27 +127,26 @@ def play(
     """Kills a command again and again, until it ends by itself; from `ends` on (time.monotonic) nobody kills it.
 
     Args:
-        wholes: whole lives that began as programs (False) and as forks (True); all with the same end.
         forks: what lives begin from, but for one in PROGRAM_EVERY.
     """
     case = Case(name)
     folder.mkdir(parents=True)
-    known = {is_fork: whole.words for is_fork, whole in wholes.items()}
+    words = whole.words
     try:
         while True:
-            source = forks if True in wholes and rng.randrange(PROGRAM_EVERY) else None
-            is_fork = source is not None
-            deaths, strike = _chosen(story, known[is_fork], wholes[is_fork].seconds, folder, rng)
+            source = forks if story.can_fork() and rng.randrange(PROGRAM_EVERY) else None
+            deaths, strike = _chosen(story, words, whole.seconds, folder, rng)
             if time.monotonic() > ends:
                 deaths, strike = nobody_dies(story, folder), None
             began = time.monotonic()
             if live(story, folder, deaths, strike, source):
                 break
-            case.kills.append(Kill(_moment(deaths, strike, folder, time.monotonic() - began), is_fork))
+            moment = _moment(deaths, strike, folder, time.monotonic() - began)
+            case.kills.append(Kill(moment, is_fork=source is not None))
             # A life that goes on has moments of its own, at which the next one may be killed.
-            known[is_fork] = [a | b for a, b in zip(known[is_fork], words_of(story, folder), strict=True)]
-        if (outcome := _outcome(story, folder)) != wholes[False].outcome:
-            case.fault = f"its end differs: {difference(wholes[False].outcome, outcome)}"
+            words = [a | b for a, b in zip(words, words_of(story, folder), strict=True)]
+        if (outcome := _outcome(story, folder)) != whole.outcome:
+            case.fault = f"its end differs: {difference(whole.outcome, outcome)}"
     except Fault as fault:
         case.fault = str(fault)
     return case
@@ -251,6 +251,7 @@ def _program(
     command = ranks[0]
     if len(ranks) > 1:
         command = [str(mpi_and_blas.mpirun_path())]
+        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1"}  # others, who play cases as well, want the cores
         for rank in ranks:
             command += [*([":"] if rank is not ranks[0] else []), "-n", "1", *rank]
     with output.open("a") as said:
