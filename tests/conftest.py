@@ -183,7 +183,7 @@ def world() -> World:
     """The ranks that run this test: one, or those of `mpirun -n N pytest`."""
     from lib.distributed.world import start
 
-    return start(LAUNCH, timeout_seconds=60)
+    return start(LAUNCH, timeout_seconds=120)
 
 
 @pytest.fixture
