@@ -351,7 +351,7 @@ def assert_scored_as_on_one_rank(world: World, folder: Path, settings: schema.Co
         world.gather_text("written")
         lines.append([json.loads(line) for line in out.read_text().splitlines()])
     stages, alone = lines
-    assert len(stages) == len(alone) and (alone if kind == "pairs" else len(alone) == 8)
+    assert len(stages) == len(alone) and (kind == "pairs" or len(alone) == 8)
     if kind != "rewards":
         assert stages == alone
         return
