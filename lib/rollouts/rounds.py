@@ -32,6 +32,7 @@ from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
 from lib.rollouts.collect import LONGEST_LINE, PAIRS, SAMPLES, Collector
+from lib.rollouts.divergence import kl_of
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
@@ -148,7 +149,7 @@ class Rounds:
         first_step, run.steps = (number - 1) * self.steps, number * self.steps
         run.progress.best_step = self._kept().number * self.steps  # its checkpoint is kept
         groups, pairs, seconds = self.collector.collect(number, self._policy(number))
-        figures = figures_of(groups, pairs)
+        figures = figures_of(groups, pairs, kl_of(run, groups))
         self._show(number, figures)
         if run.progress.step == first_step:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
@@ -274,11 +275,12 @@ class Rounds:
 
     def _show(self, number: int, figures: SampleFigures) -> None:
         score = "none is scored" if figures.score is None else f"mean score {figures.score:.4g}"
+        kl = "" if figures.kl is None else f", KL {figures.kl:.3g}"
         failed = f", {figures.failed:,} left out by the judge" if figures.failed else ""
         self.run.say.line(
             f"round {number} of {self.settings.rounds}: {figures.samples:,} answers, {score}{failed}; "
             f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts; {figures.tokens:.4g} tokens an answer, "
-            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
+            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}{kl}",
             "bold",
         )
 
