@@ -115,7 +115,7 @@ class Collector:
         drawn = timed("sampling_seconds", lambda part: self._samples(number, policy, part))
         self._make(folder / SAMPLES, key, rows, drawn)
         with self.world.agreeing("reading the answers of a round"):
-            answers = _by_prompt(folder / SAMPLES, vocabulary(self.config.model).get("vocab_size"))
+            answers = _by_prompt(folder / SAMPLES, self.config)
         of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
         scored = timed("judging_seconds", lambda part: self._scores(part, answers))
         self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
@@ -236,23 +236,25 @@ def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
                 raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
 
 
-def samples_in(path: Path, vocab_size: int | None) -> Iterator[SampleLine]:
+def samples_in(path: Path, config: Config) -> Iterator[SampleLine]:
     """The lines of samples.jsonl, which may be somebody else's.
 
     Raises:
-        UserError: one is not what a round of this model writes.
+        UserError: one is not what a round of this run writes.
     """
     read_file.require_regular(path, "the run's")
+    below, most = vocabulary(config.model).get("vocab_size") or 2**31, config.rollouts.max_tokens
     for number, read in enumerate(lines_of(path, SampleLine), 1):
-        if len(read["logps"]) != len(read["tokens"]) or max(read["tokens"]) >= (vocab_size or 2**31):
-            raise UserError(f"{path}:{number}: not what a round of this model writes; {_REMEDY}")
+        count = len(read["tokens"])
+        if len(read["logps"]) != count or count > most or max(read["tokens"]) >= below:
+            raise UserError(f"{path}:{number}: not what a round of this run writes; {_REMEDY}")
         yield read
 
 
-def _by_prompt(path: Path, vocab_size: int | None) -> dict[int, list[SampleLine]]:
+def _by_prompt(path: Path, config: Config) -> dict[int, list[SampleLine]]:
     """The lines of samples.jsonl by prompt, in the order of k."""
     answers: dict[int, list[SampleLine]] = {}
-    for read in samples_in(path, vocab_size):
+    for read in samples_in(path, config):
         answers.setdefault(read["prompt_id"], []).append(read)
     return answers
 
