@@ -132,7 +132,7 @@ def test_killed_inside_a_round_and_resumed_is_bit_identical(tmp_path: Path) -> N
         "independent.pairs_per_round=64",
     ]
     common = [*tiny.settings(tmp_path, rows=45), *words, "plan.shares=[5,3]", "train.steps=40", "checkpoint.every=5"]
-    common += ["model.dropout=0.1", f"--config={tiny.config_file(tmp_path)}"]
+    common += ["evaluate.every=10", "model.dropout=0.1", f"--config={tiny.config_file(tmp_path)}"]
     whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "run"
     tiny.train(tmp_path, [*common, "run.name=whole"], ranks=2)
     process = launch([*common, "run.name=run"], 2)
@@ -151,8 +151,12 @@ def test_killed_inside_a_round_and_resumed_is_bit_identical(tmp_path: Path) -> N
         assert [(r["step"], r["loss"], r["rows"]) for r in steps_of(run, rank)] == [
             (r["step"], r["loss"], r["rows"]) for r in steps_of(whole, rank)
         ]
-    kinds = [[r["kind"] for r in read_records(one / "logs" / "rank-000.jsonl")] for one in (whole, run)]
-    assert kinds[0].count("merge") == kinds[1].count("merge")
+    logs = [list(read_records(one / "logs" / "rank-000.jsonl")) for one in (whole, run)]
+    merges, evaluations = (
+        [[r["step"] for r in log if r["kind"] == kind] for log in logs] for kind in ("merge", "evaluation")
+    )
+    assert merges[0] == merges[1]
+    assert set(evaluations[0]) == set(evaluations[1]) and len(evaluations[0]) > 3, "they count from the last merge"
 
 
 def _descendants_of_run(run: Path) -> list[int]:
