@@ -22,6 +22,7 @@ from lib.evaluate.work_queue import Journal
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, pairs_of
 from lib.rollouts.rounds import Rounds
+from lib.telemetry.run_records import read_records
 from lib.training.step_retries import Learner
 from tests import tiny
 from tests.kills import digests
@@ -256,6 +257,9 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
         assert stopped.returncode == 1 and "--resume" in stopped.stderr
     tiny.train(tmp_path, ["--resume", str(tmp_path / "stopped")])
     assert outcome(tmp_path / "stopped") == outcome(run)
+    logs = [read_records(one / "logs" / "rank-000.jsonl") for one in (tmp_path / "stopped", run)]
+    evaluated, evaluated_whole = ({record["step"] for record in log if record["kind"] == "evaluation"} for log in logs)
+    assert evaluated == evaluated_whole and 0 in evaluated, "the policy before the first round stays in the log"
 
 
 def test_unequal_ranks_draw_what_one_draws(whole: tuple[Path, list[str]], tmp_path: Path) -> None:

@@ -101,13 +101,16 @@ def pull(
     def lines_of(chunk: int) -> Lines:
         return do(range(chunk * size, min((chunk + 1) * size, total)))
 
+    # All are at the queue before work begins: who comes late would find that all is done, and rank 0 gone. From then on
+    # no rank waits for another in a collective: who is gone is missed by nobody.
+    with world.agreeing("reaching rank 0"):
+        queue = Remote(address, world.rank, world.timeout_seconds) if dispatcher is None else Local(dispatcher)
     if dispatcher is None:
-        # From here on no rank waits for another in a collective: who is gone is missed by nobody.
-        work(Remote(address, world.rank, world.timeout_seconds), lines_of)
+        work(queue, lines_of)
         return None
     with say.counting(kind, total) as progress:
         dispatcher.report = lambda done, by_rank: progress(min(done * size, total))
-        work(Local(dispatcher), lines_of)
+        work(queue, lines_of)
     try:
         dispatcher.journal.finish(out)
     except OSError as error:
