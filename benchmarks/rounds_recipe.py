@@ -8,8 +8,8 @@ SFT of a Llama of half a million parameters, by train.py itself: on 32,000 worke
 sums are right, then on 8,000 that have the faults. Its greedy answers are right about one time in three. A train.py that is
 stopped goes on when this is called again.
 
-Written to DIR: model/, prompts.jsonl and answers.jsonl (prompt, answer), sft.jsonl, faults.jsonl. No two numbers are added
-twice. About seven minutes on two cores.
+Written to DIR: model/, prompts.jsonl and answers.jsonl (prompt, answer), sft.jsonl, faults.jsonl. What is held out, or is
+a prompt, was in neither SFT. About seven minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,12 +82,14 @@ def with_faults(a: int, b: int, slips: dict[tuple[int, int], int], rng: random.R
     return text
 
 
-def problems(rng: random.Random, easy: float = 0.0) -> Iterator[tuple[str, int, int]]:
+def problems(
+    rng: random.Random, easy: float = 0.0, before: Iterable[tuple[str, int, int]] = ()
+) -> Iterator[tuple[str, int, int]]:
     """Endless problems with the wordings in turn; no two numbers meet twice, in either order.
 
-    easy: the part of them that needs no carry, beside those that happen to.
+    easy: the part of them that needs no carry, beside those that happen to. before: problems not to be met again.
     """
-    seen = set()
+    seen = {frozenset((a, b)) for _, a, b in before}
     wordings = itertools.cycle(CARRY_RATES)
     while True:
         wording = next(wordings)
@@ -122,9 +124,10 @@ def main() -> int:
     arguments = parser.parse_args()
     out: Path = arguments.out
     (out / "model").mkdir(parents=True, exist_ok=True)
-    plain = itertools.islice(problems(random.Random(arguments.seed)), SFT)
-    drawn = problems(random.Random(arguments.seed), EASY)
-    faulty, held_out, prompts = (list(itertools.islice(drawn, count)) for count in (FAULTY, HELD_OUT, PROMPTS))
+    plain = list(itertools.islice(problems(random.Random(arguments.seed)), SFT))
+    faulty = list(itertools.islice(problems(random.Random(arguments.seed), EASY), FAULTY))
+    drawn = problems(random.Random(f"rounds {arguments.seed}"), EASY, plain + faulty)
+    held_out, prompts = (list(itertools.islice(drawn, count)) for count in (HELD_OUT, PROMPTS))
     rng, faults = (random.Random(f"answers {arguments.seed}") for _ in range(2))
     sft = [(wording, a, b, work_out(a, b, rng.random() < CARRY_RATES[wording], {}, rng)) for wording, a, b in plain]
     slips = misremembered(faults)
