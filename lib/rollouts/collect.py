@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from pydantic import Field, FiniteFloat, TypeAdapter
+from typing_extensions import TypedDict
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data.prompts import Prompts
+from lib.data.tokenizer import vocabulary
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, prompt_of, pull
@@ -35,6 +39,7 @@ from lib.system import files
 from lib.training.progress_display import RunConsole
 
 SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
+LONGEST_LINE = 2**27  # letters of a file of a round
 SHOWN_CHARACTERS = 400  # of each text of an example
 PIECE_BYTES = 2**24  # of a file, in one collective
 
@@ -49,8 +54,8 @@ class SampleLine(TypedDict):
     place: str
     text: str
     finish: str
-    tokens: list[int]
-    logps: list[float]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    logps: list[FiniteFloat]
 
 
 class ScoreLine(TypedDict):
@@ -58,8 +63,11 @@ class ScoreLine(TypedDict):
 
     prompt_id: int
     k: int
-    score: float | None
+    score: FiniteFloat | None
     fault: str
+
+
+Line = TypeVar("Line", SampleLine, ScoreLine)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Collector:
         drawn = timed("sampling_seconds", lambda part: self._samples(number, policy, part))
         self._make(folder / SAMPLES, key, rows, drawn)
         with self.world.agreeing("reading the answers of a round"):
-            answers = _by_prompt(folder / SAMPLES)
+            answers = _by_prompt(folder / SAMPLES, vocabulary(self.config.model).get("vocab_size"))
         of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
         scored = timed("judging_seconds", lambda part: self._scores(part, answers))
         self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
@@ -170,7 +178,7 @@ class Collector:
         return lines
 
     def _groups(self, folder: Path, rows: Sequence[int], answers: dict[int, list[SampleLine]]) -> list[Group]:
-        scores = {(one["prompt_id"], one["k"]): one["score"] for one in _lines(folder / SCORES)}
+        scores = {(one["prompt_id"], one["k"]): one["score"] for one in lines_of(folder / SCORES, ScoreLine)}
         try:
             return [
                 Group(
@@ -213,26 +221,38 @@ class Collector:
 _REMEDY = "remove the folder, and what was drawn is drawn again"
 
 
-def _lines(path: Path) -> Iterator[Any]:
+def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
     """The lines of a file of a round.
 
     Raises:
         UserError: one is not what a round writes.
     """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    adapter = TypeAdapter(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
             try:
-                read = json.loads(line)
-                int(read["prompt_id"]), int(read["k"])
-            except (ValueError, KeyError, TypeError):
+                yield adapter.validate_json(line)
+            except ValueError:
                 raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
-            yield read
 
 
-def _by_prompt(path: Path) -> dict[int, list[SampleLine]]:
+def samples_in(path: Path, vocab_size: int | None) -> Iterator[SampleLine]:
+    """The lines of samples.jsonl, which may be somebody else's.
+
+    Raises:
+        UserError: one is not what a round of this model writes.
+    """
+    read_file.require_regular(path, "the run's")
+    for number, read in enumerate(lines_of(path, SampleLine), 1):
+        if len(read["logps"]) != len(read["tokens"]) or max(read["tokens"]) >= (vocab_size or 2**31):
+            raise UserError(f"{path}:{number}: not what a round of this model writes; {_REMEDY}")
+        yield read
+
+
+def _by_prompt(path: Path, vocab_size: int | None) -> dict[int, list[SampleLine]]:
     """The lines of samples.jsonl by prompt, in the order of k."""
     answers: dict[int, list[SampleLine]] = {}
-    for read in _lines(path):
+    for read in samples_in(path, vocab_size):
         answers.setdefault(read["prompt_id"], []).append(read)
     return answers
 
@@ -242,10 +262,10 @@ def _drop_of_another(out: Path, key: str, say: RunConsole) -> None:
     journal = out.with_name(f"{out.name}.partial")
     try:
         with journal.open("rb") as file:
-            header = json.loads(file.readline() or b"{}")
-    except (OSError, ValueError):
+            header = json.loads(file.readline(LONGEST_LINE) or b"{}")
+    except (OSError, ValueError, RecursionError):
         return
-    if header.get("key", key) != key:
+    if not isinstance(header, dict) or header.get("key", key) != key:
         say.warning(f"{journal} is of other weights or settings, and is made again")
         journal.unlink()
 

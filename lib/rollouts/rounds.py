@@ -15,7 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
@@ -28,7 +31,7 @@ from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
-from lib.rollouts.collect import PAIRS, SAMPLES, Collector
+from lib.rollouts.collect import LONGEST_LINE, PAIRS, SAMPLES, Collector
 from lib.rollouts.divergence import kl_of
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
@@ -42,6 +45,7 @@ from lib.training.resume import restore_learned
 from lib.training.training_run import TrainingRun
 
 ROUND = "round.json"
+ROUND_BYTES = 2**24
 
 
 @dataclass
@@ -281,6 +285,15 @@ class Rounds:
         )
 
 
+class Verdict(TypedDict):
+    """What of round.json a run needs to go on."""
+
+    round: int
+    undone: bool
+    held_out: dict[str, float | None]
+    samples: SampleFigures
+
+
 def _figures(path: Path, text: str) -> RoundFigures:
     """What round.json says.
 
@@ -288,11 +301,11 @@ def _figures(path: Path, text: str) -> RoundFigures:
         AgreedError: it is not what a round writes; all ranks have the same text.
     """
     try:
-        read = json.loads(text)
-        samples = SampleFigures(**read["samples"])
-        return RoundFigures(int(read["round"]), _known(read["held_out"]), samples, bool(read["undone"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AgreedError(f"{path} is not what a round writes: {error!r}; start a new run") from None
+        read = TypeAdapter(Verdict).validate_python(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        fault = str(error).partition("\n")[0]
+        raise AgreedError(f"{path} is not what a round writes: {fault}; start a new run") from None
+    return RoundFigures(read["round"], _known(read["held_out"]), read["samples"], read["undone"])
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -300,18 +313,21 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _read(path: Path) -> str:
+    """A file's text; nothing where there is none, and what is no JSON where it is no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file.read_text(path, "round", ROUND_BYTES)
     except OSError:
         return ""
+    except UserError:
+        return "{"
 
 
 def _policy_of(folder: Path) -> str:
     """The policy that wrote a round's answers; nothing where they are not complete."""
     try:
         with (folder / SAMPLES).open(encoding="utf-8") as file:
-            return str(json.loads(file.readline())["policy"])
-    except (OSError, ValueError, KeyError):
+            return str(json.loads(file.readline(LONGEST_LINE))["policy"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
