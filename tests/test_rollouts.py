@@ -101,9 +101,9 @@ def test_a_round_is_measured_against_the_best_that_was_kept() -> None:
 def test_what_looks_like_a_gamed_judge_is_named() -> None:
     start = RoundFigures(0, {"exact_match": 0.5})
 
-    def said(first: SampleFigures, last: SampleFigures, held_out: float) -> list[str]:
+    def said(first: SampleFigures, last: SampleFigures, held_out: float, tolerance: float | None = 0.05) -> list[str]:
         rounds = [start, RoundFigures(1, {"exact_match": 0.5}, first), RoundFigures(2, {"exact_match": held_out}, last)]
-        return warnings_of(rounds, 0.05)
+        return warnings_of(rounds, tolerance)
 
     assert said(samples(), samples(), 0.5) == []
     assert "answers grow: 40 ➜ 70 tokens since round 1" in said(samples(), samples(tokens=70.0), 0.5)[0]
@@ -113,6 +113,8 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
     )
     assert "rewards rise while held-out falls" in said(samples(), samples(score=0.6), 0.4)[0]
     assert said(samples(), samples(score=0.3), 0.4) == []
+    assert said(samples(), samples(score=0.6), 0.46) == said(samples(), samples(score=0.6), 0.46, None) == []
+    assert "rewards rise" in said(samples(), samples(score=0.6), 0.4, None)[0]
     assert "the policy collapses" in said(samples(), samples(entropy=0.01), 0.5)[0]
 
 
