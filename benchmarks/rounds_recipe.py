@@ -17,7 +17,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +25,8 @@ sys.path[0] = str(ROOT)
 from lib import environment
 
 environment.enter()
+
+from benchmarks.additions import draw_problems, write_jsonl
 
 # How often the SFT answers carry, by the prompt's wording.
 CARRY_RATES = {
@@ -41,32 +42,6 @@ SETTINGS = (
 )
 
 
-def work_out(a: int, b: int, carry: bool) -> str:
-    """The sum column by column from the units; tens go into the next column only with `carry`."""
-    steps, digits, column, carried = [], "", 0, 0
-    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
-        column = int(x) + int(y) + carried
-        steps.append(f"{x}+{y}{'+1' if carried else ''}={column}, ")
-        digits = f"{column % 10}{digits}"
-        carried = column // 10 if carry else 0
-    return f"{''.join(steps)}{a} + {b} = {'1' if column > 9 else ''}{digits}"
-
-
-def problems(rng: random.Random) -> Iterator[tuple[str, int, int]]:
-    """Endless problems with the wordings in turn; no two numbers meet twice, in either order."""
-    seen = set()
-    wordings = itertools.cycle(CARRY_RATES)
-    while True:
-        wording, a, b = next(wordings), rng.randint(1000, 9999), rng.randint(1000, 9999)
-        if frozenset((a, b)) not in seen:
-            seen.add(frozenset((a, b)))
-            yield wording, a, b
-
-
-def write(path: Path, records: list[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
@@ -75,17 +50,17 @@ def main() -> int:
     arguments = parser.parse_args()
     out: Path = arguments.out
     (out / "model").mkdir(parents=True, exist_ok=True)
-    drawn = problems(random.Random(arguments.seed))
+    drawn = draw_problems(random.Random(arguments.seed), CARRY_RATES, digits=4)
     careful = random.Random(f"answers {arguments.seed}")
     sft, held_out, prompts = (list(itertools.islice(drawn, count)) for count in (SFT, HELD_OUT, PROMPTS))
-    carries = [careful.random() < CARRY_RATES[wording] for wording, _, _ in sft]
+    carries = [careful.random() < CARRY_RATES[problem.wording] for problem in sft]
     worked = [
-        {"prompt": wording.format(a, b), "completion": work_out(a, b, carry)}
-        for (wording, a, b), carry in zip(sft, carries, strict=True)
+        {"prompt": problem.prompt, "completion": problem.work_out(carry)}
+        for problem, carry in zip(sft, carries, strict=True)
     ]
-    write(out / "sft.jsonl", worked)
+    write_jsonl(out / "sft.jsonl", worked)
     for name, part in (("answers", held_out), ("prompts", prompts)):
-        write(out / f"{name}.jsonl", [{"prompt": w.format(a, b), "answer": str(a + b)} for w, a, b in part])
+        write_jsonl(out / f"{name}.jsonl", [{"prompt": one.prompt, "answer": one.answer} for one in part])
     shipped = ROOT / "configs/rounds/model"
     run = out / "runs" / "sft"
     words = [f"model.path={shipped}", f"data.train={out / 'sft.jsonl'}", f"run.dir={out / 'runs'}", *SETTINGS.split()]
