@@ -10,11 +10,12 @@ from lib.dashboard.history import RunHistory
 from lib.telemetry.record_types import Record
 
 SHOWN_ROUNDS = 30
+SHOWN_ANSWERS = ("accepted", "duplicates", "tokens", "entropy")  # figures of the answers
 
 
 def section(html: ModuleType, run: RunHistory) -> list[Any]:
     """The rounds of a run; nothing where it has none."""
-    records = [event for event in run.events if event["kind"] == "round"]
+    records = [event for event in run.events if event["kind"] == "round" and _is_whole(event)]
     of_all = {one["round"]: one for one in records if one.get("rank") == 0}
     if not of_all:
         return []
@@ -35,12 +36,18 @@ def section(html: ModuleType, run: RunHistory) -> list[Any]:
     return [html.Div(shown, className="panel", style={"marginTop": ".8rem"})]
 
 
+def _is_whole(one: Record) -> bool:
+    """Whether a record has what a row shows: records are checked for what their fields are, not for which there are."""
+    answers = one.get("answers") or {}
+    return {"round", "held_out", "answers"} <= one.keys() and set(SHOWN_ANSWERS) <= answers.keys()
+
+
 def _cells(one: Record) -> list[str]:
     answers = one["answers"]
     held_out = {name: value for name, value in one["held_out"].items() if value is not None}
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in held_out.items()) or "–"
     score = "–" if answers.get("score") is None else f"{answers['score']:.3g}"
-    parts = [f"{answers[name]:.0%}" for name in ("accepted", "duplicates")]  # type: ignore[literal-required]
+    parts = [f"{answers[name]:.0%}" for name in SHOWN_ANSWERS[:2]]  # type: ignore[literal-required]
     verdict = "undone" if one.get("undone") else "; ".join(one.get("warnings") or []) or "kept"
     return [
         str(one["round"]),

@@ -80,9 +80,24 @@ class Journal:
                 )
             end = file.tell()
             while (line := file.readline()).endswith(b"\n"):
-                self.offsets[json.loads(line)["chunk"]] = end
+                self.offsets[self._chunk(line)] = end
                 end = file.tell()
             return end
+
+    def _chunk(self, line: bytes) -> int:
+        """Which chunk a line has the results of.
+
+        Raises:
+            UserError: it is not what `put` writes.
+        """
+        try:
+            kept = json.loads(line)
+            chunk, lines = kept["chunk"], kept["lines"]
+            if type(chunk) is int and 0 <= chunk < len(self.offsets) and all(type(one) is str for one in lines):
+                return chunk
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise UserError(f"{self.path} has a line that no rank wrote: {line[:60]!r}; remove it, and start again")
 
     @property
     def done(self) -> np.ndarray:

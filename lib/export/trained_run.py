@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,13 +16,16 @@ from lib.config import load as config
 from lib.config.schema import Config
 from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
-from lib.data.tokenizer import load_tokenizer_of, stored_config, vocabulary
+from lib.data.tokenize import limits_of
+from lib.data.tokenizer import load_tokenizer_of, stored_config
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
+from lib.rollouts.round_files import SAMPLES, read_samples
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import find_checkpoint
 from lib.training.checkpoint import step_of
+from lib.training.known_tokens import vocabulary
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,16 @@ def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None
 
     Of a run of rounds, whose data are prompts: answers of the last round.
     """
-    if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        with answers[-1].open(encoding="utf-8") as file:
-            drawn = [np.array(json.loads(line)["tokens"], np.int32) for line in islice(file, count)]
+    if answers := sorted(folder.glob(f"rounds/*/{SAMPLES}")):
+        lines = islice(read_samples(answers[-1], limits_of(vocabulary(settings.model))), count)
+        drawn = [np.array(line.tokens, np.int32) for line in lines]
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)
     words = vocabulary(settings.model)
     held_out = None
     data: Any = None
     if settings.record_kind == "group":
-        data = load_groups(settings.data, words["vocab_size"])
+        data = load_groups(settings.data, limits_of(words))
     else:
         data = held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     if data is None:

@@ -18,6 +18,7 @@ from typing import NotRequired, TypedDict
 
 import numpy as np
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data.micro_batches import pieces
 from lib.errors import UserError
@@ -206,12 +207,12 @@ def killed_before(
         kills: counts the kernel's kills so far.
     """
     killed = []
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        note = json.loads((folder / out_of_memory.NOTE.format(host=machine_name)).read_text())
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        note = read_file.read_object(folder / out_of_memory.NOTE.format(host=machine_name), "the run's")
         size, checkpointing = int(note["micro_batch_size"]), bool(note["gradient_checkpointing"])
         killed.append(Killed(size, checkpointing, str(note["evidence"])))
     for log in sorted((folder / "logs").glob("rank-*.jsonl")):
-        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             by_log = _killed_by_log(log, host, kills())
             killed += [by_log] if by_log else []
     return min(killed, key=lambda one: (not one.gradient_checkpointing, one.micro_batch_size), default=None)

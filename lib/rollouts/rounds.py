@@ -19,6 +19,7 @@ import numpy as np
 from lib.config.schema import Config
 from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
+from lib.data.model_limits import NO_LIMITS
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
@@ -28,10 +29,11 @@ from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
-from lib.rollouts.collect import PAIRS, SAMPLES, Collector
+from lib.rollouts.collect import Collector
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
+from lib.rollouts.round_files import PAIRS, ROUND, SAMPLES, read_samples, verdict_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
 from lib.training.local_sgd import LocalSGD
@@ -39,8 +41,6 @@ from lib.training.loop import Batches, TrainingLoop
 from lib.training.objective import Metrics
 from lib.training.resume import restore_learned
 from lib.training.training_run import TrainingRun
-
-ROUND = "round.json"
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Rounds:
         self.history += finished
         if run.lock is not None:
             for path in self.folder.glob("*/" + ROUND):
-                if int(path.parent.name) > len(finished):
+                if path.parent.name.isdecimal() and int(path.parent.name) > len(finished):
                     path.unlink()
         if finished:
             self.loop.latest = dict(finished[-1].held_out)
@@ -286,11 +286,10 @@ def _figures(path: Path, text: str) -> RoundFigures:
         AgreedError: it is not what a round writes; all ranks have the same text.
     """
     try:
-        read = json.loads(text)
-        samples = SampleFigures(**read["samples"])
-        return RoundFigures(int(read["round"]), _known(read["held_out"]), samples, bool(read["undone"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AgreedError(f"{path} is not what a round writes: {error!r}; start a new run") from None
+        read = verdict_of(path, text)
+    except UserError as error:
+        raise AgreedError(str(error)) from None
+    return RoundFigures(read.round, _known(read.held_out), read.samples, read.undone)
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -299,7 +298,7 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
@@ -307,9 +306,8 @@ def _read(path: Path) -> str:
 def _policy_of(folder: Path) -> str:
     """The policy that wrote a round's answers; nothing where they are not complete."""
     try:
-        with (folder / SAMPLES).open(encoding="utf-8") as file:
-            return str(json.loads(file.readline())["policy"])
-    except (OSError, ValueError, KeyError):
+        return next(read_samples(folder / SAMPLES, NO_LIMITS)).policy
+    except (OSError, UserError, StopIteration):
         return ""
 
 
@@ -334,16 +332,12 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
                 f"the plan is {run.plan.strategy}, and in rounds every rank samples with the whole model; take a "
                 "smaller or quantised model, or larger hosts"
             )
-        if rollouts.prompts > len(prompts):
-            raise UserError(
-                f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
-                f"set rollouts.prompts={len(prompts)}"
-            )
         judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
         if rollouts.judge not in (None, config.evaluate.judge) and inputs.held_out is not None:
             judge_of_held_out = _judge_of(config, "evaluate")
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts)
-    collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
+    keeps_disk = run.lock is not None
+    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, judge, run.say, inputs.limits)
     Rounds(run, collector, loop).train()
     return loop

@@ -442,7 +442,7 @@ def inside_a_round(path: Path) -> bool:
     """Whether the ranks had different weights then; of a damaged checkpoint nothing is known."""
     try:
         return not json.loads((path / STATE).read_text())["rounds"].get("are_one", True)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return True
 
 
