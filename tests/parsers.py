@@ -11,7 +11,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from hypothesis import strategies as st
 
 from lib.config import load
 from lib.config.help import known_settings
-from lib.config.schema import Config, DataSettings
+from lib.config.schema import DataSettings
 from lib.dashboard import charts, rounds, run_report
 from lib.dashboard.figures import figures
 from lib.dashboard.history import RunHistory
@@ -41,8 +40,8 @@ from lib.launch import hostfile
 from lib.rollouts import round_files
 from lib.serve import api_keys, feedback, openai_requests
 from lib.training import find_checkpoint
-from lib.training.checkpoint import MANIFEST, STATE, Progress, file_sha256
-from tests.chat_rows import TOOLS
+from lib.training.checkpoint import MANIFEST, STATE, file_sha256
+from tests import seeds
 from tests.mutations import ODD_TEXTS, bent, changed, json_lines, json_text, lines_changed
 from tests.test_formats import FORMATS
 
@@ -263,180 +262,12 @@ def _journal(data: bytes, folder: Path) -> None:
         journal.close()
 
 
-# ---- What is changed: real files of each kind
+# ---- What they are fed
 
 
 DATA = DataSettings(train="x")
 LIMITS = openai_requests.Limits("m", 100, 50, 48, 64)
-CONFIG = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}}).model_dump(mode="json")
-SHORT_CONFIGS = [
-    {"model": {"path": "m"}, "data": {"train": {"a": 1, "b": 0.5}}, "train": {"loss": "kto", "optimizer": "muon"}},
-    {"model": {"path": "m", "keys": ["q_proj"]}, "data": {"train": "d"}, "rollouts": {"rounds": 2, "stop": ["x"]}},
-    {"model": {"path": "m"}, "data": {"train": "d"}, "strategy": "independent", "independent": {"merge": "svd"}},
-    {"model": {"path": "m"}, "data": {"train": "d"}, "plan": {"shares": [1, 2]}, "run": {"sinks": ["tensorboard"]}},
-]
-IDS = [
-    {"prompt_ids": [3, 4], "chosen_ids": [5, 1], "rejected_ids": [6, 1]},
-    {"prompt_ids": [3], "completion_ids": [5, 7, 1], "completion_mask": [0, 1, 1], "label": True},
-]
-GROUPS = [
-    {"prompt_ids": [3, 4], "completion_ids": [[5, 1], [6, 7]], "rewards": [1.0, None], "logps": [[-0.5, -1], [-2, 0]]},
-    {"prompt_ids": [3], "completion_ids": [[5], [6], [7]], "rewards": [1, 0.5, 0]},
-]
-CHATS = [
-    {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "temperature": 0.5, "stop": ["a"]},
-    {
-        "messages": [
-            {"role": "system", "content": [{"type": "text", "text": "x"}]},
-            {"role": "user", "content": "x", "name": "n"},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-            },
-            {"role": "tool", "tool_call_id": "1", "content": "x"},
-        ],
-        "tools": TOOLS,
-        "tool_choice": "auto",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "logit_bias": {"3": 5},
-        "max_completion_tokens": 4,
-        "response_format": {"type": "text"},
-    },
-    {
-        "messages": [{"role": "user", "content": "x"}],
-        "logprobs": True,
-        "top_logprobs": 2,
-        "n": 1,
-        "seed": 3,
-        "top_k": 5,
-    },
-    {"prompt": "x", "max_tokens": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "metadata": {"a": "b"}},
-    {"prompt": ["x"], "best_of": 1, "echo": False, "presence_penalty": 1, "frequency_penalty": -1, "user": "u"},
-]
-HOST_LINES = "mac-a slots=2\nmac-b:3 # x\n\n# a comment\nuser@10.0.0.7\nhost_4.example slots=01\n"
-HOSTS = [
-    [{"ssh": "mac-a", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en1", ["rdma_en2"]], "slots": 2}, {"ssh": "mac-b"}],
-    {"backend": "ring", "envs": ["A=b"], "hosts": [{"ssh": "u@mac-a", "ips": ["10.0.0.1", "10.0.1.1"]}]},
-]
-KEYS = f"alice sha256:{'a' * 64}\n# x\n\nbob@x sha256:{'b' * 64}\n"
-STATE_OF_A_RUN = asdict(
-    Progress(
-        "x",
-        step=1,
-        best_step=1,
-        best_loss=0.5,
-        best_metrics={"loss": 0.5},
-        before={"loss": 0.7},
-        schedule={"plans": [{"first_step": 1, "shares": [1]}]},
-        rounds={"shares": [1], "speeds": [1.0], "are_one": True, "local_steps": [1], "trained": [[1, 1]], "tail": 0},
-        resumes=[[1, 1]],
-        resume_ids=["a"],
-        parts=["x"],
-    )
-)
-SUMMARY = {
-    "model": "m",
-    "pairs_per_second": 1.0,
-    "efficiency": 0.9,
-    "early_end": "why",
-    "cost": {"cost": 1, "energy_kwh": 1},
-    "checkpoint": {"which": "best", "step": 1},
-}
-WHO = {"time": 1.0, "rank": 0, "host": "a", "step": 1}
-PLAN = {
-    "strategy": "synchronous",
-    "reason": "x",
-    "shares": [1],
-    "blocks": None,
-    "ranks": [{"host": "a", "micro_batch_sizes": [1]}],
-    "global_batch_size": 8,
-    "predicted_step_seconds": 0.1,
-    "predicted_pairs_per_second": 80.0,
-    "solo_sum_pairs_per_second": 80.0,
-    "calibrated": True,
-    "warnings": ["x"],
-    "curves": [{"key": {"model": "m", "method": "lora", "dtype": "float32"}, "points": [{"batch_size": 1}]}],
-}
-ROUND = {
-    "round": 1,
-    "undone": False,
-    "why": ["x"],
-    "warnings": ["x"],
-    "held_out": {"exact_match": 0.5, "held_out_score": None},
-    "answers": {
-        "samples": 4,
-        "pairs": 1,
-        "score": 0.5,
-        "accepted": 1.0,
-        "duplicates": 0.1,
-        "tokens": 3.5,
-        "entropy": 1.0,
-    },
-    "examples": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
-    "sampling_seconds": 1.0,
-    "judging_seconds": 0.1,
-    "training_seconds": 2.0,
-}
-STEP = {
-    **{"pairs": 8, "tokens": 100, "loss": 0.5, "kl": 0.1, "reward_accuracy": 0.5, "grad_norm": 1.0},
-    **{"learning_rate": 1e-3, "step_seconds": 0.1, "compute_seconds": 0.05, "sync_seconds": 0.01, "wait_seconds": 0.01},
-    **{"pairs_per_second": 80.0, "tokens_per_second": 1000.0, "peak_memory_bytes": 10**9, "bytes_sent": 100},
-}
-CONFIG_RECORD = {"model": {"path": "m"}, "train": {"seed": 0}, "data": {"train": "d"}, "cost": {"currency": "EUR"}}
-LOG = [
-    {
-        "kind": "start",
-        **WHO,
-        "config": CONFIG_RECORD,
-        "plan": PLAN,
-        "steps": 4,
-        "versions": {"mlx": "1"},
-        "commit": "x",
-    },
-    {
-        "kind": "start",
-        **WHO,
-        "resumed_from_step": 1,
-        "resumes": [[1, 1]],
-        "resume_ids": ["x"],
-        "memory_limit_bytes": 1e9,
-    },
-    {"kind": "step", **WHO, **STEP},
-    {"kind": "step", **WHO, **STEP, "step": 2, "time": 1.5},
-    {"kind": "plan", **WHO, **PLAN, "first_step": 2},
-    {"kind": "merge", **WHO, "method": "svd", "pairs": [1], "bytes_sent": 10.0, "error": 1e-7, "steps": [1]},
-    {"kind": "evaluation", **WHO, "loss": 0.5, "kl": 0.1, "reward_accuracy": 0.5, "exact_match": 0.5},
-    {"kind": "checkpoint", **WHO},
-    {"kind": "warning", **WHO, "text": "x"},
-    {"kind": "samples", **WHO, "samples": [{"prompt": "a", "before": "b", "after": "c"}]},
-    {"kind": "round", **WHO, **ROUND},
-    {"kind": "network", **WHO, "bytes_per_second": 1.0, "connections": [{"peer": "b", "round_trip_seconds": 0.1}]},
-    {"kind": "sensors", **WHO, "temperature_celsius": 50, "power_watts": 20, "speed_limit": 1},
-    {"kind": "end", **WHO, "reason": "x", "final_step": 2, "loss": 0.5},
-]
-START = json_text(LOG[0]) + b"\n"
-SAMPLE = {"round": 1, "prompt_id": 0, "k": 0, "policy": "x", "place": "a:1", "text": "b", "finish": "stop"}
-SAMPLE |= {"tokens": [5, 1], "logps": [-0.5, -0.1]}
-SAMPLES = [SAMPLE | {"prompt_id": prompt, "k": k} for prompt in (0, 1) for k in (0, 1)]
-SCORES = [{"prompt_id": prompt, "k": k, "score": 1.0, "fault": ""} for prompt in (0, 1) for k in (0, 1)]
-FIGURES = {
-    **{
-        "prompts": 2,
-        "samples": 4,
-        "failed": 0,
-        "pairs": 1,
-        "score": 0.5,
-        "accepted": 0.5,
-        "duplicates": 0.0,
-        "tokens": 2.0,
-    },
-    **{"unended": 0.1, "entropy": 0.5, "longer_chosen": None, "chosen_tokens": 2.0, "rejected_tokens": None},
-}
-VERDICT = {**ROUND, "samples": FIGURES}
-JOURNAL = [{"chunk": chunk, "lines": ["a", "b"]} for chunk in (2, 0, 1)]
-CODECS = ("none", "snappy", "gzip", "zstd", "lz4", "brotli")
+START = json_text(seeds.LOG[0]) + b"\n"
 
 
 def several(rows: list[Any], *more: Any) -> st.SearchStrategy[bytes]:
@@ -463,9 +294,9 @@ def table(rows: list[Any], codec: str = "snappy", **options: Any) -> bytes:
     return out.getvalue()
 
 
-ROWS = [row for row in [*FORMATS, *IDS] if isinstance(row, dict)]
-TABLES = [table([row], codec) for row, codec in zip(ROWS, CODECS * len(ROWS), strict=False)]
-TABLES += [table(IDS), table(ROWS[:1] * 40, use_dictionary=False, row_group_size=7, data_page_version="2.0")]
+ROWS = [row for row in [*FORMATS, *seeds.IDS] if isinstance(row, dict)]
+TABLES = [table([row], codec) for row, codec in zip(ROWS, seeds.CODECS * len(ROWS), strict=False)]
+TABLES += [table(seeds.IDS), table(ROWS[:1] * 40, use_dictionary=False, row_group_size=7, data_page_version="2.0")]
 THRIFT = [bytes([first]) for first in (0x00, 0x15, 0x16, 0x18, 0x19, 0x1C, 0x2C, 0x7F, 0x80, 0xFF)]
 
 
@@ -474,7 +305,9 @@ def parquet(draw: Callable[..., Any]) -> bytes:
     """Tables of changed rows, and files with some bytes changed, mostly in the footer, where everything is said."""
     if draw(st.booleans()):
         rows = draw(st.lists(changed(ROWS), min_size=1, max_size=3))
-        return table([row if isinstance(row, dict) else {"prompt": row} for row in rows], draw(st.sampled_from(CODECS)))
+        return table(
+            [row if isinstance(row, dict) else {"prompt": row} for row in rows], draw(st.sampled_from(seeds.CODECS))
+        )
     whole = draw(st.sampled_from(TABLES))
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     if draw(st.integers(0, 3)):
@@ -487,7 +320,7 @@ SETTINGS = st.one_of(
     st.sampled_from(sorted({part for key in known_settings() for part in key.split(".")})), st.text(max_size=5)
 )
 NAMES = st.one_of(st.sampled_from(COLUMNS), st.text(max_size=5), st.sampled_from(ODD_TEXTS))
-VALUES = [value for section in CONFIG.values() if isinstance(section, dict) for value in section.values()]
+VALUES = [value for section in seeds.CONFIG.values() if isinstance(section, dict) for value in section.values()]
 
 
 def yaml_text(tree: Any) -> bytes:
@@ -512,11 +345,13 @@ WORD = st.builds(
 PARSERS: dict[str, Parser] = {
     "YAML": Parser(
         st.one_of(
-            changed([CONFIG, *SHORT_CONFIGS], values=VALUES).map(json_text),
-            changed(SHORT_CONFIGS, list(CONFIG), VALUES).map(yaml_text),
-            lines_changed(yaml.safe_dump(CONFIG), ["*a", "&a", "- x", "!!python/name:os", "|", ">", "{", "x:", "<<:"]),
+            changed([seeds.CONFIG, *seeds.SHORT_CONFIGS], values=VALUES).map(json_text),
+            changed(seeds.SHORT_CONFIGS, list(seeds.CONFIG), VALUES).map(yaml_text),
+            lines_changed(
+                yaml.safe_dump(seeds.CONFIG), ["*a", "&a", "- x", "!!python/name:os", "|", ">", "{", "x:", "<<:"]
+            ),
             trees(SETTINGS).map(yaml_text),
-            bent(yaml.safe_dump(SHORT_CONFIGS[0]).encode()),
+            bent(yaml.safe_dump(seeds.SHORT_CONFIGS[0]).encode()),
         ),
         _config,
         ("config/load.py", "config/plain_yaml.py", "config/read_file.py", "config/schema.py"),
@@ -551,27 +386,31 @@ PARSERS: dict[str, Parser] = {
         ("data/record_files.py",),
     ),
     "parquet": Parser(parquet(), _parquet, ("data/parquet.py", "data/parquet_pages.py")),
-    "groups": Parser(several(GROUPS, [], [48, 47, [0.1], -0.5]), _groups, ("data/groups.py", "data/model_limits.py")),
+    "groups": Parser(
+        several(seeds.GROUPS, [], [48, 47, [0.1], -0.5]), _groups, ("data/groups.py", "data/model_limits.py")
+    ),
     "host files": Parser(
         st.one_of(
             lines_changed(
-                HOST_LINES, ["slots=2", "slots=x", "[::1]", "a:b:c", "user@", "@a", "#", "slots=", "1.2.3.4"]
+                seeds.HOST_LINES, ["slots=2", "slots=x", "[::1]", "a:b:c", "user@", "@a", "#", "slots=", "1.2.3.4"]
             ),
-            changed(HOSTS).map(json_text),
-            bent(HOST_LINES.encode()),
-            bent(json_text(HOSTS[0])),
+            changed(seeds.HOSTS).map(json_text),
+            bent(seeds.HOST_LINES.encode()),
+            bent(json_text(seeds.HOSTS[0])),
             st.binary(max_size=60),
         ),
         _hosts,
         ("launch/hostfile.py", "config/read_file.py"),
     ),
     "keys": Parser(
-        st.one_of(lines_changed(KEYS, ["alice", "sha256:" + "a" * 64, "SHA256:"]), bent(KEYS.encode())),
+        st.one_of(lines_changed(seeds.KEYS, ["alice", "sha256:" + "a" * 64, "SHA256:"]), bent(seeds.KEYS.encode())),
         _keys,
         ("serve/api_keys.py", "config/read_file.py"),
     ),
     "chat bodies": Parser(
-        st.one_of(changed(CHATS).map(json_text), bent(json_text(CHATS[1]))), _chat, ("serve/openai_requests.py",)
+        st.one_of(changed(seeds.CHATS).map(json_text), bent(json_text(seeds.CHATS[1]))),
+        _chat,
+        ("serve/openai_requests.py",),
     ),
     "labels": Parser(
         st.one_of(
@@ -583,7 +422,7 @@ PARSERS: dict[str, Parser] = {
         ("serve/feedback.py",),
     ),
     "records": Parser(
-        st.one_of(several(LOG), changed([SUMMARY]).map(json_text)),
+        st.one_of(several(seeds.LOG), changed([seeds.SUMMARY]).map(json_text)),
         _records_of_a_run,
         (
             *("dashboard/history.py", "dashboard/figures.py", "dashboard/rounds.py", "dashboard/run_report.py"),
@@ -591,18 +430,18 @@ PARSERS: dict[str, Parser] = {
         ),
     ),
     "pages": Parser(
-        st.one_of(several(LOG), changed([SUMMARY]).map(json_text)),
+        st.one_of(several(seeds.LOG), changed([seeds.SUMMARY]).map(json_text)),
         _pages_of_a_run,
         ("dashboard/run_report.py", "dashboard/pictures.py", "dashboard/charts.py"),
     ),
     "rounds": Parser(
-        st.one_of(several(SAMPLES), several(SCORES), changed([VERDICT]).map(json_text)),
+        st.one_of(several(seeds.SAMPLES), several(seeds.SCORES), changed([seeds.VERDICT]).map(json_text)),
         _round,
         ("rollouts/round_files.py",),
     ),
-    "journals": Parser(several(JOURNAL, [], [0, 1, 2, 3, "a"]), _journal, ("evaluate/work_queue.py",)),
+    "journals": Parser(several(seeds.JOURNAL, [], [0, 1, 2, 3, "a"]), _journal, ("evaluate/work_queue.py",)),
     "checkpoints": Parser(
-        st.one_of(changed([STATE_OF_A_RUN]).map(json_text), bent(json_text(STATE_OF_A_RUN))),
+        st.one_of(changed([seeds.STATE_OF_A_RUN]).map(json_text), bent(json_text(seeds.STATE_OF_A_RUN))),
         _checkpoint,
         ("training/find_checkpoint.py", "config/read_file.py"),
     ),
