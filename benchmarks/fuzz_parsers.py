@@ -123,7 +123,7 @@ class Coverage:
     def __init__(self) -> None:
         import coverage
 
-        self.lines = coverage.Coverage(data_file=None, include=[str(ROOT / "lib" / "*")], messages=False)
+        self.lines = coverage.Coverage(data_file=None, config_file=False, source=[str(ROOT / "lib")])
         self.lines.start()
         self.imported: dict[str, set[int]] = {}
 

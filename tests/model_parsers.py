@@ -123,17 +123,17 @@ CALIBRATION = {
 
 
 def safetensors(header: object, size: int | None = None) -> bytes:
-    """A file with this header, and 64 bytes of data. size: what it says of the header's."""
+    """A file with this header, and 512 bytes of data. size: what it says of the header's."""
     text = json_text(header)
-    return struct.pack("<Q", len(text) if size is None else size) + text + bytes(64)
+    return struct.pack("<Q", len(text) if size is None else size) + text + bytes(512)
 
 
-def folder_of(configuration: dict[str, object]) -> st.SearchStrategy[bytes]:
+def folder_of(configuration: dict[str, object], header: dict[str, object]) -> st.SearchStrategy[bytes]:
     """The configuration of an adapter with something changed, or its weights, which the same parser takes."""
     return st.one_of(
         changed([configuration], [*PEFT, *PADDED, "rank", "scale", "alpha_pattern", "bias"]).map(json_text),
         bent(as_json(configuration)),
-        changed([GOOD_HEADER], list(OURS), ["F32", "BF16", "I64", "X", 64, 8]).map(safetensors),
+        changed([header], list(OURS), ["F32", "BF16", "I64", "X", 64, 8]).map(safetensors),
         HEADERS.map(safetensors),
         st.builds(safetensors, HEADERS, st.sampled_from([0, 7, 2**31, 2**40, 2**63, 2**64 - 1])),
     )
@@ -268,9 +268,12 @@ HEADERS = st.dictionaries(
     max_size=3,
 )
 GOOD_HEADER = {
-    f"{Q}.lora_A.weight": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]},
-    f"{Q}.lora_B.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [32, 64]},
+    f"{Q}.lora_A.weight": {"dtype": "F32", "shape": [4, 16], "data_offsets": [0, 256]},
+    f"{Q}.lora_B.weight": {"dtype": "F32", "shape": [16, 4], "data_offsets": [256, 512]},
     "__metadata__": {"format": "mlx"},
+}
+OUR_HEADER = {
+    name: {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 256]} for name, (shape, _) in OURS.items()
 }
 NUMBERS = [struct.pack("<Q", number) for number in (0, 1, 2, 8, 2**31, 2**40, 2**63, 2**64 - 1)]
 NUMBERS += [struct.pack("<I", number) for number in (0, 4, 8, 9, 12, 2**32 - 1)]
@@ -281,8 +284,8 @@ FAMILY_CONFIGS += [
 ]
 TEMPLATES = [file.read_text() for file in sorted((tiny.ROOT / "tests/templates").glob("*.jinja"))]
 MODEL_PARSERS: dict[str, Parser] = {
-    "PEFT folders": Parser(folder_of(PEFT), _peft, ("model/peft_files.py",)),
-    "adapters": Parser(folder_of(PADDED), _adapter, ("model/adapter_files.py",)),
+    "PEFT folders": Parser(folder_of(PEFT, GOOD_HEADER), _peft, ("model/peft_files.py",)),
+    "adapters": Parser(folder_of(PADDED, OUR_HEADER), _adapter, ("model/adapter_files.py",)),
     "model configs": Parser(
         st.one_of(
             changed(FAMILY_CONFIGS, ["rope_scaling", "rope_theta", "head_dim", "model_file", "x"]).map(json_text),

@@ -112,7 +112,7 @@ def test_rows_are_as_long_as_the_table(tmp_path: Path) -> None:
         "train.jsonl:2: a row of 66 tokens is longer than the 64 positions of the model's table; set data.max_length=64"
     )
     assert why in refusal(tmp_path, words)
-    assert "1 rows cut to data.max_length=64" in tiny.train(tmp_path, [*words, "data.max_length=64"]).stdout
+    assert "2 rows cut to data.max_length=64" in tiny.train(tmp_path, [*words, "data.max_length=64"]).stdout
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,9 @@ class CommandJudge:
         except OSError as error:
             raise UserError(f"{name}: cannot be started: {error.strerror}") from None
         if done.status is None:
-            why = f"no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)"
-            why = f"wrote more than {most:,} bytes for {len(questions)} questions" if len(done.output.encode()) > most else why
-            raise UserError(f"{name}: {why}")
+            if len(done.output.encode()) > most:
+                raise UserError(f"{name}: wrote more than {most:,} bytes for {len(questions)} questions")
+            raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
         if done.status:
             said = done.errors.strip().splitlines()
             raise UserError(f"{name}: ended with status {done.status}: {said[-1] if said else 'it said nothing'}")

@@ -51,6 +51,8 @@ def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -
     name = f"{setting}={judge}"
     if judge is None:
         return
+    if judge == "json_schema" and _is_missing("jsonschema"):
+        raise UserError(f"{name}: json_schema needs the package jsonschema: pip install jsonschema")
     checks: dict[JudgeKind, Callable[[], None]] = {
         "reward": lambda: _require_model(judge.removeprefix(REWARD), name),
         "server": lambda: _require_served(settings, judge, name),
@@ -96,12 +98,18 @@ def _require_served(settings: EvaluateSettings, address: str, name: str) -> None
 
 def _require_module(module: str, name: str) -> None:
     package = module.partition(".")[0]  # a part of it is found by running its code: that is for the judge itself
-    known = package in sys.builtin_module_names or package in sys.modules
-    if not known and importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
+    if _is_missing(package):
         raise UserError(
             f"{name}: ModuleNotFoundError: No module named {package!r}; give module:function, importable from this "
             "folder"
         )
+
+
+def _is_missing(package: str) -> bool:
+    """Whether there is no such package or module, here or in this folder."""
+    if package in sys.builtin_module_names or package in sys.modules:
+        return False
+    return importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None
 
 
 def _require_command(command: str, name: str) -> None:
