@@ -21,7 +21,7 @@ from lib.launch import hostfile
 from lib.model import adapter_files, load, peft_files
 from lib.plan import calibration
 from lib.system import model_folder
-from tests import tiny
+from tests import seeds, tiny
 from tests.mutations import bent, changed, json_text, lines_changed
 from tests.parsers import THRIFT, Parser, as_json, trees
 from tests.test_forward import FAMILIES
@@ -86,40 +86,6 @@ CARD_TREE = {
 }
 CARD_WORDS = st.sampled_from(["configs", "config_name", "data_files", "split", "path", "data_dir", "default", "train"])
 NAMES = ["a/b.jsonl", "b/c.jsonl", "data/train-0.parquet", "README.md"]
-CALIBRATION = {
-    "machine": {"host": "a", "device_name": "x", "device": "cpu"},
-    "curves": [
-        {
-            "key": {"model": "m", "method": "lora", "dtype": "float32", "sequence_length": 16},
-            "points": [
-                {"batch_size": 1, "seconds_median": 0.1, "seconds_spread": 0.01, "peak_memory_bytes": 10**6},
-                {"batch_size": 8, "seconds_median": 0.4, "pairs_per_second": 20.0, "peak_memory_bytes": 10**7},
-            ],
-            "memory_limit_bytes": 10**8,
-            "step_overhead_seconds": 0.01,
-            "outside_blocks": 0.2,
-            "versions": {"mlx": "1"},
-        }
-    ],
-    "gflops": 100.0,
-    "links": [
-        {
-            "backend": "ring",
-            "peers": ["a", "b"],
-            "latency_seconds": 1e-4,
-            "bandwidth_bytes_per_second": 1e9,
-            "transfers": [{"bytes": 1024, "seconds_median": 1e-4}],
-        }
-    ],
-    "ceilings": [
-        {
-            "key": {"model": "m", "method": "lora", "dtype": "float32", "sequence_length": 16},
-            "max_pairs": 4,
-            "note": "x",
-        }
-    ],
-    "measured_at": "2026-01-01T00:00:00",
-}
 
 
 def safetensors(header: object, size: int | None = None) -> bytes:
@@ -332,7 +298,7 @@ MODEL_PARSERS: dict[str, Parser] = {
         ("data/parquet_pages.py",),
     ),
     "calibrations": Parser(
-        st.one_of(changed([CALIBRATION]).map(json_text), bent(as_json(CALIBRATION))),
+        st.one_of(changed([seeds.CALIBRATION]).map(json_text), bent(as_json(seeds.CALIBRATION))),
         _calibration,
         ("plan/calibration.py",),
     ),

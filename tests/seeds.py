@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from lib.config.schema import Config
 from lib.training.checkpoint import Progress
@@ -176,3 +177,37 @@ FIGURES = {
 VERDICT = {**ROUND, "samples": FIGURES}
 JOURNAL = [{"chunk": chunk, "lines": ["a", "b"]} for chunk in (2, 0, 1)]
 CODECS = ("none", "snappy", "gzip", "zstd", "lz4", "brotli")
+CALIBRATION: dict[str, Any] = {
+    "machine": {"host": "a", "device_name": "x", "device": "cpu"},
+    "curves": [
+        {
+            "key": {"model": "m", "method": "lora", "dtype": "float32", "sequence_length": 16},
+            "points": [
+                {"batch_size": 1, "seconds_median": 0.1, "seconds_spread": 0.01, "peak_memory_bytes": 10**6},
+                {"batch_size": 8, "seconds_median": 0.4, "pairs_per_second": 20.0, "peak_memory_bytes": 10**7},
+            ],
+            "memory_limit_bytes": 10**8,
+            "step_overhead_seconds": 0.01,
+            "outside_blocks": 0.2,
+            "versions": {"mlx": "1"},
+        }
+    ],
+    "gflops": 100.0,
+    "links": [
+        {
+            "backend": "ring",
+            "peers": ["a", "b"],
+            "latency_seconds": 1e-4,
+            "bandwidth_bytes_per_second": 1e9,
+            "transfers": [{"bytes": 1024, "seconds_median": 1e-4}],
+        }
+    ],
+    "ceilings": [
+        {
+            "key": {"model": "m", "method": "lora", "dtype": "float32", "sequence_length": 16},
+            "max_pairs": 4,
+            "note": "x",
+        }
+    ],
+    "measured_at": "2026-01-01T00:00:00",
+}
