@@ -31,11 +31,13 @@ import argparse
 import itertools
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -55,12 +57,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
 from mlx_lm.tokenizer_utils import load as load_tokenizer  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
-from benchmarks.additions import Problem, draw_problems, write_jsonl  # noqa: E402
-
 SHIPPED_MODEL = ROOT / "configs/quickstart/model"
 
 # How often the SFT answers carry, by the prompt's wording.
 CARRY_RATES = {"What is {} + {}?": 0.75, "Add {} and {}.": 0.25, "How much is {} plus {}?": 0.25}
+ANSWER = re.compile(r"= (\d+)$")
 SPECIAL_TOKENS = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -84,6 +85,45 @@ MODEL_CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+
+
+class Problem(NamedTuple):
+    wording: str
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return self.wording.format(self.a, self.b)
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b)
+
+    def work_out(self, carry: bool) -> str:
+        """The sum column by column from the units; tens go into the next column only with `carry`."""
+        steps, digits, carried = [], "", 0
+        for x, y in zip(reversed(str(self.a)), reversed(str(self.b)), strict=True):
+            column = int(x) + int(y) + carried
+            steps.append(f"{x}+{y}{'+1' if carried else ''}={column}, ")
+            digits = f"{column % 10}{digits}"
+            carried = column // 10 if carry else 0
+        thousands = "1" if column > 9 else ""
+        return f"{''.join(steps)}{self.a} + {self.b} = {thousands}{digits}"
+
+    def is_right(self, completion: str) -> bool:
+        found = ANSWER.search(completion)
+        return found is not None and found[1] == self.answer
+
+
+def draw_problems(rng: random.Random) -> Iterator[Problem]:
+    """Endless problems with the wordings in turn; no two numbers meet twice, in either order."""
+    seen = set()
+    for wording in itertools.cycle(CARRY_RATES):
+        while (numbers := frozenset((a := rng.randint(100, 999), b := rng.randint(100, 999)))) in seen:
+            pass
+        seen.add(numbers)
+        yield Problem(wording, a, b)
 
 
 def save_tokenizer(texts: list[str], folder: Path) -> None:
@@ -201,6 +241,10 @@ def sample_pairs(
     return pairs[:count]
 
 
+def write_jsonl(path: Path, records: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def make_model(
     folder: Path, tokenizer_problems: list[Problem], sft_problems: list[Problem], seed: int
 ) -> tuple[nn.Module, TokenizerWrapper, float]:
@@ -231,8 +275,7 @@ def main() -> None:
 
     started = time.perf_counter()
     mx.random.seed(arguments.seed)
-    # One stream for all sets keeps them disjoint.
-    problems = draw_problems(random.Random(arguments.seed), CARRY_RATES, digits=3)
+    problems = draw_problems(random.Random(arguments.seed))  # one stream for all sets keeps them disjoint
     tokenizer_problems, sft_problems, held_out = (
         list(itertools.islice(problems, count)) for count in (2_000, 32_000, 300)
     )

@@ -38,7 +38,8 @@ from lib.data.record_formats import RecordKind, Unusable
 from lib.errors import UserError, shown
 from lib.evaluate.work_queue import Journal
 from lib.launch import hostfile
-from lib.rollouts import round_files
+from lib.rollouts import collect
+from lib.rollouts import rounds as rollout_rounds
 from lib.serve import api_keys, feedback, openai_requests
 from lib.training import find_checkpoint
 from lib.training.checkpoint import MANIFEST, STATE, file_sha256
@@ -241,12 +242,12 @@ def _pages_of_a_run(data: bytes, folder: Path) -> None:
 
 
 def _round(data: bytes, folder: Path) -> None:
-    for name in (round_files.SAMPLES, round_files.SCORES, round_files.ROUND):
-        (folder / name).write_bytes(data)
+    (folder / "lines.jsonl").write_bytes(data)
     for read in (
-        lambda: round_files.samples_by_prompt(folder / round_files.SAMPLES, [0, 1], 2, ModelLimits(48)),
-        lambda: round_files.read_scores(folder / round_files.SCORES),
-        lambda: round_files.verdict_of(folder / round_files.ROUND, data.decode(errors="replace")),
+        lambda: collect._by_prompt(folder / "lines.jsonl", [0, 1], 2, ModelLimits(48)),
+        lambda: list(collect.lines_of(folder / "lines.jsonl", collect.ScoreLine)),
+        lambda: rollout_rounds._figures(folder / "lines.jsonl", rollout_rounds._read(folder / "lines.jsonl")),
+        lambda: rollout_rounds._policy_of(folder),
     ):
         try:
             read()
@@ -439,7 +440,7 @@ PARSERS: dict[str, Parser] = {
     "rounds": Parser(
         st.one_of(several(seeds.SAMPLES), several(seeds.SCORES), changed([seeds.VERDICT]).map(json_text)),
         _round,
-        ("rollouts/round_files.py",),
+        ("rollouts/collect.py",),
     ),
     "journals": Parser(several(seeds.JOURNAL, [], [0, 1, 2, 3, "a"]), _journal, ("evaluate/work_queue.py",)),
     "checkpoints": Parser(

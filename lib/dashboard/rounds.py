@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from lib.dashboard import charts
 from lib.dashboard.history import RunHistory
 from lib.telemetry.record_types import Record
 
 SHOWN_ROUNDS = 30
-SHOWN_ANSWERS = ("accepted", "duplicates", "tokens", "entropy")  # figures of the answers
 
 
 def section(html: ModuleType, run: RunHistory) -> list[Any]:
     """The rounds of a run; nothing where it has none."""
-    records = [event for event in run.events if event["kind"] == "round" and _is_whole(event)]
-    of_all = {one["round"]: one for one in records if one.get("rank") == 0}
+    of_all = charts.round_records(run)
     if not of_all:
         return []
+    records = [event for event in run.events if event["kind"] == "round"]
     newest = list(of_all.values())[-SHOWN_ROUNDS:]
     rounds = _table(
         html,
@@ -36,19 +36,14 @@ def section(html: ModuleType, run: RunHistory) -> list[Any]:
     return [html.Div(shown, className="panel", style={"marginTop": ".8rem"})]
 
 
-def _is_whole(one: Record) -> bool:
-    """Whether a record has what a row shows: records are checked for what their fields are, not for which there are."""
-    answers = one.get("answers") or {}
-    return {"round", "held_out", "answers"} <= one.keys() and set(SHOWN_ANSWERS) <= answers.keys()
-
-
 def _cells(one: Record) -> list[str]:
     answers = one["answers"]
     held_out = {name: value for name, value in one["held_out"].items() if value is not None}
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in held_out.items()) or "–"
     score = "–" if answers.get("score") is None else f"{answers['score']:.3g}"
-    parts = [f"{answers[name]:.0%}" for name in SHOWN_ANSWERS[:2]]  # type: ignore[literal-required]
-    verdict = "undone" if one.get("undone") else "; ".join(one.get("warnings") or []) or "kept"
+    parts = [f"{answers[name]:.0%}" for name in ("accepted", "duplicates")]  # type: ignore[literal-required]
+    undone = [f"undone: {'; '.join(one.get('why') or [])}"] if one.get("undone") else []
+    verdict = "; ".join([*undone, *(one.get("warnings") or [])]) or "kept"
     return [
         str(one["round"]),
         score,

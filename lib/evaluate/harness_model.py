@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lib.config.schema import Config
 from lib.data.chat_template import ChatTemplate, template_of
 from lib.data.record_formats import Unusable
-from lib.data.text_tokens import TextTokens, Tokenizer
+from lib.data.text_tokens import TextTokens, Tokenizer, limited
 from lib.data.tokenize import limits_of
 from lib.data.tokenizer import stored_config
 from lib.errors import UserError
@@ -106,7 +106,8 @@ class HarnessModel:
         """
         if opens is None and self.start_text and text.startswith(self.start_text):
             opens = False
-        ids = list(self.inner.encode(text, **({} if opens is None else {"add_special_tokens": opens})))
+        options = {} if opens is None else {"add_special_tokens": opens}
+        ids = limited([text], lambda texts: list(self.inner.encode(texts[0], **options)))
         try:
             self.limits.check_ids([ids])
         except Unusable as why:

@@ -21,7 +21,7 @@ from lib.data.tokenizer import load_tokenizer_of, stored_config
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
-from lib.rollouts.round_files import SAMPLES, read_samples
+from lib.rollouts.collect import samples_in
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import find_checkpoint
 from lib.training.checkpoint import step_of
@@ -124,9 +124,9 @@ def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None
 
     Of a run of rounds, whose data are prompts: answers of the last round.
     """
-    if answers := sorted(folder.glob(f"rounds/*/{SAMPLES}")):
-        lines = islice(read_samples(answers[-1], limits_of(vocabulary(settings.model))), count)
-        drawn = [np.array(line.tokens, np.int32) for line in lines]
+    if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
+        lines = samples_in(answers[-1], limits_of(vocabulary(settings.model)))
+        drawn = [np.array(line["tokens"], np.int32) for line in islice(lines, count)]
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)
     words = vocabulary(settings.model)

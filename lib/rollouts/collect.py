@@ -1,24 +1,32 @@
 """The answers of a round: sampled and judged by all ranks from the work queue, kept readable in the run's folder.
 
-Each file of a round (lib/rollouts/round_files.py) is whole or absent; before, the work queue's journal
-(samples.jsonl.partial) has what is finished. So nothing is sampled twice where a run goes on after a fault. Rank 0
-makes the files, and every disk gets them.
+    rounds/0003/samples.jsonl    every answer: its prompt, tokens, log-probabilities, and the policy that wrote it
+    rounds/0003/scores.jsonl     what the judge made of each
+    rounds/0003/pairs.jsonl      the pairs that are trained, as data.train of any run could name them
+
+Each file is whole or absent; before, the work queue's journal (samples.jsonl.partial) has what is finished. So nothing
+is sampled twice where a run goes on after a fault. Rank 0 makes the files, and every disk gets them.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from pydantic import Field, FiniteFloat, TypeAdapter
+from typing_extensions import TypedDict
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data.model_limits import ModelLimits
 from lib.data.prompts import Prompts
+from lib.data.record_formats import Unusable
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, prompt_of, pull
@@ -27,22 +35,40 @@ from lib.evaluate.model_judge import text_of
 from lib.evaluate.work_queue import Lines
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
-from lib.rollouts.round_files import (
-    PAIRS,
-    REMEDY,
-    SAMPLES,
-    SCORES,
-    SampleLine,
-    ScoreLine,
-    read_scores,
-    samples_by_prompt,
-)
 from lib.rollouts.sampler import Prompt, Sampler
 from lib.system import files
 from lib.training.progress_display import RunConsole
 
+SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
+LONGEST_LINE = 2**27  # letters of a file of a round
 SHOWN_CHARACTERS = 400  # of each text of an example
 PIECE_BYTES = 2**24  # of a file, in one collective
+
+
+class SampleLine(TypedDict):
+    """A line of samples.jsonl."""
+
+    round: int
+    prompt_id: int
+    k: int
+    policy: str
+    place: str
+    text: str
+    finish: str
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    logps: list[FiniteFloat]
+
+
+class ScoreLine(TypedDict):
+    """A line of scores.jsonl."""
+
+    prompt_id: int
+    k: int
+    score: FiniteFloat | None
+    fault: str
+
+
+Line = TypeVar("Line", SampleLine, ScoreLine)
 
 
 @dataclass(frozen=True)
@@ -91,7 +117,7 @@ class Collector:
         drawn = timed("sampling_seconds", lambda part: self._samples(number, policy, part))
         self._make(folder / SAMPLES, key, rows, drawn)
         with self.world.agreeing("reading the answers of a round"):
-            answers = samples_by_prompt(folder / SAMPLES, rows, rollouts.samples, self.limits)
+            answers = _by_prompt(folder / SAMPLES, rows, rollouts.samples, self.limits)
         of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
         scored = timed("judging_seconds", lambda part: self._scores(part, answers))
         self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
@@ -120,18 +146,18 @@ class Collector:
         seed = (self.config.train.seed, number)
         lines: dict[tuple[int, int], str] = {}
         for drawn in self.sampler.sample(prompts, seed):
-            line = SampleLine(
-                round=number,
-                prompt_id=drawn.prompt_id,
-                k=drawn.k,
-                policy=policy,
-                place=self.prompts.location(drawn.prompt_id),
-                text=drawn.text,
-                finish=drawn.finish,
-                tokens=drawn.tokens,
-                logps=drawn.logps,
-            )
-            lines[drawn.prompt_id, drawn.k] = json.dumps(asdict(line), ensure_ascii=False)
+            line: SampleLine = {
+                "round": number,
+                "prompt_id": drawn.prompt_id,
+                "k": drawn.k,
+                "policy": policy,
+                "place": self.prompts.location(drawn.prompt_id),
+                "text": drawn.text,
+                "finish": drawn.finish,
+                "tokens": drawn.tokens,
+                "logps": drawn.logps,
+            }
+            lines[drawn.prompt_id, drawn.k] = json.dumps(line, ensure_ascii=False)
         return [lines[row, k] for row in rows for k in range(self.config.rollouts.samples)]
 
     def _scores(self, rows: list[int], answers: dict[int, list[SampleLine]]) -> Lines:
@@ -139,31 +165,36 @@ class Collector:
         questions = []
         for row in rows:
             record = self.prompts.record(row)
-            texts = [answer.text for answer in answers[row]]
+            texts = [answer["text"] for answer in answers[row]]
             questions.append(Question(self.prompts.location(row), prompt_of(record, self.config.data), texts, record))
         lines = []
         for row, of_question in zip(rows, scores_of(self.judge, questions), strict=True):
             for answer, scored in zip(answers[row], of_question, strict=True):
-                line = ScoreLine(prompt_id=row, k=answer.k, score=scored.score, fault=scored.fault)
-                lines.append(json.dumps(asdict(line), ensure_ascii=False))
+                line: ScoreLine = {
+                    "prompt_id": row,
+                    "k": answer["k"],
+                    "score": scored.score,
+                    "fault": scored.fault,
+                }
+                lines.append(json.dumps(line, ensure_ascii=False))
         return lines
 
     def _groups(self, folder: Path, rows: Sequence[int], answers: dict[int, list[SampleLine]]) -> list[Group]:
-        scores = read_scores(folder / SCORES)
+        scores = {(one["prompt_id"], one["k"]): one["score"] for one in lines_of(folder / SCORES, ScoreLine)}
         try:
             return [
                 Group(
                     row,
                     self.prompts.prompt_ids(row),
                     [
-                        Answer(one.k, one.text, one.tokens, one.logps, one.finish, scores[row, one.k])
+                        Answer(one["k"], one["text"], one["tokens"], one["logps"], one["finish"], scores[row, one["k"]])
                         for one in answers[row]
                     ],
                 )
                 for row in rows
             ]
         except KeyError as error:
-            raise UserError(f"{folder / SCORES}: no score of prompt and answer {error}; {REMEDY}") from None
+            raise UserError(f"{folder}: prompt {error} of the round is missing; {_REMEDY}") from None
 
     def examples(self, pairs: Sequence[Pair]) -> list[dict[str, str]]:
         """A few pairs as text, for people."""
@@ -189,15 +220,65 @@ class Collector:
         return json.dumps(record, ensure_ascii=False)
 
 
+_REMEDY = "remove the folder, and what was drawn is drawn again"
+
+
+def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
+    """The lines of a file of a round.
+
+    Raises:
+        UserError: one is not what a round writes.
+    """
+    adapter = TypeAdapter(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+            try:
+                yield adapter.validate_json(line)
+            except ValueError:
+                raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
+
+
+def samples_in(path: Path, limits: ModelLimits) -> Iterator[SampleLine]:
+    """The lines of samples.jsonl, which may be somebody else's.
+
+    Raises:
+        UserError: one is not what a round of this model writes.
+    """
+    read_file.require_regular(path, "the run's")
+    for number, read in enumerate(lines_of(path, SampleLine), 1):
+        try:
+            limits.check_ids([read["tokens"]])
+        except Unusable as why:
+            raise UserError(f"{path}:{number}: not what a round of this model writes: {why}; {_REMEDY}") from None
+        if len(read["logps"]) != len(read["tokens"]):
+            raise UserError(f"{path}:{number}: not what a round of this model writes; {_REMEDY}")
+        yield read
+
+
+def _by_prompt(path: Path, rows: Sequence[int], samples: int, limits: ModelLimits) -> dict[int, list[SampleLine]]:
+    """The lines of samples.jsonl by prompt, in the order of k.
+
+    Raises:
+        UserError: as `samples_in`, or they are not those of these prompts.
+    """
+    answers: dict[int, list[SampleLine]] = {}
+    for read in samples_in(path, limits):
+        answers.setdefault(read["prompt_id"], []).append(read)
+    for row in rows:
+        if [one["k"] for one in answers.get(row, [])] != list(range(samples)):
+            raise UserError(f"{path}: prompt {row} has not {samples} answers in their order; {_REMEDY}")
+    return answers
+
+
 def _drop_of_another(out: Path, key: str, say: RunConsole) -> None:
     """Removes a journal that belongs to other weights or settings: the run went back behind the round."""
     journal = out.with_name(f"{out.name}.partial")
     try:
         with journal.open("rb") as file:
-            header = json.loads(file.readline() or b"{}")
+            header = json.loads(file.readline(LONGEST_LINE) or b"{}")
     except (OSError, ValueError, RecursionError):
         return
-    if isinstance(header, dict) and header.get("key", key) != key:
+    if not isinstance(header, dict) or header.get("key", key) != key:
         say.warning(f"{journal} is of other weights or settings, and is made again")
         journal.unlink()
 

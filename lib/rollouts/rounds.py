@@ -15,11 +15,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
-from lib.data.model_limits import NO_LIMITS
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
@@ -29,11 +31,11 @@ from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
-from lib.rollouts.collect import Collector
+from lib.rollouts.collect import LONGEST_LINE, PAIRS, SAMPLES, Collector
+from lib.rollouts.divergence import kl_of
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
-from lib.rollouts.round_files import PAIRS, ROUND, SAMPLES, read_samples, verdict_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
 from lib.training.local_sgd import LocalSGD
@@ -41,6 +43,9 @@ from lib.training.loop import Batches, TrainingLoop
 from lib.training.objective import Metrics
 from lib.training.resume import restore_learned
 from lib.training.training_run import TrainingRun
+
+ROUND = "round.json"
+ROUND_BYTES = 2**24
 
 
 @dataclass
@@ -144,7 +149,7 @@ class Rounds:
         first_step, run.steps = (number - 1) * self.steps, number * self.steps
         run.progress.best_step = self._kept().number * self.steps  # its checkpoint is kept
         groups, pairs, seconds = self.collector.collect(number, self._policy(number))
-        figures = figures_of(groups, pairs)
+        figures = figures_of(groups, pairs, kl_of(run, groups))
         self._show(number, figures)
         if run.progress.step == first_step:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
@@ -270,13 +275,23 @@ class Rounds:
 
     def _show(self, number: int, figures: SampleFigures) -> None:
         score = "none is scored" if figures.score is None else f"mean score {figures.score:.4g}"
+        kl = "" if figures.kl is None else f", KL {figures.kl:.3g}"
         failed = f", {figures.failed:,} left out by the judge" if figures.failed else ""
         self.run.say.line(
             f"round {number} of {self.settings.rounds}: {figures.samples:,} answers, {score}{failed}; "
             f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts; {figures.tokens:.4g} tokens an answer, "
-            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
+            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}{kl}",
             "bold",
         )
+
+
+class Verdict(TypedDict):
+    """What of round.json a run needs to go on."""
+
+    round: int
+    undone: bool
+    held_out: dict[str, float | None]
+    samples: SampleFigures
 
 
 def _figures(path: Path, text: str) -> RoundFigures:
@@ -286,10 +301,11 @@ def _figures(path: Path, text: str) -> RoundFigures:
         AgreedError: it is not what a round writes; all ranks have the same text.
     """
     try:
-        read = verdict_of(path, text)
-    except UserError as error:
-        raise AgreedError(str(error)) from None
-    return RoundFigures(read.round, _known(read.held_out), read.samples, read.undone)
+        read = TypeAdapter(Verdict).validate_python(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        fault = str(error).partition("\n")[0]
+        raise AgreedError(f"{path} is not what a round writes: {fault}; start a new run") from None
+    return RoundFigures(read["round"], _known(read["held_out"]), read["samples"], read["undone"])
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -297,17 +313,21 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _read(path: Path) -> str:
+    """A file's text; nothing where there is none, and what is no JSON where it is no text."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_file.read_text(path, "round", ROUND_BYTES)
     except OSError:
         return ""
+    except UserError:
+        return "{"
 
 
 def _policy_of(folder: Path) -> str:
     """The policy that wrote a round's answers; nothing where they are not complete."""
     try:
-        return next(read_samples(folder / SAMPLES, NO_LIMITS)).policy
-    except (OSError, UserError, StopIteration):
+        with (folder / SAMPLES).open(encoding="utf-8") as file:
+            return str(json.loads(file.readline(LONGEST_LINE))["policy"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
