@@ -234,7 +234,8 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
         assert steps[0] == steps[1]
     assert [r["step"] for r in merges_of(whole)] == [r["step"] for r in merges_of(cut)]
     evaluated = [
-        {r["step"] for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "evaluation"} for run in (whole, cut)
+        {r["step"] for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "evaluation"}
+        for run in (whole, cut)
     ]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) > 2, "they count from the last merge"
     world.gather_text("checked")
