@@ -1,8 +1,10 @@
-"""Judges that a gate has to see through: benchmarks/rounds.py names them as rollouts.judge."""
+"""Judges that a gate has to see through, and a slow one: benchmarks/rounds.py and uneven_rounds.py name them."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,3 +18,9 @@ def by_chance(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -
 def by_length(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
     """The longer, the better."""
     return [float(len(text)) for text in completions]
+
+
+def slowly(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
+    """1 where an answer ends with the record's; $JUDGE_SECONDS for each, as a model far away would take."""
+    time.sleep(float(os.environ["JUDGE_SECONDS"]) * len(completions))
+    return [float(text.endswith(f"= {record['answer']}")) for text in completions]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.evaluate import reward_model
 from lib.evaluate.function_judge import FunctionJudge
@@ -29,7 +30,7 @@ def judge_of(settings: Config) -> Judge:
         return Checker(same_number)
     if judge in ("regex", "json_schema"):
         return FunctionJudge(f"lib.evaluate.checks:{judge}", f"evaluate.judge={judge}", settings.evaluate.judge_seconds)
-    if judge.startswith(reward_model.PREFIX):
+    if judge.startswith(REWARD_MODEL):
         return reward_model.RewardModel(settings)
     if judge.startswith(SERVERS):
         return ModelJudge(settings)
@@ -57,6 +58,6 @@ def guarded_scorer_of(settings: Config, setting: str) -> Judge:
         UserError: there is none of that name.
     """
     judge = settings.evaluate.judge
-    if judge is not None and PYTHON.fullmatch(judge) and not judge.startswith(reward_model.PREFIX):
+    if judge is not None and PYTHON.fullmatch(judge) and not judge.startswith(REWARD_MODEL):
         return FunctionJudge(judge, f"{setting}={judge}", settings.evaluate.judge_seconds)
     return scorer_of(settings)

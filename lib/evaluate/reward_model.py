@@ -12,6 +12,7 @@ import numpy as np
 from mlx_lm.utils import load_model
 from mlx_lm.utils import load_tokenizer as load_words
 
+from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.errors import UserError
 from lib.evaluate.judges import Question
@@ -19,7 +20,6 @@ from lib.evaluate.model_judge import filled_in, instructions_of, text_of
 from lib.model.token_stream import length_multiple
 from lib.system.model_folder import resolve
 
-PREFIX = "reward:"
 CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models end
 ASKING = """Here are a question and an answer to it.
 
@@ -48,7 +48,7 @@ class RewardModel:
     looks_at_order = False
 
     def __init__(self, settings: Config):
-        path = str(settings.evaluate.judge).removeprefix(PREFIX)
+        path = str(settings.evaluate.judge).removeprefix(REWARD_MODEL)
         self.name, self.batch_size = f"evaluate.judge={settings.evaluate.judge}", settings.evaluate.batch_size
         try:
             folder = resolve(path)
