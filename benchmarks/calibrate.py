@@ -172,14 +172,20 @@ class Measured:
                 return min(max(once, 0.0), 0.9 * medians[1])
         return 0.0
 
-    def outside_blocks(self, seconds_by_blocks: dict[str, list[float]]) -> float:
-        """The share of a micro-batch's time that is no block's: by a straight line through steps of few and of all blocks.
+    def outside_blocks(self, seconds: dict[str, dict[str, list[float]]]) -> float | None:
+        """The share of a micro-batch's time that is no block's: by a straight line through few and all blocks.
 
-        The line's slope is a block with its part of the update, so that what it leaves at no block has none of that.
+        seconds: of steps, {number of blocks: {number of micro-batches: [...]}}; of two numbers of either kind, or empty.
         """
-        few, whole = sorted((int(count), float(np.median(times))) for count, times in seconds_by_blocks.items())
-        outside = few[1] - few[0] * (whole[1] - few[1]) / (whole[0] - few[0])
-        return min(max(outside / (whole[1] - self.overhead_seconds), 0.0), 0.9)
+        if not seconds:
+            return None
+        of_micro_batch = {}
+        for blocks, by_count in seconds.items():
+            (one, once), (more, longer) = sorted((int(n), float(np.median(times))) for n, times in by_count.items())
+            of_micro_batch[int(blocks)] = (longer - once) / (more - one)
+        (few, of_few), (whole, of_whole) = sorted(of_micro_batch.items())
+        outside = of_few - few * (of_whole - of_few) / (whole - few)
+        return min(max(outside / of_whole, 0.0), 0.9) if of_whole > 0 else 0.0
 
     def points(self) -> list[BatchPoint]:
         """tau(b), without what a step costs once: the rounds' median and spread; without rounds, of all steps of a size."""
@@ -457,13 +463,16 @@ def measure_host(
             speeds = ask("reference, generation", "passes", seconds=1.0, batch_size=found.best, **row)
             if isinstance(speeds, str):
                 say.labelled("warning", f"the reference pass and generation could not be measured: {speeds}")
-            outside = ask(f"{found.best} pairs, fewer blocks", "depths", seconds=2.0, batch_size=found.best, **row)
+            deep = {"seconds": 4.0, "batch_size": found.best, "micro_batches": [1, 3]}
+            depths = ask(f"{found.best} pairs, fewer blocks", "depths", **deep, **row)
+            if isinstance(depths, str):
+                say.labelled("warning", f"what is no block's time could not be measured: {depths}")
             curves[one] = BatchCurve(
                 points=tuple(found.points()),
                 key=one,
                 memory_limit_bytes=limit,
                 step_overhead_seconds=found.overhead_seconds,
-                outside_blocks=None if isinstance(outside, str) else found.outside_blocks(outside["seconds"]),
+                outside_blocks=None if isinstance(depths, str) else found.outside_blocks(depths["seconds"]),
                 gradient_bytes=next(iter(found.answers.values()))["gradient_bytes"],
                 quick=options.quick,
                 measured_at=calibrator.time_now(),

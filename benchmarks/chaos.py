@@ -252,7 +252,12 @@ def wrongly_blamed(scene: Scene, kind: str | None, since: float) -> list[str]:
 
 
 def run_strategy(
-    strategy: str, kinds: list[str], seconds: float, setup: Setup, machines: Sequence[Host], scene: Scene
+    strategy: str,
+    kinds: list[str],
+    options: argparse.Namespace,
+    setup: Setup,
+    machines: Sequence[Host],
+    scene: Scene,
 ) -> Outcome:
     """A run under these faults, from its start to its last epoch's end, beside one without faults."""
     words = setup.of(strategy)
@@ -261,12 +266,13 @@ def run_strategy(
     scene.launch = Launch(machines[-1], [*setup.launch, "--", *endless])
     if not scene.wait(lambda: scene.newest_step() >= 1, HANG_SECONDS, 0.05):
         sys.exit("\n".join([f"{strategy}: no first step came:", *(line for _, line in scene.launch.lines[-40:])]))
-    first_step = time.monotonic()
-    time.sleep(5)  # until processes are ready for a restart, as they are in a run that goes on for hours
-    found = all_faults(strategy, kinds, seconds, scene)
-    scene.wait(lambda: all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
-    lasted = time.monotonic() - first_step
-    interrupt(scene)
+    with busy_processes((os.cpu_count() or 1) if options.busy else 0):
+        first_step = time.monotonic()
+        time.sleep(5)  # until processes are ready for a restart, as they are in a run that goes on for hours
+        found = all_faults(strategy, kinds, options.seconds, scene)
+        scene.wait(lambda: all(map(scene.rank, scene.hosts)), HANG_SECONDS, 0.05)
+        lasted = time.monotonic() - first_step
+        interrupt(scene)
     useful = useful_seconds(strategy, steps_of(scene.logs()))
     an_epoch = -(-setup.rows // setup.batch_size)
     steps = an_epoch * (scene.newest_step() // an_epoch + 1)
@@ -277,8 +283,9 @@ def run_strategy(
     assert finished.returncode == 0, finished.stderr[-3000:]
     print(f"finished at step {steps}; the same without faults", flush=True)
     whole = setup.folder / f"whole-{strategy}"
-    alone = [f"run.dir={whole}", f"train.steps={steps}", f"plan.calibration_dir={whole}"]
-    tiny.train(setup.folder, [*words, *alone], ranks=len(scene.hosts), timeout=5400)
+    alone = ["train.py", *words, f"run.dir={whole}", f"train.steps={steps}", f"plan.calibration_dir={whole}"]
+    again = machines[-1].run([*setup.launch, "--", *alone], timeout=5400)
+    assert again.returncode == 0, again.stderr[-3000:]
     run = next(disk / "runs/run" for disk in scene.disks if (disk / "runs/run/summary.json").exists())
     lived, undisturbed = steps_of(scene.logs()), tiny.steps_of(whole / "run")
     losses = {record["step"]: record["loss"] for record in undisturbed}
@@ -517,7 +524,6 @@ def main() -> None:
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(clock), source, "-ldl"], check=True)
         variables = f"LD_PRELOAD={clock} CLOCK_OFFSET={{disk}}/clock"
         machines = stack.enter_context(cluster(hosts=options.hosts + 1, variables=variables))
-        stack.enter_context(busy_processes((os.cpu_count() or 1) if options.busy else 0))
         hosts = machines[:-1]
         for host in machines:
             faults.set_clock(host, 0.0)
@@ -527,7 +533,7 @@ def main() -> None:
             for disk in disks:
                 shutil.rmtree(disk / "runs", ignore_errors=True)
             scene = Scene(hosts, disks, hosts[0].disk / "mnt/runs/run", rng)
-            outcomes.append(run_strategy(strategy, mine, options.seconds, setup, machines, scene))
+            outcomes.append(run_strategy(strategy, mine, options, setup, machines, scene))
             stack.callback(lambda groups: [group.rmdir() for group in groups], scene.memory)
     found = [one for outcome in outcomes for one in outcome.found]
     minutes = sum(outcome.seconds for outcome in outcomes) / 60

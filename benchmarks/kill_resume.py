@@ -4,8 +4,8 @@
     python benchmarks/kill_resume.py --only pipelined      one of the stories of tests/kill_stories.py; --list names them
     python benchmarks/kill_resume.py --quick               about two minutes
 
-Training on one rank and in every strategy, evaluation of files by one and two ranks, pairs that are made, exports, a download
-from a stand-in of a hub, and a server with its clients. Most deaths come at a moment that a whole life has shown: just before
+Training on one rank and in every strategy, rounds, evaluation of files by one and two ranks, pairs that are made, exports, a
+download from a stand-in of a hub, and a server with its clients. Most deaths come at a moment that a whole life has shown: just before
 a rename, a flush, a lock ..., or up to 0.3 s after it; one in six at any time. It is SIGKILL for one rank, for the launcher, or for
 both. After each death all processes of the command have to be gone, and a port free; at the end weights, losses, rows, outputs
 and the names of all files have to be those of the whole life. The last line is one JSON object; exit status 1 where one differs.
@@ -17,7 +17,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import io
-import itertools
 import json
 import os
 import random
@@ -26,6 +25,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,8 +44,11 @@ from lib.system import mpi_and_blas  # noqa: E402
 mpi_and_blas.prepare()
 
 from tests import test_hub  # noqa: E402
+from tests.forked import Forks  # noqa: E402
 from tests.kill_stories import hub_files, stories  # noqa: E402
 from tests.kills import Case, Fault, Story, Whole, play  # noqa: E402
+
+CAN_FORK = sys.platform == "linux"  # Metal does not survive a fork
 
 
 def main() -> int:
@@ -67,13 +71,13 @@ def main() -> int:
         if options.list or not wanted_names:
             print("\n".join(all_))
             return 0 if options.list else 2
-        cases = Campaign({name: all_[name] for name in wanted_names}, folder, options.seed, wanted)
-        cases.run(options.workers, began + options.seconds)
-    return show(cases.cases, time.monotonic() - began, options.seed)
+        campaign = Campaign({name: all_[name] for name in wanted_names}, folder, options.seed, wanted)
+        campaign.run(options.workers, began + options.seconds)
+    return show(campaign.cases, time.monotonic() - began, options.seed)
 
 
 class Campaign:
-    """Cases of every story in turn, until so many kills.
+    """Cases of all stories, until so many kills.
 
     Args:
         folder: for all of their files.
@@ -83,67 +87,91 @@ class Campaign:
     def __init__(self, all_: dict[str, Story], folder: Path, seed: int, wanted: int):
         self.stories, self.folder, self.seed, self.wanted = all_, folder, seed, wanted
         self.cases: list[Case] = []
+        self._begun: Counter[str] = Counter()  # cases by story
         self._wholes: dict[str, Whole | str] = {}
+        self._lock = threading.Lock()
         self._locks = {name: threading.Lock() for name in all_}
-        self._numbers = itertools.count()
 
     @property
     def kills(self) -> int:
-        return sum(len(case.moments) for case in self.cases)
+        return sum(len(case.kills) for case in self.cases)
 
     def run(self, workers: int, ends: float) -> None:
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            for done in [pool.submit(self._work, ends) for _ in range(workers)]:
+            for done in [pool.submit(self._work, worker, ends) for worker in range(workers)]:
                 done.result()
 
-    def _work(self, ends: float) -> None:
-        names = list(self.stories)
-        while self.kills < self.wanted and time.monotonic() < ends:
-            number = next(self._numbers)
-            case = self._play(names[number % len(names)], number, ends)
-            self.cases.append(case)
-            what = "FELL" if case.fault else "same"
-            print(
-                f"{self.kills:5} kills  {what}  {case.story}: {'; '.join(case.moments)} {case.fault or ''}", flush=True
-            )
+    def _work(self, worker: int, ends: float) -> None:
+        """Cases, one after the other; their forks have a parent of their own."""
+        folder = self.folder / f"worker-{worker}"
+        folder.mkdir()
+        with contextlib.closing(Forks(folder)) if CAN_FORK else contextlib.nullcontext() as forks:
+            while self.kills < self.wanted and time.monotonic() < ends:
+                name, number = self._next()
+                case = self._play(name, number, ends, forks)
+                self.cases.append(case)
+                what = "FELL" if case.fault else "same"
+                print(f"{self.kills:5} kills  {what}  {name}: {case.moments} {case.fault or ''}", flush=True)
 
-    def _play(self, name: str, number: int, ends: float) -> Case:
-        story = self.stories[name]
+    def _next(self) -> tuple[str, int]:
+        """The story with the fewest kills, and the number of this case of it."""
+        with self._lock:
+            kills = Counter(dict.fromkeys(self.stories, 0))
+            for case in self.cases:
+                kills[case.story] += len(case.kills)
+            name = min(kills, key=lambda name: (kills[name] + self._begun[name], self._begun[name]))
+            self._begun[name] += 1
+            return name, self._begun[name]
+
+    def _play(self, name: str, number: int, ends: float, forks: Forks | None) -> Case:
+        story, index = self.stories[name], list(self.stories).index(name)
         with self._locks[name]:
             if name not in self._wholes:
                 try:
-                    self._wholes[name] = Whole.of(story, self.folder / f"whole-{list(self.stories).index(name)}")
+                    self._wholes[name] = Whole.of(story, self.folder / f"whole-{index}", forks)
                 except Fault as fault:
                     self._wholes[name] = f"its whole life: {fault}"
         whole = self._wholes[name]
         if isinstance(whole, str):
             return Case(name, fault=whole)
-        folder = self.folder / f"case-{number}"
-        case = play(name, story, whole, folder, random.Random(f"{self.seed} {name} {number}"), ends)
+        folder = self.folder / f"case-{index}-{number}"
+        case = play(name, story, whole, folder, random.Random(f"{self.seed} {name} {number}"), ends, forks)
         shutil.rmtree(folder, ignore_errors=True)
         return case
 
 
+@dataclass
+class Row:
+    """What a story came to."""
+
+    cases: int = 0
+    kills: int = 0
+    of_programs: int = 0  # kills of lives that began as programs
+    differ: int = 0
+
+
 def show(cases: list[Case], seconds: float, seed: int) -> int:
     """The table, and the line of JSON; the exit status."""
-    kills, fell = sum(len(case.moments) for case in cases), [case for case in cases if case.fault]
-    table = Table(title=f"{kills} kills")
-    for column in ("story", "cases", "kills", "differ"):
-        table.add_column(column, justify="left" if column == "story" else "right")
-    by_story: dict[str, dict[str, int]] = {}
+    rows: dict[str, Row] = {}
     for case in cases:
-        row = by_story.setdefault(case.story, {"cases": 0, "kills": 0, "differ": 0})
-        row["cases"] += 1
-        row["kills"] += len(case.moments)
-        row["differ"] += case.fault is not None
-    for name, row in by_story.items():
-        table.add_row(name, *map(str, row.values()))
+        row = rows.setdefault(case.story, Row())
+        row.cases += 1
+        row.kills += len(case.kills)
+        row.of_programs += sum(not kill.is_fork for kill in case.kills)
+        row.differ += case.fault is not None
+    table = Table(title=f"{sum(row.kills for row in rows.values())} kills")
+    for column in ("story", "cases", "kills", "of programs", "differ"):
+        table.add_column(column, justify="left" if column == "story" else "right")
+    for name, row in rows.items():
+        table.add_row(name, *map(str, asdict(row).values()))
     Console().print(table)
-    for case in fell:
-        print(f"{case.story}, killed at {'; '.join(case.moments)}: {case.fault}")
-    figures = {"kills": kills, "cases": len(cases), "differ": len(fell), "seconds": round(seconds, 1), "seed": seed}
-    print(json.dumps({**figures, "stories": by_story}))
-    return 1 if fell else 0
+    for case in cases:
+        if case.fault:
+            print(f"{case.story}, killed at {case.moments}: {case.fault}")
+    sums = {key: sum(asdict(row)[key] for row in rows.values()) for key in asdict(Row())}
+    stories_ = {name: asdict(row) for name, row in rows.items()}
+    print(json.dumps({**sums, "seconds": round(seconds, 1), "seed": seed, "stories": stories_}))
+    return 1 if sums["differ"] else 0
 
 
 if __name__ == "__main__":

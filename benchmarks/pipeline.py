@@ -5,7 +5,7 @@
     python benchmarks/pipeline.py --rounds 3 --rates 1gbit --hidden 256     every way three times, medians of the rounds
 
 Two hosts made of network namespaces (tests/cluster.py), the second with a third of the first one's CPU time, over MLX's ring.
-On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick) and the same model trains
+On each link and for each width, both hosts are calibrated (benchmarks/calibrate.py --quick --largest 4) and the same model trains
 pipelined as planned, pipelined by other cuts and micro-batches, and sharded 3 to 1. The hosts are calibrated again before every
 run, because a shared machine is faster in one minute than in the next: a promise is judged by the minute that it knew. The bound of the schedule is 1F1B played
 with the seconds that each rank's steps computed (lib/plan/pipeline_schedule.py), without any link: what no order of the same
@@ -100,7 +100,8 @@ def on_link(rate: str, hidden: int, options: argparse.Namespace, steps: int) -> 
         for run in range(options.rounds * len(ways)):
             strategy, shares, size = ways[run % len(ways)]
             port, calibration = PORT + 20 * run, f"calibration-{run}"
-            on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], [f"--folder={{disk}}/{calibration}"], port)
+            words = [f"--folder={{disk}}/{calibration}", f"--largest={2 * PAIRS}"]  # a slow host has time for no more
+            on_ring(hosts, ["benchmarks/calibrate.py", "--quick"], words, port)
             count = max(WARM + 2, steps // 3) if strategy == "sharded" else steps
             words = [f"strategy={strategy}", f"train.steps={count}", f"train.seed={options.seed}"]
             words += [f"run.name=way-{run}", f"plan.micro_batch_sizes=[{size}]"]

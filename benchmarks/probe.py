@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -60,12 +60,14 @@ from lib.training import losses  # noqa: E402
 from lib.training import reference_model as scoring  # noqa: E402
 from lib.training.step import TrainStep, make_optimizer, make_step  # noqa: E402
 
+Name = TypeVar("Name", int, "tuple[int, int]")  # of a run that is timed
+
 ENOUGH = 0.01  # of the median: its standard error, where measuring stops
 LEAST_ROUNDS = 5
 LEAST_TOKENS, DOUBLINGS = 2, 12  # that products with quantised weights are tried with, until it is decided
 
 
-def measure(runs: dict[int, Callable[[], Any]], seconds: float) -> dict[int, list[float]]:
+def measure(runs: dict[Name, Callable[[], Any]], seconds: float) -> dict[Name, list[float]]:
     """Seconds of each run, taken in turn, so that a slow moment hits all alike.
 
     Every run is warmed up; rounds go on until the medians are certain to ENOUGH, or the time is up.
@@ -75,7 +77,7 @@ def measure(runs: dict[int, Callable[[], Any]], seconds: float) -> dict[int, lis
         run()  # loads, compiles
         if time.perf_counter() - started < seconds / 4:
             run()
-    times: dict[int, list[float]] = {name: [] for name in runs}
+    times: dict[Name, list[float]] = {name: [] for name in runs}
     started = time.perf_counter()
     while not _certain(times) and (time.perf_counter() - started < seconds or not all(times.values())):
         for name, run in runs.items():
@@ -85,7 +87,7 @@ def measure(runs: dict[int, Callable[[], Any]], seconds: float) -> dict[int, lis
     return times
 
 
-def _certain(times: dict[int, list[float]]) -> bool:
+def _certain(times: dict[Name, list[float]]) -> bool:
     for taken in times.values():
         if len(taken) < LEAST_ROUNDS:
             return False
@@ -199,32 +201,39 @@ def rounds(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def depths(request: dict[str, Any]) -> dict[str, Any]:
-    """Steps with all of the model's blocks and with half of them, in turn: what is left with none is no block's.
+    """Steps with all of the model's blocks and with a quarter of them, in turn: what is left with none is no block's.
+
+    With one micro-batch and with more of them, because a step's update is no micro-batch's time.
 
     Returns:
-        seconds: {number of blocks: [...]}.
-
-    Raises:
-        UserError: the model's blocks cannot be left out, or it has a single one.
+        seconds: {number of blocks: {number of micro-batches: [...]}}; empty where no block of the model can be left out.
     """
     config = Config.model_validate(request["config"])
     model = trainable_model(config)
+    try:
+        pipeline_stage.outline_of(model)
+    except UserError:
+        return {"seconds": {}}
     if (blocks := len(model.layers)) < 2:
-        raise UserError("a single block is never left out")
+        return {"seconds": {}}
 
-    def run(count: int, take_step: TrainStep, batches: Generator[list[MicroBatch], None, None]) -> None:
-        with pipeline_stage.first_blocks(model, count):
+    def run(blocks: int, take_step: TrainStep, batches: Generator[list[MicroBatch], None, None]) -> None:
+        with pipeline_stage.first_blocks(model, blocks):
             take_step(0, 1, next(batches))
 
     with ExitStack() as stack:
         runs = {}
-        for count in (blocks, blocks // 2):
+        for count in (blocks, max(1, blocks // 4)):
             with pipeline_stage.first_blocks(model, count):
                 optimizer = make_optimizer(config.train)
                 take_step = make_step(model, optimizer, config.train, World(), dropout=config.model.dropout > 0)
-                batches = step_batches([request["batch_size"]], request, config, model)
-            runs[count] = partial(run, count, take_step, stack.enter_context(closing(batches)))
-        return {"seconds": measure(runs, request["seconds"])}
+                for micro_batches in request["micro_batches"]:
+                    batches = step_batches([request["batch_size"]] * micro_batches, request, config, model)
+                    runs[count, micro_batches] = partial(run, count, take_step, stack.enter_context(closing(batches)))
+        seconds: dict[int, dict[int, list[float]]] = {}
+        for (count, micro_batches), times in measure(runs, request["seconds"]).items():
+            seconds.setdefault(count, {})[micro_batches] = times
+        return {"seconds": seconds}
 
 
 def passes(request: dict[str, Any]) -> dict[str, Any]:

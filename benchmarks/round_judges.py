@@ -1,18 +1,18 @@
-"""Judges that a gate has to see through, and a slow one: benchmarks/rounds.py and uneven_rounds.py name them."""
+"""Judges for controls, and a slow one, which benchmarks/rounds.py and uneven_rounds.py name as rollouts.judge."""
 
 from __future__ import annotations
 
-import hashlib
 import os
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
 
 
-def by_chance(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
-    """Scores that say nothing of the answers: a hash of prompt and text, in [0, 1)."""
-    digests = [hashlib.sha256(f"{prompt} {text}".encode()).digest() for text in completions]
-    return [int.from_bytes(digest[:6], "big") / 2**48 for digest in digests]
+def shuffled(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
+    """The scores of right and wrong answers, permuted among a prompt's answers: they say nothing of an answer."""
+    scores = [float(text.endswith(f": {record['answer']}")) for text in completions]
+    return random.Random(f"{prompt} {completions}").sample(scores, len(scores))
 
 
 def by_length(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +130,36 @@ def copy_of_run(folder: Path) -> Iterator[Path]:
     yield copy
 
 
-def of_run(program: str, setting: str, value: str, *words: str) -> Attack:
-    """A run's folder whose config.yaml allows what only the user may: nothing of it runs, one line says so."""
+def of_run(program: str, setting: str, value: str, *words: str, also: Mapping[str, str] | None = None) -> Attack:
+    """A run's folder whose config.yaml allows what only the user may: nothing of it runs, one line says so.
+
+    also: other settings of it.
+    """
 
     def attack(folder: Path) -> str | None:
         with copy_of_run(folder) as run:
             marker = folder / "code-has-run"
             for place in (run, *(run / "checkpoints").iterdir()):
-                set_in(place / "config.yaml", setting, value.format(marker=marker))
+                for key, text in {**(also or {}), setting: value.format(marker=marker)}.items():
+                    set_in(place / "config.yaml", key, text)
                 if (place / MANIFEST).exists():
                     agree(place)
             given = [word.format(run=run, d=folder) for word in words]
             fault = refused(program, given, told=f"{setting}=")
             return "its code has run" if marker.exists() else fault
+
+    return attack
+
+
+def of_template(path: str) -> Attack:
+    """A run whose config.yaml names something as its chat template that is no file, served."""
+
+    def attack(folder: Path) -> str | None:
+        with copy_of_run(folder) as run:
+            set_in(run / "config.yaml", "data.chat_template", path.format(d=folder))
+            return refused(
+                "lib.server", ["--run", str(run), "serve.port=0", "model.random_init=false"], told="data.chat_template"
+            )
 
     return attack
 
@@ -307,6 +324,8 @@ def many_values() -> pyarrow.Table:
 
 TRUST = ("model.trust_remote_code", "true")
 JUDGE = ("evaluate.judge", "touch {marker}")
+RESUME = ("--resume", "{run}")
+ROUNDS = {"rollouts.rounds": "1", "train.steps": "null"}
 ATTACKS: dict[str, Attack] = {
     # Files that end well
     "resume a link": resumes_a_link,
@@ -323,6 +342,13 @@ ATTACKS: dict[str, Attack] = {
     ),
     "judge, make-pairs": of_run("lib.evaluate", *JUDGE, "--run", "{run}", "--make-pairs", "{d}/pairs.jsonl"),
     "judge, against": of_run("lib.evaluate", *JUDGE, "--run", "{run}", "--against", "base", "--out", "{d}/o.jsonl"),
+    "judge, resumed rounds": of_run("train.py", *JUDGE, "--resume", "{run}", also=ROUNDS),
+    "rollouts.judge, a command": of_run("train.py", "rollouts.judge", "touch {marker}", *RESUME, also=ROUNDS),
+    "rollouts.judge, a function": of_run("train.py", "rollouts.judge", "os:system", *RESUME, also=ROUNDS),
+    "rollouts.judge, a server": of_run("train.py", "rollouts.judge", "http://10.0.0.9/v1", *RESUME, also=ROUNDS),
+    "rollouts.judge, a model": of_run("train.py", "rollouts.judge", "reward:{marker}", *RESUME, also=ROUNDS),
+    "a template that never ends, serve": of_template("/dev/zero"),
+    "a template that is a pipe, serve": of_template("{d}/pipe"),
     "serve.host": of_run("lib.server", "serve.host", "0.0.0.0", "--run", "{run}"),
     "serve.keys": of_run("lib.server", "serve.keys", "/dev/null", "--run", "{run}"),
     "serve.hostfile": of_run("lib.server", "serve.hostfile", "hosts", "--run", "{run}"),

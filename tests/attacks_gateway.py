@@ -6,11 +6,14 @@ the gateway, which ends with the process, however that does.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -24,7 +27,11 @@ from pathlib import Path
 import httpx2
 
 from lib.serve import api_keys
+from lib.serve.openai_requests import JSON, Limits, RequestError
+from lib.serve.readers import Readers
+from lib.serve.request_reading import Told
 from tests import hostile
+from tests.attacks_models import BOMB, DOUBLES, LOOPS, QUICKSTART, WAITS, put, splitting
 from tests.hostile import chat, head
 from tests.served import Served, certificate, command_of, finished_run
 
@@ -293,6 +300,56 @@ def slow_headers(folder: Path) -> str | None:
     return "a slow one was not closed" if over.is_set() else why
 
 
+# ---- What a body may cost where the model is somebody else's
+
+
+def reader(change: Callable[[Path], None], *bodies: JSON, chat_template: bool = False) -> Attack:
+    """Bodies for the process that reads them: each is refused in time, and the next one read.
+
+    change: what somebody made of the model's files.
+    """
+
+    def attack(folder: Path) -> str | None:
+        model = folder / "evil-model"
+        shutil.rmtree(model, ignore_errors=True)
+        shutil.copytree(QUICKSTART, model)
+        change(model)
+        limits = dataclasses.asdict(Limits("tiny", 8192, 100, 4096, 8192))
+        own = str(model / "evil.jinja") if chat_template else None
+        faults: list[str] = []
+
+        async def story() -> str | None:
+            readers = Readers(
+                Told(str(model), False, own, {}, limits), lambda kind, **fields: faults.append(str(fields))
+            )
+            running = asyncio.create_task(readers.run())
+            try:
+                for body in bodies:
+                    try:
+                        await readers.read("hostile", "chat", json.dumps(body).encode())
+                        return "it was read"
+                    except RequestError as error:
+                        if error.status != 400:
+                            return f"status {error.status}: {error.message}"
+                good = await readers.read("good", "text", json.dumps({"prompt": "a"}).encode())
+                return None if good.content else "it reads nothing more"
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+        return asyncio.run(story())
+
+    return attack
+
+
+def with_pattern(pattern: str) -> Callable[[Path], None]:
+    return lambda model: put(model / "tokenizer.json", splitting(pattern))
+
+
+def with_template(text: str) -> Callable[[Path], None]:
+    return lambda model: put(model / "evil.jinja", text)
+
+
 CHUNKED = head("KEY", "Transfer-Encoding: chunked")
 NO_KEY = head(None, "Content-Length: 1000000")
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
@@ -338,4 +395,14 @@ WORDS_OF_OTHERS: dict[str, Attack] = {
     ),
 }  # fmt: skip
 
+ASKED: JSON = {"messages": [{"role": role, "content": "a" * 60 + "!"} for role in ("user", "assistant", "user")]}
+READERS: dict[str, Attack] = {
+    "a tokenizer's pattern that never ends": reader(with_pattern(BOMB), ASKED, ASKED),
+    "a template that doubles a text": reader(with_template(WAITS % DOUBLES), ASKED, ASKED, chat_template=True),
+    "a template that loops": reader(with_template(WAITS % (LOOPS * 50)), ASKED, chat_template=True),
+    "a template that counts to 10^10^10": reader(
+        with_template(WAITS % "{{ (messages|length + 9) ** (10 ** 10) }}"), ASKED, chat_template=True
+    ),
+}
 ATTACKS = {f"gateway: {name}": attack for name, attack in (BESIDE | WORDS_OF_OTHERS).items()}
+ATTACKS |= {f"reader: {name}": attack for name, attack in READERS.items()}

@@ -135,6 +135,27 @@ def of_tokenizer(change: Callable[[dict[str, Any]], Any], may_run: bool = False)
     return attack
 
 
+def of_pattern(pattern: str, text: str) -> Attack:
+    """A tokenizer that splits texts by a pattern, on texts that make it search for long."""
+
+    def attack(folder: Path) -> str | None:
+        model = folder / "evil-tokenizer"
+        shutil.rmtree(model, ignore_errors=True)
+        shutil.copytree(QUICKSTART, model)
+        put(model / "tokenizer.json", splitting(pattern))
+        data = tiny.write_jsonl(folder / "long.jsonl", [{"prompt": text, "chosen": "a", "rejected": "b"}] * 8)
+        return refused("train.py", training(folder, f"model.path={model}", f"data.train={data}", "data.valid=null"))
+
+    return attack
+
+
+def splitting(pattern: str) -> dict[str, Any]:
+    """The quickstart's tokenizer.json, with a pattern that it splits texts by."""
+    stored = json.loads((QUICKSTART / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return _with(stored, pre_tokenizer=split)
+
+
 def of_tokenizer_config(may_run: bool = False, files: dict[str, Content] | None = None, **changes: Any) -> Attack:
     """A tokenizer_config.json that was changed."""
 
@@ -167,7 +188,14 @@ def of_adapter(config: Content, arrays: dict[str, mx.array] | None = None, weigh
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 FACTORS = {f"{Q}.lora_A.weight": mx.zeros((4, 16)), f"{Q}.lora_B.weight": mx.zeros((16, 4))}
 DEEP = "[" * 100_000 + "]" * 100_000
-BOMB = "(a+)+$"
+GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 32}
+PADDING = {"strategy": {"Fixed": 10**10}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+PADDING |= {"pad_type_id": 0, "pad_token": "x"}
+BOMB = "(a+)+$"  # as long as a universe lasts
+SLOW = "(?:a|ab)*!"  # the square of a text's length
+WAITS = "{%% for m in messages %%}{{ m.content }}{%% endfor %%}{%% if messages|length > 1 %%}%s{%% endif %%}"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLES = "{% set n = namespace(t='x') %}{% for a in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}"
 
 
 def _with(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -263,13 +291,16 @@ ATTACKS: dict[str, Attack] = {
     "tokenizer: merges that are none": of_tokenizer(
         lambda stored: _with(stored, model=_with(stored["model"], merges=["x y z", "q"]))
     ),
-    "tokenizer: a pattern that never ends": of_tokenizer(
-        lambda stored: _with(
-            stored,
-            pre_tokenizer={"type": "Split", "pattern": {"Regex": BOMB}, "behavior": "Isolated", "invert": False},
-        ),
-        may_run=True,
+    "tokenizer: a pattern that never ends": of_pattern(BOMB, "a" * 60 + "!"),
+    "tokenizer: a pattern that is slow on long texts": of_pattern(SLOW, "a" * 400_000 + "?!"),
+    "tokenizer: a pattern that is none": of_tokenizer(lambda stored: splitting("(")),
+    "tokenizer: a rule that makes 10^18 letters of one": of_tokenizer(
+        lambda stored: _with(stored, normalizer={"type": "Sequence", "normalizers": [GROWS] * 12})
     ),
+    "tokenizer: a rule that writes 100 MB": of_tokenizer(
+        lambda stored: _with(stored, normalizer=GROWS | {"content": "x" * 10**8})
+    ),
+    "tokenizer: texts of 10^10 tokens": of_tokenizer(lambda stored: _with(stored, padding=PADDING)),
     "tokenizer: a class of the system": of_tokenizer_config(tokenizer_class="os.system", may_run=True),
     "tokenizer: a class that is a list": of_tokenizer_config(tokenizer_class=["x"]),
     "tokenizer: code of its own": of_tokenizer_config(
@@ -297,10 +328,14 @@ ATTACKS: dict[str, Attack] = {
     "template: 10 GB of text": of_template("{{ 'x' * 10**10 }}"),
     "template: 10 GB in a few words": of_template("{{ 'x'.ljust(10**10) }}"),
     "template: 10 GB of a number": of_template("{{ '%10000000000d' % 1 }}"),
-    "template: 10^10 digits": of_template("{{ 10 ** 10 ** 10 }}"),
-    "template: text that doubles": of_template(
-        "{% set n = namespace(t='x') %}{% for a in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}"
+    "template: 10^10 digits": of_template("{{ (messages|length + 9) ** (10 ** 10) }}"),
+    "template: text that doubles": of_template(DOUBLES),
+    "template: it waits for an answer, and loops": of_template(WAITS % LOOPS),
+    "template: it waits for an answer, and doubles a text": of_template(WAITS % DOUBLES),
+    "template: it waits for an answer, and counts to 10^10^10": of_template(
+        WAITS % "{{ (messages|length + 9) ** (10 ** 10) }}"
     ),
+    "template: it waits for an answer, and writes 10 GB": of_template(WAITS % "{{ 'x'.ljust(10**10) }}"),
     "template: it calls itself": of_template("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
     "template: 10,000 brackets": of_template("{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}"),
     "template: Python's classes": of_template("{{ ''.__class__.__mro__[1].__subclasses__() }}"),

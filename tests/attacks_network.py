@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -265,6 +266,39 @@ def changed_gather(_: Path) -> str | None:
     return None if all("rank 1" in end for end in ends) else f"it was not seen: {ends}"
 
 
+def changed_message(bits: int, dtype: mx.Dtype, numbers: int) -> Attack:
+    """What one rank sends another is changed on its way, in so many bits; other messages come late, and as they were."""
+
+    def attack(_: Path) -> str | None:
+        arrays = [
+            mx.array(np.random.default_rng(number).normal(size=(numbers, 1))).astype(dtype) for number in range(9)
+        ]
+
+        def note(change: int) -> Callable[[CheckedSums, int], None]:
+            def noted(checks: CheckedSums, rank: int) -> None:
+                for number, array in enumerate(arrays[:6]):
+                    if rank == 0:
+                        checks.note_sent(array, number, 1)
+                    else:
+                        checks.note_received(array, number, 0)
+                if rank == 0:  # which are not there yet when ranks compare
+                    checks.note_sent(arrays[6], 6, 1)
+                checks.compare()
+                came = bytearray(np.array(mx.view(arrays[6].reshape(-1), mx.uint8)))
+                came[numbers] ^= change
+                if rank == 1:
+                    checks.note_received(mx.array(np.frombuffer(bytes(came), np.uint8)), 6, 0)
+
+            return noted
+
+        if any(right := compared(note(0))):
+            return f"what came as it was sent is refused: {right}"
+        ends = compared(note(bits))
+        return None if all("rank 1 on" in end and "than rank 0 sent" in end for end in ends) else f"not seen: {ends}"
+
+    return attack
+
+
 def unlike_weights(_: Path) -> str | None:
     ends = compared(lambda checks, rank: checks.require_equal("weights", f"digest {min(rank, 1)}"), 3)
     return None if all("rank 1 on" in end and "other weights than rank 0" in end for end in ends) else str(ends)
@@ -493,6 +527,46 @@ def open_key(folder: Path) -> str | None:
     return "a key that everybody can read was taken"
 
 
+def crowded_out(_: Path) -> str | None:
+    """Somebody connects without a pause, and hangs up never; a rank whose every packet takes half a second gets in."""
+    if not sys.platform.startswith("linux"):
+        return None  # which alone has all of 127.0.0.0/8
+    over = threading.Event()
+    with Listener(socket.create_server(("127.0.0.1", 0)), SECRET, "test") as listener:
+        address = ("127.0.0.1", listener.port)
+
+        def disturb() -> None:
+            held: deque[socket.socket] = deque(maxlen=500)
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    held.append(socket.create_connection(address, 1, source_address=("127.0.0.2", 0)))
+                    held[-1].sendall(handshake.GREETING)
+
+        def call() -> None:
+            with socket.create_connection(address, 5) as connection:
+                steps = handshake.calling(SECRET, "test")
+                sent, wanted = next(steps)
+                with contextlib.suppress(StopIteration, OSError):
+                    while True:
+                        time.sleep(0.5)
+                        connection.sendall(sent)
+                        sent, wanted = steps.send(connection.recv(wanted, socket.MSG_WAITALL))
+                over.wait(10)
+
+        threads = [threading.Thread(target=one, daemon=True) for one in (disturb, call)]
+        for thread in threads:
+            thread.start()
+        try:
+            listener.accept(8.0)
+            return None
+        except TimeoutError:
+            return "it was never let in"
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
 def secrets_in_words(_: Path) -> str | None:
     """What `ps` shows of a launch and its ranks holds nothing of the run's secret, and nor does a rank's environment."""
     code = (
@@ -586,8 +660,8 @@ def without_token(port: int) -> str | None:
 
 
 def many_silent(port: int) -> str | None:
-    with strangers([port], b"GET / HTTP/1.1\r\n", 200):
-        time.sleep(0.5)
+    with strangers([port], b"GET / HTTP/1.1\r\n", 600):
+        time.sleep(1.5)
         began = time.monotonic()
         found = status(port, "/")
         seconds = time.monotonic() - began
@@ -605,6 +679,11 @@ ATTACKS: dict[str, Attack] = {
     "ring: an integer of a sum is changed by one": changed_sum(mx.int32, True),
     "ring: a sign of what was gathered is changed": changed_gather,
     "ring: a rank has other weights": unlike_weights,
+    "pipeline: one bit of what a rank sends another": changed_message(1, mx.float32, 1000),
+    "pipeline: a byte of what a rank sends another, of 2 bytes a number": changed_message(255, mx.bfloat16, 333),
+    "pipeline: a sign of what a rank sends another, of half a million numbers": changed_message(
+        128, mx.bfloat16, 500_000
+    ),
     **{f"queue: a stranger says {name}": queue(says) for name, says in WORDS.items()},
     "queue: 300 connections that say nothing": queue(b"", 300),
     "queue: somebody else listens in its place": false_queue,
@@ -617,6 +696,7 @@ ATTACKS: dict[str, Attack] = {
     "proof: of another run": proof(called_for(OTHER, "test")),
     "proof: for another purpose": proof(called_for(SECRET, "another")),
     "proof: of no secret": proof(called_for(b"", "test")),
+    "proof: of one far away, beside somebody who connects without a pause": crowded_out,
     "message: sent again": repeated_message,
     "message: of 4 GB": long_message,
     "agent's folder: everybody may write into it": taken_folder(open_folder),
@@ -626,6 +706,6 @@ ATTACKS: dict[str, Attack] = {
     "key: a file that everybody may read": open_key,
     "mpirun: connections that say nothing": silent_at_mpirun,
     "dashboard: nobody's token": dashboard(without_token),
-    "dashboard: 200 requests that never end": dashboard(many_silent),
+    "dashboard: 600 requests that never end": dashboard(many_silent),
     "secret: in the words or variables of a process": secrets_in_words,
 }

@@ -9,18 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dash
+
+from lib.dashboard import rounds
+from lib.dashboard.history import RunHistory
 from lib.errors import UserError, shown
 from lib.export import push_checks
 from lib.launch import hostfile
 from lib.serve import api_keys
 from lib.training.checkpoint import MANIFEST, STATE
 from tests import tiny
-from tests.attacks import Attack, agree, copy_of_run, of_words, refused, run_of, set_in
+from tests.attacks import PAIR, Attack, agree, copy_of_run, of_words, refused, run_of, set_in
 from tests.attacks_models import Content, link_to, pipe, put
 
 VICTIM = "a line that somebody needs\n"
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 RESUMED = "train.steps=3"
+HUGE = 12 * 2**30  # bytes of nothing, which take no room on a disk
 
 
 def of_folder(change: Callable[[Path, Path], None], program: str = "train.py", *words: str) -> Attack:
@@ -62,6 +67,9 @@ def in_place_of(name: str, kind: str) -> Callable[[Path, Path], None]:
             path.symlink_to(victim.parent)
         elif kind == "hard link":
             path.hardlink_to(victim)
+        elif kind == "huge":
+            path.touch()
+            os.truncate(path, HUGE)
         else:
             put(path, pipe if kind == "pipe" else link_to("/dev/zero"))
 
@@ -118,6 +126,10 @@ def _page(run: Path) -> str | None:
     status, _, errors = run_of("lib.dashboard", ["--export", str(run)])
     if status not in (0, 2) or "Traceback" in errors:
         return f"status {status}: {errors[-300:]}"
+    history = RunHistory(run)
+    while history.read():
+        pass
+    rounds.section(dash.html, history)
     for page in (*run.rglob("*.html"), *run.rglob("*.svg"), run / "README.md"):
         lines = page.read_text().splitlines() if page.exists() else []
         if any(MARKUP in line for line in lines if page.suffix != ".md" or not line.startswith("    ")):  # of code
@@ -127,6 +139,11 @@ def _page(run: Path) -> str | None:
 
 def record(**fields: Any) -> dict[str, Any]:
     return {"kind": "step", "time": 2e9, "rank": 0, "host": "a", "step": 1, "loss": 0.5} | fields
+
+
+def round_record(**fields: Any) -> dict[str, Any]:
+    figures = dict.fromkeys(("accepted", "duplicates", "tokens", "entropy", "score"), 0.5)
+    return record(kind="round", round=1, undone=False, held_out={"exact_match": 0.5}, answers=figures) | fields
 
 
 def of_run_name(name: str) -> Attack:
@@ -197,6 +214,12 @@ def link_out(path: Path) -> None:
     path.symlink_to("/etc/passwd")
 
 
+def unfinished_links(run: Path, victim: Path) -> None:
+    """Links to a file of yours, under the names that files of a run have until they are whole, for every process."""
+    for name in (*WRITTEN, "report.html", "curves.png", "curves.svg", "tandem.svg"):
+        (run / f"{name}.{os.getpid()}.unfinished").symlink_to(victim)
+
+
 WRITTEN = ("config.yaml", "plan.json", "summary.json", "README.md", "adapters.safetensors", "adapter_config.json")
 ATTACKS: dict[str, Attack] = {
     # Links in a run's folder
@@ -211,6 +234,30 @@ ATTACKS: dict[str, Attack] = {
     "run: its configuration is a pipe": of_folder(in_place_of("config.yaml", "pipe")),
     "run: an unfinished checkpoint is a link": of_folder(in_place_of("checkpoints/.unfinished-00000003", "folder")),
     "run: a checkpoint is a link": of_folder(in_place_of("checkpoints/step-00000009", "folder")),
+    "run: its checkpoints are a link": of_folder(in_place_of("checkpoints", "folder")),
+    "run: its unfinished files are links": of_folder(unfinished_links),
+    **{
+        f"run: {name} is of 12 GB": of_folder(in_place_of(name, "huge"))
+        for name in (*WRITTEN, ".lock", "logs/rank-000.jsonl", "checkpoints/step-00000002/manifest.json")
+    },
+    **{
+        f"pages: {name} is of 12 GB": of_folder(in_place_of(name, "huge"), "lib.dashboard", "--export", "{run}")
+        for name in ("config.yaml", "plan.json", "summary.json", "logs/rank-000.jsonl")
+    },
+    **{
+        f"run: a log's name is {name}": of_folder(lambda run, victim, name=name: put(run / "logs" / name, "{}\n"))
+        for name in ("rank-x.jsonl", "rank-.jsonl", "rank-٣.jsonl", f"rank-{'9' * 200}.jsonl")
+    },
+    "run: a log's resumes are text": of_folder(
+        lambda run, victim: put(run / "logs/rank-000.jsonl", record(kind="start", resumes="x", resume_ids=3))
+    ),
+    "run: its rounds are a link": of_folder(in_place_of("rounds", "folder")),
+    **{
+        f"run: a round's {name} is {kind}": of_folder(in_place_of(f"rounds/0001/{name}", kind))
+        for name in ("samples.jsonl", "samples.jsonl.partial", "scores.jsonl", "round.json")
+        for kind in ("link", "hard link", "pipe", "zero")
+    },
+    "pages: their unfinished files are links": of_folder(unfinished_links, "lib.dashboard", "--export", "{run}"),
     "pages: the log is a pipe": of_folder(
         in_place_of("logs/rank-000.jsonl", "pipe"), "lib.dashboard", "--export", "{run}"
     ),
@@ -289,6 +336,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     "record: markup as a setting": of_records(record(kind="start", config={"model": {"path": MARKUP}, MARKUP: MARKUP})),
     "record: markup as a plan": of_records(record(kind="plan", plan={"strategy": MARKUP, "hosts": [MARKUP]})),
+    "record: markup as a round's pairs": of_records(round_record(examples=[dict.fromkeys(PAIR, MARKUP)])),
+    "record: a round without figures": of_records(record(kind="round", round=1)),
+    "record: a round of text": of_records(round_record(round="x", answers="x", held_out=[1])),
     "record: samples that are none": of_records(record(kind="samples", samples=[3, None, {"prompt": [1]}])),
     "record: a step of 10^300": of_records(record(step=1e300), record(step=10**300)),
     "record: a step below zero": of_records(record(step=-5)),

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ class Death:
     delay: float = 0.0
     whom: str = "self"
     constants: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_json(cls, text: str) -> Death:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     def strike(self) -> None:
         if self.whom != "self":
@@ -107,20 +114,20 @@ def watch(death: Death) -> Callable[[str], None]:
     return comes
 
 
-def main() -> None:
-    death = Death(**json.loads(sys.argv[1]))
-    sys.argv = sys.argv[2:]
+def run(death: Death, words: list[str]) -> None:
+    """Runs a command in this process, until its end or its death."""
+    sys.argv = words
     comes = watch(death)
     comes("begin")
     for name, value in death.constants.items():
         module, _, constant = name.rpartition(".")
         setattr(importlib.import_module(module), constant, value)
-    if sys.argv[0].endswith(".py"):
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    if words[0].endswith(".py"):
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
     else:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(Death.of_json(sys.argv[1]), sys.argv[2:])

@@ -131,6 +131,23 @@ def asking(body: bytes) -> Attack:
     return ask
 
 
+def again_and_again(path: str, with_key: bool = False) -> Attack:
+    """A request that costs next to nothing, over one connection, as often as it is answered."""
+
+    async def ask(target: Target) -> None:
+        reader, writer = await target.connect()
+        key = f"Authorization: Bearer {target.key}\r\n" if with_key else ""
+        try:
+            while not target.is_over:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{key}\r\n".encode())
+                if not await reader.read(65536):
+                    return
+        finally:
+            writer.transport.abort()
+
+    return ask
+
+
 KEEP_ALIVE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WRONG_VALUES = b'{"messages": [%s]}' % b",".join([b"5"] * 499_000)
 EMPTY_MESSAGES = json.dumps({"messages": [{"role": "user", "content": ""}] * 8000}).encode()
@@ -144,6 +161,8 @@ HOSTILE: dict[str, Attack] = {
     "bodies of 1 MB with 499,000 faults": at_once(4, asking(WRONG_VALUES)),
     "texts of 1 MB": at_once(4, asking(LONG_TEXT)),
     "8,000 empty messages": at_once(4, asking(EMPTY_MESSAGES)),
+    "256 connections that ask whether it lives": at_once(256, again_and_again("/healthz")),
+    "one key asks for the metrics, 64 connections": at_once(64, again_and_again("/metrics", with_key=True)),
     "one key floods": at_once(64, asking(chat(max_tokens=200))),
 }
 

@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 from lib.telemetry.run_records import read_records
 from tests import served, tiny
-from tests.kills import LIFE_SECONDS, Story, digests
+from tests.forked import free_port
+from tests.kills import LIFE_SECONDS, Life, Story, digests
 
 HEADS = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 
@@ -38,12 +38,12 @@ FIGURES = ("steps", "pairs", "tokens", "loss", "kl", "reward_margin", "reward_ac
 
 
 def training(base: Path, ranks: int, own: list[str]) -> Story:
-    """A run of 24 steps with checkpoints and evaluations; `base` has its model and data."""
+    """A run of two epochs with checkpoints and evaluations; `base` has its model and data."""
     words = [
         *tiny.settings(base, rows=45),
-        "train.steps=24",
-        "checkpoint.every=3",
-        "evaluate.every=7",
+        "train.steps=12",
+        "checkpoint.every=2",
+        "evaluate.every=5",
         "run.name=run",
         "plan.replan=false",
         *own,
@@ -202,19 +202,23 @@ ANSWERS = 2  # that a life gives before it is asked to end
 
 
 def serving(run: Path) -> Story:
-    """A server of a finished run: asked, given labels, ended; its port is always the same."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    """A server of a finished run: asked, given labels, ended; all lives in a folder have the same port."""
+
+    def port_of(folder: Path) -> int:
+        path = folder.with_name(f"{folder.name}.port")
+        if not path.exists():
+            path.write_text(str(free_port()))
+        return int(path.read_text())
 
     def command(folder: Path) -> list[str]:
         if not (folder / "run").exists():
             shutil.copytree(run, folder / "run")  # by which its processes are known
-        words = ["serve.feedback=" + str(folder / "feedback.jsonl"), f"serve.port={port}"]
+        words = ["serve.feedback=" + str(folder / "feedback.jsonl"), f"serve.port={port_of(folder)}"]
         return ["lib.server", "--run", str(folder / "run"), *words]
 
-    def drive(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    def drive(folder: Path, process: Life) -> None:
         """Asks, and labels the answer, until the process ends or has answered so often."""
-        deadline, given = time.monotonic() + LIFE_SECONDS, 0
+        port, deadline, given = port_of(folder), time.monotonic() + LIFE_SECONDS, 0
         while process.poll() is None and time.monotonic() < deadline:
             try:
                 answer = _post(
@@ -237,7 +241,7 @@ def serving(run: Path) -> Story:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("127.0.0.1", port_of(folder)))
             except OSError as error:
                 return f"its port is not free: {error}"
         lines = (folder / "feedback.jsonl").read_text().splitlines() if (folder / "feedback.jsonl").exists() else []

@@ -2,7 +2,7 @@
 
 A story knows a command, how it is given again, and what it leaves. Its first life is whole: it tells what the end is, and
 which moments there are (tests/dies.py). Moments are drawn by kind, so that the one rename of a checkpoint is as likely as
-its hundred writes. tests/test_kills.py plays a few, benchmarks/kill_resume.py a thousand.
+its hundred writes. Lives begin as programs, and most, because it is so much quicker, as forks (tests/forked.py). tests/test_kills.py plays a few, benchmarks/kill_resume.py a thousand.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import random
@@ -20,17 +19,20 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.system import mpi_and_blas
 from tests import tiny
 from tests.dies import Death
+from tests.forked import ForkedLife, Forks
 
+Life = subprocess.Popen[bytes] | ForkedLife
+MARK = "KILLED_IN"  # a variable of all processes of a life: its folder
+PROGRAM_EVERY = 10  # so many lives there are for one that begins as a program
 LIFE_SECONDS = 240.0  # no life is longer
 ORPHAN_SECONDS = 30.0  # after a death, all else of the command has ended
-HEADS = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Story:
     Args:
         command: program and words for a life in this folder; None where nothing is left to do.
         outcome: what the end left there, to be compared.
-        ranks: how many processes of it there are, under mpirun.
-        environment: beside that of this process.
+        ranks: how many processes of it there are.
+        environment: beside that of this process; such a command always begins as a program.
         constants: of modules, which make a life short: as tests/dies.py takes them.
         drive: what uses the command while it lives, and ends it; by default it ends by itself.
         fault: what no death may leave behind in the folder; None where all is well.
@@ -52,8 +54,20 @@ class Story:
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, int] = field(default_factory=dict)
-    drive: Callable[[Path, subprocess.Popen[bytes]], None] | None = None
+    drive: Callable[[Path, Life], None] | None = None
     fault: Callable[[Path], str | None] = lambda folder: None
+
+    def can_fork(self) -> bool:
+        """Whether a fork is as good as a program: modules read variables while they are imported."""
+        return not self.environment
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One that came, for a person; is_fork: how the life had begun."""
+
+    moment: str
+    is_fork: bool
 
 
 @dataclass
@@ -61,8 +75,12 @@ class Case:
     """What became of a command that was killed, and given again, until it ended."""
 
     story: str
-    moments: list[str] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
     fault: str | None = None
+
+    @property
+    def moments(self) -> str:
+        return "; ".join(kill.moment for kill in self.kills)
 
 
 class Fault(Exception):
@@ -77,33 +95,56 @@ class Whole:
     """A life that nobody ended: what there is at its end, the moments of each rank, and how long it took."""
 
     outcome: object
-    words: list[list[str]]
+    words: list[Counter[str]]
     seconds: float
 
     @classmethod
-    def of(cls, story: Story, folder: Path) -> Whole:
-        """Raises Fault where the command fails."""
+    def of(cls, story: Story, folder: Path, forks: Forks | None = None) -> Whole:
+        """Begins as lives mostly do. Raises Fault where the command fails."""
+        forks = forks if story.can_fork() else None
         began = time.monotonic()
-        if not live(story, folder, [death_of(folder, rank) for rank in range(story.ranks)], None):
+        if not live(story, folder, nobody_dies(story, folder), None, forks):
             raise Fault("the command without a kill was killed")
         seconds = time.monotonic() - began
-        traces = [(trace_of(folder, rank)).read_text().splitlines() for rank in range(story.ranks)]
-        return cls(_outcome(story, folder), traces, seconds)
+        return cls(_outcome(story, folder), words_of(story, folder), seconds)
 
 
-def play(name: str, story: Story, whole: Whole, folder: Path, rng: random.Random, ends: float = math.inf) -> Case:
-    """Kills a command again and again, until it ends by itself; from `ends` on (time.monotonic) nobody kills it."""
+def words_of(story: Story, folder: Path) -> list[Counter[str]]:
+    """How often each moment came in the last life in a folder, by rank."""
+    traces = [trace_of(folder, rank) for rank in range(story.ranks)]
+    return [Counter(trace.read_text().splitlines() if trace.exists() else ()) for trace in traces]
+
+
+def play(
+    name: str,
+    story: Story,
+    whole: Whole,
+    folder: Path,
+    rng: random.Random,
+    ends: float = math.inf,
+    forks: Forks | None = None,
+) -> Case:
+    """Kills a command again and again, until it ends by itself; from `ends` on (time.monotonic) nobody kills it.
+
+    Args:
+        forks: what lives begin from, but for one in PROGRAM_EVERY.
+    """
     case = Case(name)
     folder.mkdir(parents=True)
+    words = whole.words
     try:
         while True:
-            deaths, strike = _chosen(story, whole, folder, rng)
+            source = forks if story.can_fork() and rng.randrange(PROGRAM_EVERY) else None
+            deaths, strike = _chosen(story, words, whole.seconds, folder, rng)
             if time.monotonic() > ends:
-                deaths, strike = [death_of(folder, rank) for rank in range(story.ranks)], None
+                deaths, strike = nobody_dies(story, folder), None
             began = time.monotonic()
-            if live(story, folder, deaths, strike):
+            if live(story, folder, deaths, strike, source):
                 break
-            case.moments.append(_moment(deaths, strike, folder, time.monotonic() - began))
+            moment = _moment(deaths, strike, folder, time.monotonic() - began)
+            case.kills.append(Kill(moment, is_fork=source is not None))
+            # A life that goes on has moments of its own, at which the next one may be killed.
+            words = [a | b for a, b in zip(words, words_of(story, folder), strict=True)]
         if (outcome := _outcome(story, folder)) != whole.outcome:
             case.fault = f"its end differs: {difference(whole.outcome, outcome)}"
     except Fault as fault:
@@ -120,24 +161,29 @@ def _outcome(story: Story, folder: Path) -> object:
 
 
 def _chosen(
-    story: Story, whole: Whole, folder: Path, rng: random.Random
+    story: Story, words: list[Counter[str]], seconds: float, folder: Path, rng: random.Random
 ) -> tuple[list[Death], tuple[float, str] | None]:
-    """How the next life ends: a death for each rank, at most one of which comes; or after so many seconds, and who."""
-    deaths = [death_of(folder, rank) for rank in range(story.ranks)]
+    """How the next life ends: a death for each rank, at most one of which comes; or after so many seconds, and who.
+
+    words, seconds: the moments of each rank that are known, and how long a whole life takes.
+    """
+    deaths = nobody_dies(story, folder)
     if rng.random() < 1 / 6:  # at any time, so mostly while it starts
-        return deaths, (rng.uniform(0, whole.seconds), rng.choice(("one", "all")))
+        return deaths, (rng.uniform(0, seconds), rng.choice(("one", "all")))
     unlucky = rng.randrange(story.ranks)
-    often = Counter(whole.words[unlucky])
+    often = words[unlucky]
     word = rng.choice(sorted(often))
     whom = "self" if story.ranks == 1 else rng.choice(("self", "self", "parent", "both"))
     delay = 0.0 if rng.random() < 0.5 else rng.choice((0.0003, 0.003, 0.03, 0.3)) * rng.random()
-    count = rng.randint(1, often[word])
+    count = round(often[word] ** rng.random())  # a life that goes on has fewer of each left
     deaths[unlucky] = dataclasses.replace(deaths[unlucky], word=word, count=count, delay=delay, whom=whom)
     return deaths, None
 
 
-def death_of(folder: Path, rank: int) -> Death:
-    return Death(root=str(folder), trace=str(trace_of(folder, rank)))
+def nobody_dies(story: Story, folder: Path) -> list[Death]:
+    """What each rank of a life without a kill is given."""
+    traces = [trace_of(folder, rank) for rank in range(story.ranks)]
+    return [Death(root=str(folder), trace=str(trace), constants=dict(story.constants)) for trace in traces]
 
 
 def trace_of(folder: Path, rank: int) -> Path:
@@ -153,10 +199,14 @@ def _moment(deaths: list[Death], strike: tuple[float, str] | None, folder: Path,
     return f"{death.word} {death.count}{f' + {death.delay * 1e3:.1f} ms' if death.delay else ''}, {death.whom}{who}"
 
 
-def live(story: Story, folder: Path, deaths: list[Death], strike: tuple[float, str] | None) -> bool:
+def live(
+    story: Story, folder: Path, deaths: list[Death], strike: tuple[float, str] | None, forks: Forks | None = None
+) -> bool:
     """One life of a command; whether it ended by itself.
 
-    strike: after so many seconds one process of it, or all.
+    Args:
+        strike: after so many seconds one process of it, or all.
+        forks: what it begins from; by default it is a program, under mpirun where it has several ranks.
 
     Raises:
         Fault: it failed, hung, or left a process behind.
@@ -165,25 +215,23 @@ def live(story: Story, folder: Path, deaths: list[Death], strike: tuple[float, s
     words = story.command(folder)
     if words is None:
         return True
-    ranks = [[sys.executable, "-m", "tests.dies", json.dumps(dataclasses.asdict(death)), *words] for death in deaths]
-    command = ranks[0]
-    if story.ranks > 1:
-        command = [str(mpi_and_blas.mpirun_path())]
-        for rank in ranks:
-            command += [*([":"] if rank is not ranks[0] else []), "-n", "1", *rank]
-    with (folder.with_name(f"{folder.name}.said")).open("w+") as said:
-        process = subprocess.Popen(
-            command, cwd=tiny.ROOT, stdout=said, stderr=said, env={**os.environ, **story.environment}
-        )
-        user = threading.Thread(target=story.drive or (lambda *_: None), args=(folder, process))
-        user.start()
-        try:
-            struck = _ended(process, folder, strike)
-        finally:
-            left = _await_all(folder, process)
-            user.join()
-        said.seek(0)
-        text = _essence(said.read())
+    output = folder.with_name(f"{folder.name}.said")
+    output.write_text("")
+    for rank in range(story.ranks):
+        trace_of(folder, rank).unlink(missing_ok=True)  # the last life's
+    mark = {MARK: f"{folder}/"}
+    if forks is None:
+        process: Life = _program(words, deaths, output, {**os.environ, **story.environment, **mark})
+    else:
+        process = forks.begin(words, deaths, output, mark)
+    user = threading.Thread(target=story.drive or (lambda *_: None), args=(folder, process))
+    user.start()
+    try:
+        struck = _ended(process, folder, strike)
+    finally:
+        left = _await_all(folder, process)
+        user.join()
+    text = _essence(output.read_text(errors="replace"))
     if left:
         raise Fault(f"it left processes behind: {left[0][:300]}")
     if (fault := story.fault(folder)) is not None:
@@ -195,6 +243,23 @@ def live(story: Story, folder: Path, deaths: list[Death], strike: tuple[float, s
     return False
 
 
+def _program(
+    words: list[str], deaths: Sequence[Death], output: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """A life that begins as a user begins it."""
+    ranks = [[sys.executable, "-m", "tests.dies", death.to_json(), *words] for death in deaths]
+    command = ranks[0]
+    if len(ranks) > 1:
+        command = [str(mpi_and_blas.mpirun_path())]
+        environment |= {"OMPI_MCA_mpi_yield_when_idle": "1"}  # others, who play cases as well, want the cores
+        for rank in ranks:
+            command += [*([":"] if rank is not ranks[0] else []), "-n", "1", *rank]
+    with output.open("a") as said:
+        return subprocess.Popen(
+            command, cwd=tiny.ROOT, stdout=said, stderr=said, env=environment, start_new_session=True
+        )
+
+
 def _essence(said: str) -> str:
     """What a command said of why it ended."""
     lines = said.splitlines()
@@ -202,7 +267,7 @@ def _essence(said: str) -> str:
     return "\n".join(lines[-20:] if first is None else lines[first : first + 40])[-2500:]
 
 
-def _ended(process: subprocess.Popen[bytes], folder: Path, strike: tuple[float, str] | None) -> bool:
+def _ended(process: Life, folder: Path, strike: tuple[float, str] | None) -> bool:
     """Waits for a life's end; whether it was brought about from outside."""
     try:
         process.wait(LIFE_SECONDS if strike is None else strike[0])
@@ -210,7 +275,7 @@ def _ended(process: subprocess.Popen[bytes], folder: Path, strike: tuple[float, 
     except subprocess.TimeoutExpired:
         if strike is None:
             raise Fault(f"it was not over after {LIFE_SECONDS:g} s") from None
-    pids = [pid for pid, _ in processes(folder)]
+    pids = [pid for pid, _ in processes(folder, process.pid)]
     for pid in pids if strike[1] == "all" else [process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -225,30 +290,32 @@ def _came(death: Death) -> bool:
     return death.word is not None and trace.exists() and trace.read_text().split("\n").count(death.word) >= death.count
 
 
-def _await_all(folder: Path, process: subprocess.Popen[bytes]) -> list[str]:
+def _await_all(folder: Path, process: Life) -> list[str]:
     """What is left of a command after a while; it is ended then."""
     deadline = time.monotonic() + ORPHAN_SECONDS
     while True:
         process.poll()
-        left = processes(folder)
+        left = processes(folder, process.pid)
         if not left:
             return []
         if time.monotonic() > deadline:
             for pid, _ in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            process.wait()
+            process.wait(ORPHAN_SECONDS)
             return [command for _, command in left]
         time.sleep(0.05)
 
 
-def processes(folder: Path) -> list[tuple[int, str]]:
-    """Id and command of what has this folder among its words, apart from this process."""
-    told = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,stat=,command="], capture_output=True, text=True).stdout
+def processes(folder: Path, group: int) -> list[tuple[int, str]]:
+    """Id and command of what is in a group of processes, or has this folder among its words or variables."""
+    with_variables = "-E" if sys.platform == "darwin" else "e"
+    command = ["ps", "-A", "-ww", "-o", "pid=,pgid=,stat=,command=", with_variables]
+    told = subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
     found = []
     for line in told.splitlines():
-        pid, state, command = [*line.split(None, 2), ""][:3]
-        is_of_it = f"{folder}/" in command or f'{folder}"' in command
+        pid, theirs, state, command = [*line.split(None, 3), ""][:4]
+        is_of_it = int(theirs) == group or f"{folder}/" in command or f'{folder}"' in command
         if is_of_it and not state.startswith("Z") and int(pid) != os.getpid():
             found.append((int(pid), command))
     return found

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import attacks, attacks_data, attacks_models, attacks_runs
+from tests import attacks, attacks_data, attacks_models, attacks_rounds, attacks_runs
 from tests.attacks import prepare
 
 # benchmarks/attack.py has all of them, each with a limit on its seconds and bytes.
 SLOW = ("64 million values of parquet", "a summary of text", "a summary of lists")
 OTHERS = attacks_data.ATTACKS | attacks_models.ATTACKS | attacks_runs.ATTACKS
 SLOW_KINDS = ("record: ", "environment: ", "pattern: ", "template: loops", "template: 10", "parquet: 20", "data: 2")
+SLOW_KINDS += ("template: it waits", "tokenizer: a pattern that is slow")
 HUNGRY = ("never end", "/dev/zero", "GB")  # of all memory, should they not hold
 QUICK = [name for name in OTHERS if not name.startswith(SLOW_KINDS) and not any(word in name for word in HUNGRY)]
 TRIED = [name for name in attacks.ATTACKS if name not in SLOW] + QUICK[::5]
@@ -21,6 +22,16 @@ TRIED = [name for name in attacks.ATTACKS if name not in SLOW] + QUICK[::5]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("attacks"))
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return attacks_rounds.prepare(tmp_path_factory.mktemp("rounds"))
+
+
+@pytest.mark.parametrize("name", ["samples: tokens of 10^30", "scores: of text", "verdict: 100,000 lists"])
+def test_rounds_hold(name: str, rounds: Path) -> None:
+    assert attacks_rounds.ATTACKS[name](rounds) is None
 
 
 @pytest.mark.parametrize("name", TRIED)

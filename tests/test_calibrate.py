@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import calibrate, curves, links, machines
+from lib.config import load
 from lib.errors import UserError
 from lib.model import quantised_products
 from lib.model.quantised_products import Product
@@ -119,7 +120,9 @@ elif request["kind"] == "passes":
     print(json.dumps({{{{"reference_pairs_per_second": 50.0, "generation_tokens_per_second": 20.0}}}}))
 elif request["kind"] == "depths":
     seconds = 0.01 + 0.002 * request["batch_size"]
-    print(json.dumps({{{{"seconds": {{{{4: [{ONCE} + seconds] * 3, 2: [{ONCE} / 2 + 0.625 * seconds] * 3}}}}}}}}))
+    few = {{{{n: [{ONCE} / 4 + 0.4375 * n * seconds] * 3 for n in request["micro_batches"]}}}}
+    whole = {{{{n: [{ONCE} + n * seconds] * 3 for n in request["micro_batches"]}}}}
+    print(json.dumps({{{{"seconds": {{{{4: whole, 1: few}}}}}}}}))
 elif request["kind"] == "products":
     print(json.dumps({{{{"products": {ANSWERED}}}}}))
 elif request["kind"] == "rounds":
@@ -175,7 +178,7 @@ def test_a_killed_probe_costs_one_point(run: Run) -> None:
     stored = read_calibration(Path(result["file"]))
     assert stored.curves[0].note.startswith("micro-batch of 4: killed by signal 9")
     assert stored.curves[0].step_overhead_seconds == pytest.approx(ONCE)
-    assert stored.curves[0].outside_blocks == pytest.approx(0.25)  # half of the blocks took 0.375 of the time away
+    assert stored.curves[0].outside_blocks == pytest.approx(0.25)  # three of four blocks took 0.5625 of the time away
 
 
 def test_too_few_points_are_one_clear_line(run: Run) -> None:
@@ -300,6 +303,17 @@ def test_the_page_holds_all_hosts_and_asks_for_nothing(run: Run) -> None:
 
 
 # ---- For real ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_what_no_block_takes_is_measured_where_a_block_can_be_left_out(tmp_path: Path, blocks: int) -> None:
+    from benchmarks import probe
+
+    words = tiny.settings(tmp_path, model__path=tiny.model_folder(tmp_path / "few", num_hidden_layers=blocks))
+    config = load.load(tiny.config_file(tmp_path), words).model_dump(mode="json")
+    request = {"config": config, "seconds": 0.01, "batch_size": 1, "micro_batches": [1, 2], "rows": [[2, 2, 2]]}
+    seconds = probe.depths(request)["seconds"]
+    assert {count: set(times) for count, times in seconds.items()} == ({1: {1, 2}, 2: {1, 2}} if blocks == 2 else {})
 
 
 def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

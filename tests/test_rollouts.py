@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lib.config import schema
 from lib.config.load import load
 from lib.config.rollout_settings import RolloutSettings
+from lib.dashboard import charts, pictures
 from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
 from lib.data.prompts import open_prompts
@@ -228,8 +229,22 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     shown = json.dumps(
         [part.to_plotly_json() for part in rounds_shown.section(html, history)], default=lambda part: vars(part)
     )
-    assert '"undone"' in shown and "Seconds in rounds" in shown
-    assert rounds_shown.section(html, RunHistory(whole[0] / "rounds")) == []
+    assert "undone: it shall" in shown and "Seconds in rounds" in shown
+    empty = RunHistory(whole[0] / "rounds")
+    assert rounds_shown.section(html, empty) == []
+    verdicts = [json.loads((whole[0] / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
+    for name in ("score", "tokens", "entropy", "kl"):
+        figure = charts.of_rounds(history, f"round_{name}")
+        assert figure is not None
+        (line,) = figure["data"]
+        assert line["x"] == [1, 2, 3] and line["y"] == [one["samples"][name] for one in verdicts]
+        assert line["marker"]["symbol"] == ["circle", "x", "circle"], "a cross on what was undone"
+    held_out = charts.of_rounds(history, "round_held_out")
+    assert held_out is not None
+    assert held_out["data"][0]["x"] == [0, 1, 2, 3], "and the policy before the first round"
+    assert held_out["data"][0]["y"][1:] == [one["held_out"]["held_out_score"] for one in verdicts]
+    assert charts.of_rounds(empty, "round_score") is None
+    assert pictures.rounds_svg(history).count("<svg") == len(charts.OF_ROUNDS) and pictures.rounds_svg(empty) == ""
 
 
 class Stop(KeyboardInterrupt):

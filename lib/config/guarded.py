@@ -18,6 +18,7 @@ from lib.errors import UserError
 GUARDED: dict[str, str] = {
     "model.trust_remote_code": "runs code that comes with the model",
     "evaluate.judge": "may run a command or code, or send texts away",
+    "evaluate.judge_prompt": "has a file's text sent to the judge",
     "rollouts.judge": "may run a command or code, or send texts away",
     "serve.host": "opens the server to other machines",
     "serve.keys": "says who may use the server",

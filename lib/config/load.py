@@ -48,7 +48,7 @@ RESUMABLE: tuple[str, ...] = (
     "run.dir",
     "run.name",
 )
-JUDGES = ("evaluate.judge", "rollouts.judge")  # which a run of rounds asks
+JUDGES = ("evaluate.judge", "evaluate.judge_prompt", "rollouts.judge")  # which a run of rounds asks
 MOST_FAULTS = 3  # that one line names
 LARGEST_FILE = 2**20  # bytes of a configuration
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has it in its name, and no encoding writes it

@@ -30,13 +30,14 @@ def require_own(folder: Path) -> None:
     """Makes sure that a run may read its folder and append to its files there: the folder may be somebody else's.
 
     Raises:
-        UserError: there is a pipe or a device; or the lock, a log or a file of a round is a link, perhaps to a file of
-            yours, or has a second name.
+        UserError: there is a pipe or a device; the lock, a log or a file of a round is a link, perhaps to a file of
+            yours, or has a second name; or a folder of checkpoints, where old ones are removed, is a link.
     """
     for path in folder.iterdir():
         require_regular(path, "the run's")
     written = [*folder.glob("logs/**/*"), *folder.glob("rounds/**/*")]
-    for path in (folder / ".lock", folder / "logs", folder / "rounds", *written):
+    folders = [folder / "logs", folder / "rounds", folder / "checkpoints", *folder.glob("checkpoints/*")]
+    for path in (folder / ".lock", *folders, *written):
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()
             is_file = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1

@@ -159,7 +159,8 @@ def _drawn(html: ModuleType, runs: list[RunHistory], now: Figures) -> dict[str, 
     graphs |= {"network": charts.network(run), "timeline": charts.timeline(run)}
     optional = {"batch_curves": charts.batch_curves(run)}
     optional |= {name: charts.measured(run, name) for name in charts.MEASURED}
-    values = components.chart_values(now)
+    optional |= {name: charts.of_rounds(run, name) for name in charts.OF_ROUNDS}
+    values = components.chart_values(now) | {name: charts.newest(optional[name]) for name in charts.OF_ROUNDS}
     return {
         "events": components.events(html, run),
         "rounds": rounds.section(html, run),

@@ -48,6 +48,14 @@ MEASURED = {
     "power_watts": ("Power", 1.0, "W"),
     "speed_limit": ("CPU speed left by heat", 100.0, "%"),
 }
+# What is watched of rounds, a point a round: title, and unit.
+OF_ROUNDS = {
+    "round_held_out": ("Held out after each round", ""),
+    "round_score": ("Mean score of the answers", ""),
+    "round_tokens": ("Length of the answers", "tokens"),
+    "round_entropy": ("Entropy of the policy", "nats a token"),
+    "round_kl": ("KL to the reference", "nats a token"),
+}
 PARTS = (("compute_seconds", "compute"), ("sync_seconds", "sync"), ("wait_seconds", "wait"))
 LANES = {"start": "triangle-right", "restart": "triangle-right-open", "plan": "diamond", "merge": "star"}
 
@@ -161,6 +169,56 @@ def measured(run: RunHistory, name: str) -> Plotly | None:
             traces[label] = {**line, "mode": "lines+markers" if len(values) < 40 else "lines"}
     axis = {} if name == "temperature_celsius" else {"rangemode": "tozero"}
     return _figure(list(traces.values()), None, axis, unit) if traces else None
+
+
+def of_rounds(run: RunHistory, name: str) -> Plotly | None:
+    """One of OF_ROUNDS by the round, with a cross on rounds that were undone; None where there is nothing to draw."""
+    records = round_records(run)
+    traces = []
+    for index, (label, points) in enumerate(_points_of_rounds(run, records, name).items()):
+        if not points:
+            continue
+        numbers, values = zip(*points, strict=True)
+        undone = [bool(records.get(number, Record()).get("undone")) for number in numbers]
+        marker = {"symbol": ["x" if cross else "circle" for cross in undone], "size": 8}
+        texts = ["undone" if cross else "" for cross in undone]
+        line = _line(numbers, drawable(values), label, style(index), mode="lines+markers", marker=marker, text=texts)
+        traces.append({**line, "hovertemplate": "%{y:.4g} %{text}"})
+    if not traces:
+        return None
+    figure = _figure(traces, "round", {"rangemode": "tozero"}, OF_ROUNDS[name][1] or None)
+    figure["layout"]["xaxis"] |= {"tickformat": "d", "nticks": 8}
+    return figure
+
+
+def newest(figure: Plotly | None) -> str:
+    """The last value of each line of a chart, in words."""
+    last = [line["y"][-1] for line in (figure or EMPTY)["data"]]
+    return ", ".join(f"{value:.3g}" for value in last if value is not None)
+
+
+def round_records(run: RunHistory) -> dict[int, Record]:
+    """Rank 0's records of rounds by their numbers; of a round that was taken again the newest."""
+    whole = {"round", "answers", "held_out"}  # a record that lacks one is somebody else's
+    newest = {
+        event["round"]: event
+        for event in run.events
+        if event["kind"] == "round" and event.get("rank") == 0 and whole <= event.keys()
+    }
+    return dict(sorted(newest.items()))
+
+
+def _points_of_rounds(run: RunHistory, records: dict[int, Record], name: str) -> dict[str, list[tuple[int, float]]]:
+    """Numbers and values of rounds, by the name of their line. Round 0 is the policy before the first."""
+    if name == "round_held_out":
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for column, label in (("exact_match", "exact match"), ("held_out_score", "judge's score")):
+            before = [(0, value) for step, value in held_out_points(run, column) if step == 0][:1] if records else []
+            after = ((number, one["held_out"].get(column)) for number, one in records.items())
+            lines[label] = before + [(number, value) for number, value in after if value is not None]
+        return lines
+    known = ((number, one["answers"].get(name.removeprefix("round_"))) for number, one in records.items())
+    return {OF_ROUNDS[name][0]: [(number, float(value)) for number, value in known if isinstance(value, int | float)]}
 
 
 def rank_index(run: RunHistory, who: Who) -> int:

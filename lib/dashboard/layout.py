@@ -11,7 +11,7 @@ from lib.dashboard import charts
 REFRESH_SECONDS = 1.0  # between looks of a page at this process
 GRAPH_OPTIONS = {"displayModeBar": False, "displaylogo": False, "showLink": False, "responsive": True}
 GRAPHS = [name for name, *_ in charts.LEARNING] + ["seconds", "speed", "network", "timeline"]
-OPTIONAL = ["batch_curves", *charts.MEASURED]  # their panels are there if there is something to draw
+OPTIONAL = ["batch_curves", *charts.MEASURED, *charts.OF_ROUNDS]  # their panels are there if there is something to draw
 
 
 def page_layout(dash: ModuleType, chosen: Sequence[str]) -> Any:
@@ -44,6 +44,10 @@ def page_layout(dash: ModuleType, chosen: Sequence[str]) -> Any:
                     html.Section(id="comparison"),
                     html.Div([_panel(dash, name, title) for name, title, _ in charts.LEARNING], className="grid three"),
                     html.Section(id="machines", className="panel"),
+                    html.Div(
+                        [_panel(dash, name, title) for name, (title, _) in charts.OF_ROUNDS.items()],
+                        className="grid fit low",
+                    ),
                     html.Section(id="rounds"),
                     html.Div(
                         [

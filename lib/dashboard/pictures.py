@@ -103,6 +103,39 @@ def curves_svg(run: RunHistory) -> str:
     return f'<div class="panels">{"".join(panels)}</div>'
 
 
+def rounds_svg(run: RunHistory) -> str:
+    """A panel for each of charts.OF_ROUNDS, with a cross on rounds that were undone; empty for a run without rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    panels = []
+    for name, (title, unit) in charts.OF_ROUNDS.items():
+        drawn = charts.of_rounds(run, name)
+        if drawn is None:
+            continue
+        figure, axis = pyplot.subplots(figsize=(4, 2.8), layout="constrained")
+        for line in drawn["data"]:
+            colour, crosses = line["line"]["color"], [at for at, text in enumerate(line["text"]) if text]
+            values = charts.drawable(line["y"])
+            axis.plot(line["x"], values, "o-", color=colour, markersize=4, label=html.unescape(line["name"]))
+            axis.plot([line["x"][at] for at in crosses], values[crosses], "x", color=colour, markersize=10)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("round", fontsize=9)
+        axis.set_ylabel(unit, fontsize=9)
+        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.tick_params(labelsize=8)
+        if len(drawn["data"]) > 1:
+            axis.legend(fontsize=8, frameon=False)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        panels.append(svg_of(figure, f"{title}, by the round"))
+    return f'<div class="panels">{"".join(panels)}</div>' if panels else ""
+
+
 def batch_curves_figure(
     measured: Sequence[tuple[str, BatchCurve]], published: Sequence[tuple[str, BatchCurve]] = ()
 ) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from lib.dashboard import charts
 from lib.dashboard.history import RunHistory
 from lib.telemetry.record_types import Record
 
@@ -15,10 +16,10 @@ PARTS = ("sampling", "waiting", "judging", "training")  # of a rank's time
 
 def section(html: ModuleType, run: RunHistory) -> list[Any]:
     """The rounds of a run; nothing where it has none."""
-    records = [event for event in run.events if event["kind"] == "round"]
-    of_all = {one["round"]: one for one in records if one.get("rank") == 0}
+    of_all = charts.round_records(run)
     if not of_all:
         return []
+    records = [event for event in run.events if event["kind"] == "round"]
     newest = list(of_all.values())[-SHOWN_ROUNDS:]
     rounds = _table(
         html,
@@ -42,7 +43,8 @@ def _cells(one: Record) -> list[str]:
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in held_out.items()) or "–"
     score = "–" if answers.get("score") is None else f"{answers['score']:.3g}"
     parts = [f"{answers[name]:.0%}" for name in ("accepted", "duplicates")]  # type: ignore[literal-required]
-    verdict = "undone" if one.get("undone") else "; ".join(one.get("warnings") or []) or "kept"
+    undone = [f"undone: {'; '.join(one.get('why') or [])}"] if one.get("undone") else []
+    verdict = "; ".join([*undone, *(one.get("warnings") or [])]) or "kept"
     return [
         str(one["round"]),
         score,

@@ -116,6 +116,8 @@ def report_html(run: RunHistory, now: Figures, summary: Summary) -> str:
     table = _table(["held out", "before", "after"], held_out(run))
     parts = [f"<h1>{html.escape(run.name)}</h1>", f"<p class=soft>{html.escape(now.reason or '')}</p>"]
     parts += [_table(None, facts(run, now, summary)), table, "<h2>Curves</h2>", pictures.curves_svg(run)]
+    if rounds := pictures.rounds_svg(run):
+        parts += ["<h2>Rounds</h2>", rounds]
     parts += ["<h2>Ranks</h2>", _table(*ranks(now)), *_missing(now)]
     if curves := batch_curves(run):
         drawn = [(charts.label_of(who), curve) for who, _, curve in curves]

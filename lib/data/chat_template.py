@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +12,10 @@ from typing import Any, NamedTuple, cast
 
 from lib.config import read_file
 from lib.config.schema import DataSettings
+from lib.data import template_process
 from lib.data.record_formats import JSON, Chat, Message, Unusable
 from lib.data.text_tokens import Tokenizer
 from lib.errors import UserError
-from lib.system.limits import limited_memory, limited_time
 
 # Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
 SENTINEL = "qZ7sentinelZ7q"
@@ -40,8 +39,6 @@ RESERVED = frozenset(
     | {"continue_final_message", "return_assistant_tokens_mask", "return_tensors", "padding", "truncation"}
 )
 LARGEST_TEMPLATE = 2**20  # bytes
-RENDER_SECONDS = 30.0  # for some conversations, each of which takes a millisecond
-RENDER_BYTES = 2**30  # for one question
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -124,26 +121,28 @@ class ChatTemplate:
         self.arguments_without_answer = arguments_at_inference(settings, " ".join(self._texts))
         """What a prompt alone is rendered with."""
         for text in self._texts if self.is_used else ():
-            if own is not None or "strftime_now" in text:
-                _pin_date(text, settings.template_date)
+            template_process.pin_date(text, settings.template_date)
         if self.is_used:
+            template_process.install()
             self._try_it()
 
     def _try_it(self) -> None:
         """Renders one question, before there is anything to lose.
 
         Raises:
-            UserError: that takes too much memory, or too long.
+            UserError: that takes too much memory, or too long, or data.chat_template is no template.
         """
         question: Message = {"role": "user", "content": "a"}
-        with limited_time(RENDER_SECONDS, "the chat template, on one question,"), limited_memory(RENDER_BYTES):
-            try:
-                options = {**self.arguments_without_answer, **self._options, "add_generation_prompt": True}
-                self.tokenizer.apply_chat_template([question], **options)
-            except MemoryError:
-                raise UserError(f"the chat template takes more than {RENDER_BYTES:,} bytes for one question") from None
-            except Exception:  # it may refuse this one
-                return
+        try:
+            options = {**self.arguments_without_answer, **self._options, "add_generation_prompt": True}
+            self.tokenizer.apply_chat_template([question], **options)
+        except UserError:
+            raise
+        except template_process.NoTemplate as error:
+            if "chat_template" in self._options:
+                raise UserError(f"data.chat_template: not a template: {error}") from None
+        except Exception:  # it may refuse this one
+            return
 
     @property
     def has_marks(self) -> bool:
@@ -212,18 +211,21 @@ class ChatTemplate:
         return result
 
     def _apply(self, conversations: list[list[Message]], options: JSON) -> list[str | Unusable]:
-        with limited_time(RENDER_SECONDS, f"the chat template, on {len(conversations):,} conversations,"):
-            try:
-                texts = self.tokenizer.apply_chat_template(conversations, **options)
-                if isinstance(texts, list) and len(texts) == len(conversations):
-                    return texts
-            except Exception:  # One conversation that the template refuses: find it below.
-                pass
-            return [self._apply_once(conversation, options) for conversation in conversations]
+        try:
+            texts = self.tokenizer.apply_chat_template(conversations, **options)
+            if isinstance(texts, list) and len(texts) == len(conversations):
+                return texts
+        except UserError:
+            raise
+        except Exception:  # One conversation that the template refuses: find it below.
+            pass
+        return [self._apply_once(conversation, options) for conversation in conversations]
 
     def _apply_once(self, conversation: list[Message], options: JSON) -> str | Unusable:
         try:
             return str(self.tokenizer.apply_chat_template(conversation, **options))
+        except UserError:
+            raise
         except Exception as error:  # A template raises whatever its author chose.
             return Unusable(f"the chat template refuses the conversation: {' '.join(str(error).split())}")
 
@@ -321,34 +323,12 @@ class ChatTemplate:
 
     def marked(self, conversation: Conversation) -> list[tuple[int, int]]:
         """Begin and end of each part of the text that the template marks as the model's."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         inner: Any = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
         messages: list[Any] = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages]
-        options: Any = {"tools": conversation.tools or None, "chat_template": self.text}
-        made: Any = render_jinja_template(
-            [messages],
-            return_assistant_tokens_mask=True,
-            **options,
-            **inner.special_tokens_map,
-            **conversation.arguments,
-        )
-        return [(begin, end) for begin, end in made[1][0]]
-
-
-def _pin_date(text: str, date: datetime.date) -> None:
-    """Makes a template's strftime_now say this date: else tomorrow's tokens would be others.
-
-    Raises:
-        UserError: the template cannot be parsed.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    try:
-        compiled: Any = _compile_jinja_template(text)  # kept by its text: what transformers renders with
-    except Exception as error:
-        raise UserError(f"data.chat_template: not a template: {error}") from None
-    compiled.globals["strftime_now"] = lambda format: date.strftime(format)
+        options: Any = {"tools": conversation.tools or None, "return_assistant_tokens_mask": True}
+        given = {**options, **inner.special_tokens_map, **conversation.arguments}
+        _, marked = template_process.render([messages], self.text, **given)
+        return [(begin, end) for begin, end in marked[0]]
 
 
 def _lost(made: Rendering) -> str | None:

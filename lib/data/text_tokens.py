@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from lib.errors import UserError
+from lib.system.limits import within
+
+Made = TypeVar("Made")
 
 
 class Tokenizer(Protocol):
@@ -20,8 +25,33 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether the tokenizers library gave up: what it raises then is no Exception, and has no name to import."""
+    return type(error).__name__ == "PanicException"
+
+
+def limited(texts: Sequence[str], do: Callable[[Sequence[str]], Made]) -> Made:
+    """What a tokenizer makes of texts: it splits them by patterns of its own, which may be slow on some, or never end.
+
+    Raises:
+        UserError: it takes too long, or gives up.
+    """
+    seconds = LEAST_SECONDS + sum(map(len, texts)) / LETTERS_PER_SECOND
+    where = f"of which the first begins with {texts[0][:40]!r}"
+    try:
+        return within(seconds, f"the model's tokenizer, on {len(texts):,} texts, {where},", lambda: do(texts))
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise UserError(f"the model's tokenizer gives up on one of {len(texts):,} texts, {where}: {error}") from None
+
+
 class TextTokens:
-    """A tokenizer, asked for the ids of texts alone: no special tokens that open or close one."""
+    """A tokenizer, asked for the ids of texts alone: no special tokens that open or close one.
+
+    Raises:
+        UserError: in every method that makes ids, as `limited`.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -33,16 +63,17 @@ class TextTokens:
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text."""
-        if not texts:
-            return []
+        return limited(texts, self._ids) if texts else []
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self._is_plain:
             made = self.inner.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in made]
         if self._is_fast:
-            return self._ids(list(texts))
+            return self._through_transformers(list(texts))
         return [list(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _through_transformers(self, texts: list[str]) -> list[list[int]]:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         found: list[list[int]] = self.inner(texts, **options)["input_ids"]
         return found
@@ -55,7 +86,7 @@ class TextTokens:
         """
         if not self._is_fast or not hasattr(getattr(self.inner, "backend_tokenizer", None), "encode_batch_fast"):
             return False
-        theirs = self._ids([SPECIMEN])
+        theirs = self._through_transformers([SPECIMEN])
         alone = self.inner.backend_tokenizer.encode_batch_fast([SPECIMEN], add_special_tokens=False)
         return [encoding.ids for encoding in alone] == theirs
 
@@ -65,7 +96,8 @@ class TextTokens:
         A tokenizer that knows no offsets (not a "fast" one) is asked by prefixes, which takes longer.
         """
         if self._is_fast:
-            made = self.inner(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+            made = limited([text], lambda texts: self.inner(texts[0], **options))
             return made["input_ids"], [start for start, _ in made["offset_mapping"]]
         ids, begins = self.ids([text])[0], [0]
         for count in range(1, len(ids)):
@@ -168,3 +200,6 @@ class TextTokens:
 SPECIMEN = "The quick brown fox jumps over 13 lazy dogs. Ünïcödé, 漢字, кириллица;\n\tdef f(x): return x ** 2  # 🦊"
 # Characters before a completion in which its last special token is looked for.
 NEAR = 400
+# The time that a tokenizer may take: one that is slow makes a million tokens a second.
+LEAST_SECONDS = 30.0
+LETTERS_PER_SECOND = 100_000

@@ -10,6 +10,7 @@ from lib.config import schema
 from lib.data.record_formats import JSON
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Vocabulary
+from lib.data.tokenizer_rules import require_bounded
 from lib.errors import UserError
 from lib.system.model_folder import end_ids, resolve
 
@@ -26,6 +27,7 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
         for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
     ):
         return None
+    require_bounded(folder)
     try:
         return load_tokenizer(
             folder, {"trust_remote_code": settings.trust_remote_code}, eos_token_ids=sorted(end_ids(folder)) or None

@@ -6,6 +6,8 @@ it got, where r is drawn from the run's secret. Once in a while the ranks tell e
 (lib/distributed/peer_messages.py). X is the sum of the x, so r·X is the sum of the r·x; who does not know r cannot
 change X and keep that. (Freivalds' check, "Probabilistic machines can use less running time", 1977, of a sum.)
 
+What one rank sends another (lib/distributed/links.py) is noted in the same way, as bits, at both ends.
+
 Floats differ by roundings, which are bounded: a sum of n ranks, added hop by hop in a type with unit roundoff u, is off
 by (n - 1) u Σ|x| at most in every number, so r·X by (n - 1) u |r| Σ|x| in norms. Integers and bits are exact, modulo
 2^64. Of large arrays a sample of blocks is looked at, which follows from the secret too.
@@ -30,10 +32,15 @@ from lib.system.network import host_name
 
 BLOCK = 2**16  # values that share a factor of r
 SAMPLE = 64  # blocks of an array that are looked at
+MESSAGE_SAMPLE = 8  # of what one rank sends another, which is as large as that, and more often
 EVERY = 64  # sums between two comparisons
 ROUNDOFF = {mx.float32: 2.0**-24, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}  # the half ones twice: some truncate
 SLACK = 2.0**-29  # of a product of 2^24 float64 values
 TINY = 2.0**-126  # below it float32 has fewer digits
+CHANGED = (
+    "somebody, or a faulty machine, changes what goes over the network; connect the hosts by ssh or WireGuard "
+    "(docs/security.md)"
+)
 
 
 class Record(TypedDict):
@@ -45,6 +52,13 @@ class Record(TypedDict):
     bound: NotRequired[float]  # of this rank's part in the rounding; only of floats
 
 
+class Messages(TypedDict):
+    """What a rank notes of messages, by the other rank and the message's number among those of the two."""
+
+    sent: dict[str, dict[str, int]]
+    received: dict[str, dict[str, int]]
+
+
 @dataclass
 class CheckedSums:
     """The exchanges of this rank that were not compared yet. All ranks note and compare the same ones."""
@@ -53,6 +67,7 @@ class CheckedSums:
     secret: bytes
     count: int = 0
     records: list[Record] = field(default_factory=list)
+    messages: Messages = field(default_factory=lambda: Messages(sent={}, received={}))
 
     def __post_init__(self) -> None:
         self._words = np.frombuffer(_stream(derived(self.secret, "factors within a block"), 8 * BLOCK), np.uint64)
@@ -61,7 +76,7 @@ class CheckedSums:
 
     def note_sum(self, what: str, gave: mx.array, got: mx.array) -> None:
         """Notes a sum over all ranks; compares where it is time."""
-        factors = self._factors(gave.size)
+        factors = self._factors(gave.size, self._exchange)
         if gave.dtype in ROUNDOFF:
             own, norm, length = self._real(gave, factors)
             sum_of_all, _, _ = self._real(got, factors)
@@ -75,25 +90,40 @@ class CheckedSums:
     def note_gather(self, what: str, gave: mx.array, got: mx.array) -> None:
         """Notes that every rank's bits came. gave: uint8 [n], n a multiple of 4; got: uint8 [size n]."""
         each = np.array(got, copy=False).view(np.uint32).reshape(self.peers.size, -1)
-        factors = self._factors(each.shape[1])
+        factors = self._factors(each.shape[1], self._exchange)
         own = self._word(np.array(gave, copy=False).view(np.uint32), factors)
         self._add({"what": what, "gave": own, "got": [self._word(theirs, factors) for theirs in each]})
 
+    def note_sent(self, array: mx.array, number: int, rank: int) -> None:
+        """Notes the n-th message to another rank, an evaluated array."""
+        word = self._word_of_message(array, f"message {number} of rank {self.peers.rank} to rank {rank}")
+        self.messages["sent"].setdefault(str(rank), {})[str(number)] = word
+
+    def note_received(self, array: mx.array, number: int, rank: int) -> None:
+        """Notes what came as the n-th message from another rank."""
+        word = self._word_of_message(array, f"message {number} of rank {rank} to rank {self.peers.rank}")
+        self.messages["received"].setdefault(str(rank), {})[str(number)] = word
+
     def compare(self) -> None:
-        """Compares all that was noted.
+        """Compares all that was noted; a message once both of its ranks have noted it.
 
         Raises:
             Stopped: something was changed on its way; names it and the first rank that got it so.
         """
         records, self.records = self.records, []
-        every = [json.loads(text) for text in self.peers.gather(json.dumps([host_name(), records]).encode())]
+        mine = json.dumps([host_name(), records, self.messages]).encode()
+        every = [json.loads(text) for text in self.peers.gather(mine)]
         for index, record in enumerate(records):
-            if (rank := wrong_at([noted[index] if index < len(noted) else None for _, noted in every])) is not None:
-                raise Stopped(
-                    f"rank {rank} on {every[rank][0]} got another result of {record['what']} than the ranks sent: "
-                    "somebody, or a faulty machine, changes what goes over the network; connect the hosts by ssh or "
-                    "WireGuard (docs/security.md)"
-                )
+            if (rank := wrong_at([noted[index] if index < len(noted) else None for _, noted, _ in every])) is not None:
+                what = f"another result of {record['what']} than the ranks sent"
+                raise Stopped(f"rank {rank} on {every[rank][0]} got {what}: {CHANGED}")
+        messages = [theirs for _, _, theirs in every]
+        if (wrong := wrong_message(messages)) is not None:
+            sender, receiver = wrong
+            raise Stopped(
+                f"rank {receiver} on {every[receiver][0]} got something else than rank {sender} sent: {CHANGED}"
+            )
+        self.messages = without_compared(messages, self.peers.rank)
 
     def require_equal(self, what: str, digest: str) -> None:
         """Makes sure that all ranks hold the same.
@@ -113,14 +143,19 @@ class CheckedSums:
         if len(self.records) >= EVERY:
             self.compare()
 
-    def _factors(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def _exchange(self) -> str:
+        """The name of the next exchange of all ranks."""
+        return f"exchange {self.count}"
+
+    def _factors(self, size: int, name: str, sample: int = SAMPLE) -> tuple[np.ndarray, np.ndarray]:
         """Of an array: the blocks that are looked at, int [k] ascending, and the factor of each, uint64 [k], odd."""
         blocks = max(1, -(-size // BLOCK))
-        key = derived(self.secret, f"exchange {self.count}")
+        key = derived(self.secret, name)
         chosen = np.arange(blocks)
-        if blocks > SAMPLE:
+        if blocks > sample:
             drawn = np.frombuffer(_stream(key, 8 * blocks), np.uint64)
-            chosen = np.sort(np.argsort(drawn, kind="stable")[:SAMPLE])
+            chosen = np.sort(np.argsort(drawn, kind="stable")[:sample])
         return chosen, np.frombuffer(_stream(derived(key, "of blocks"), 8 * len(chosen)), np.uint64) | np.uint64(1)
 
     def _real(self, array: mx.array, factors: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
@@ -135,6 +170,12 @@ class CheckedSums:
                 square += float(values @ values)
                 length += factor * factor * float(self._squares[len(values)])
         return product, math.sqrt(square), math.sqrt(length)
+
+    def _word_of_message(self, array: mx.array, name: str) -> int:
+        """r·x of an array's bits, in words of 32; it is not copied."""
+        bits = np.array(mx.view(mx.reshape(array, (-1,), stream=mx.cpu), mx.uint8, stream=mx.cpu), copy=False)
+        words = np.pad(bits, (0, -len(bits) % 4)).view(np.uint32) if len(bits) % 4 else bits.view(np.uint32)
+        return self._word(words, self._factors(len(words), name, MESSAGE_SAMPLE))
 
     def _word(self, values: np.ndarray, factors: tuple[np.ndarray, np.ndarray]) -> int:
         """r·x modulo 2^64, of whole numbers of any type [n]."""
@@ -161,6 +202,26 @@ def wrong_at(every: Sequence[Record | None]) -> int | None:
         return next((rank for rank, record in enumerate(records) if not abs(record["got"][0] - wanted) <= bound), None)
     wanted_words = gave if len(records[0]["got"]) == len(records) else [sum(gave) % 2**64]
     return next((rank for rank, record in enumerate(records) if record["got"] != wanted_words), None)
+
+
+def wrong_message(every: Sequence[Messages]) -> tuple[int, int] | None:
+    """Sender and receiver of the first message that did not come as it was sent, by every rank's notes; None: none."""
+    for receiver, noted in enumerate(every):
+        for sender, came in noted["received"].items():
+            sent = every[int(sender)]["sent"].get(str(receiver), {})
+            if any(sent[number] != came[number] for number in sent.keys() & came.keys()):
+                return int(sender), receiver
+    return None
+
+
+def without_compared(every: Sequence[Messages], rank: int) -> Messages:
+    """What a rank noted of messages that the other rank has not noted yet."""
+    left: Messages = {"sent": {}, "received": {}}
+    for way, back in (("sent", "received"), ("received", "sent")):
+        for other, noted in every[rank][way].items():  # type: ignore[literal-required]
+            theirs = every[int(other)][back].get(str(rank), {})  # type: ignore[literal-required]
+            left[way][other] = {number: word for number, word in noted.items() if number not in theirs}  # type: ignore[literal-required]
+    return left
 
 
 def different(what: str, rank: int, host: str) -> str:

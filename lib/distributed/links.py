@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +45,8 @@ class Links:
     waited_seconds: float = 0.0  # in all, for others to send or to receive
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
+    counts: Counter[tuple[str, int]] = field(default_factory=Counter)  # of messages, by way and rank
+    numbers: dict[int, int] = field(default_factory=dict)  # by identity: of what is expected, among a rank's messages
 
     @property
     def receives_ahead(self) -> bool:
@@ -70,10 +72,14 @@ class Links:
             self._wait(sent.popleft(), f"{what}, which {self._name(rank)} does not take")
         sent.append(self.ranks.send(array, rank, self._stream("to", rank)))
         mx.async_eval(sent[-1])
+        if self.ranks.checks is not None:
+            self.ranks.checks.note_sent(array, self._next("to", rank), rank)
 
     def expect(self, shape: Sequence[int], dtype: mx.Dtype, rank: int) -> mx.array:
         """What a rank will send next, in this order; `begin` or `wait` receives it."""
-        return self.ranks.receive(shape, dtype, rank, self._stream("from", rank))
+        array = self.ranks.receive(shape, dtype, rank, self._stream("from", rank))
+        self.numbers[id(array)] = self._next("from", rank)
+        return array
 
     def begin(self, *arrays: mx.array) -> None:
         """Begins to receive what is expected, and goes on."""
@@ -84,6 +90,9 @@ class Links:
         """Returns when what is expected of a rank can be computed with. `what` names the wait if it never ends."""
         for array in arrays:
             self._wait(array, f"{what} from {self._name(rank)}")
+            number = self.numbers.pop(id(array), None)
+            if number is not None and self.ranks.checks is not None:
+                self.ranks.checks.note_received(array, number, rank)
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array:
         """What a rank sends."""
@@ -109,6 +118,11 @@ class Links:
     def deadline(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around computations that may wait for messages, where the host does not wait for those by itself."""
         return contextlib.nullcontext()
+
+    def _next(self, way: str, rank: int) -> int:
+        """The number of the next message to a rank, or from it."""
+        self.counts[way, rank] += 1
+        return self.counts[way, rank]
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from lib.config.schema import Config
 from lib.data.chat_template import ChatTemplate, template_of
-from lib.data.text_tokens import TextTokens, Tokenizer
+from lib.data.text_tokens import TextTokens, Tokenizer, limited
 from lib.data.tokenizer import stored_config
 from lib.errors import UserError
 from lib.evaluate.harness_worker import Generated, Scored
@@ -97,7 +97,8 @@ class HarnessModel:
         """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already."""
         if opens is None and self.start_text and text.startswith(self.start_text):
             opens = False
-        return list(self.inner.encode(text, **({} if opens is None else {"add_special_tokens": opens})))
+        options = {} if opens is None else {"add_special_tokens": opens}
+        return limited([text], lambda texts: list(self.inner.encode(texts[0], **options)))
 
     # ---- Answers
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.errors import UserError
 from lib.evaluate.judges import Question, extract
@@ -50,6 +51,7 @@ GRADE = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
 VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C": [0.5, 0.5]}
 UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
+LARGEST_PROMPT = 2**20  # bytes
 TRIES = 4
 WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 
@@ -64,7 +66,7 @@ def instructions_of(settings: Config, default: str, places: Sequence[str]) -> st
     path = settings.evaluate.judge_prompt
     if path is None:
         return default
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_file.read_text(Path(path), "evaluate.judge_prompt", LARGEST_PROMPT)
     if missing := [place for place in places if place not in text]:
         raise UserError(f"evaluate.judge_prompt={path}: {', '.join(missing)} is missing in it")
     return text

@@ -14,6 +14,8 @@ from mlx_lm.utils import load_tokenizer as load_words
 
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
+from lib.data import template_process
+from lib.data.text_tokens import limited
 from lib.errors import UserError
 from lib.evaluate.judges import Question
 from lib.evaluate.model_judge import filled_in, instructions_of, text_of
@@ -58,12 +60,13 @@ class RewardModel:
         stored = json.loads((folder / "config.json").read_text())
         self.is_classifier = any(name.endswith(CLASSIFIER) for name in stored.get("architectures") or ())
         try:
-            self.tokenizer: Any = load_words(folder)
+            self.tokenizer: Any = load_words(folder, {"trust_remote_code": False})
             # A classifier has no head over the vocabulary; of tied embeddings none is made.
             own = {"tie_word_embeddings": True} if self.is_classifier else {}
             self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=own)
         except Exception as error:  # mlx-lm and transformers raise whatever they met
             raise UserError(f"{self.name}: cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+        template_process.install()
         self.model.eval()
         self.instructions = "" if self.is_classifier else instructions_of(settings, ASKING, ("{prompt}", "{answer}"))
         self.head = _score_head(folder, self.name) if self.is_classifier else self._answers_head()
@@ -97,11 +100,16 @@ class RewardModel:
         return self._chat([{"role": "user", "content": content}], add_generation_prompt=True)
 
     def _chat(self, turns: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        has_no_template = getattr(self.tokenizer, "chat_template", None) is None
+        if has_no_template:
             text = "\n\n".join(str(turn["content"]) for turn in turns) + "\n" * add_generation_prompt
-            return list(self.tokenizer.encode(text))
-        ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, return_dict=False)
-        return list(ids)
+        else:
+            try:
+                options = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+                text = str(self.tokenizer.apply_chat_template(turns, **options))
+            except template_process.Refused as error:
+                raise UserError(f"{self.name}: its chat template refuses a question: {error}") from None
+        return limited([text], lambda texts: list(self.tokenizer.encode(texts[0], add_special_tokens=has_no_template)))
 
     def _answers_head(self) -> mx.array:
         """float32 [vocabulary]: what makes log p(Yes) - log p(No) of logits."""

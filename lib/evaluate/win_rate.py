@@ -23,6 +23,7 @@ from lib.errors import UserError
 from lib.evaluate import batch_inference
 from lib.evaluate.choose_judge import judge_of
 from lib.evaluate.judges import Judge, Question
+from lib.evaluate.model_judge import instructions_of
 from lib.evaluate.whole_model import WholeModel
 from lib.evaluate.work_queue import Lines
 from lib.training.progress_display import RunConsole
@@ -91,8 +92,7 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
         return None
     texts = [[json.loads(line)["completions"][0] for line in path.read_text().splitlines()] for path in answers]
     key = batch_inference.key_of("verdicts", *(path.name for path in answers), data, settings.evaluate.model_dump())
-    instructions = settings.evaluate.judge_prompt and Path(settings.evaluate.judge_prompt).read_text()
-    key = batch_inference.key_of(key, instructions)
+    key = batch_inference.key_of(key, instructions_of(settings, "", ()) or None)
 
     def verdicts(rows: range) -> Lines:
         return [json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings)]

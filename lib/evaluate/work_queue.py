@@ -88,8 +88,8 @@ class Journal:
                     f"{self.path} is of another model, data or settings; remove it, or give another name for the output"
                 )
             end = file.tell()
-            while (line := file.readline()).endswith(b"\n"):
-                self.offsets[json.loads(line)["chunk"]] = end
+            while (chunk := _chunk_of(file.readline(), len(self.offsets))) is not None:
+                self.offsets[chunk] = end
                 end = file.tell()
             return end
 
@@ -116,20 +116,27 @@ class Journal:
 
     def finish(self, out: Path) -> None:
         """Writes all lines in the order of the input, whole or not at all; the journal goes."""
-        unfinished = out.with_name(f".{out.name}.unfinished")
-        with self.path.open("rb") as file, unfinished.open("w", encoding="utf-8") as whole:
+        with self.path.open("rb") as file, files.replacing(out) as whole:
             for place in self.offsets.tolist():
                 file.seek(place)
-                whole.writelines(line + "\n" for line in json.loads(file.readline())["lines"])
-            whole.flush()
-            files.flush(whole.fileno())
-        unfinished.replace(out)
+                whole.writelines(line.encode() + b"\n" for line in json.loads(file.readline())["lines"])
         self.close()
         self.path.unlink()
 
     def close(self) -> None:
         """Lets the file go; it stays on the disk."""
         self._file.close()
+
+
+def _chunk_of(line: bytes, chunks: int) -> int | None:
+    """Which of so many chunks a journal's line is of; None where it was cut off, or is another's."""
+    try:
+        read = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    chunk, lines = (read.get("chunk"), read.get("lines")) if isinstance(read, dict) else (None, None)
+    is_whole = isinstance(lines, list) and all(isinstance(text, str) for text in lines)
+    return chunk if is_whole and type(chunk) is int and 0 <= chunk < chunks else None
 
 
 # ---- The queue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +20,7 @@ from lib.data.tokenizer import load_tokenizer_of, stored_config, vocabulary
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
+from lib.rollouts.collect import samples_in
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import find_checkpoint
 from lib.training.checkpoint import step_of
@@ -123,8 +123,8 @@ def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None
     Of a run of rounds, whose data are prompts: answers of the last round.
     """
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        with answers[-1].open(encoding="utf-8") as file:
-            drawn = [np.array(json.loads(line)["tokens"], np.int32) for line in islice(file, count)]
+        lines = samples_in(answers[-1], vocabulary(settings.model)["vocab_size"])
+        drawn = [np.array(line["tokens"], np.int32) for line in islice(lines, count)]
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)
     words = vocabulary(settings.model)

@@ -18,6 +18,7 @@ from typing import NotRequired, TypedDict
 
 import numpy as np
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data.micro_batches import pieces
 from lib.errors import UserError
@@ -25,6 +26,7 @@ from lib.plan import calibration, calibrator
 from lib.plan.calibration import Ceiling, CurveKey, HostCalibration
 from lib.plan.cluster_plan import ClusterPlan
 from lib.system import hardware, network, out_of_memory
+from lib.telemetry.run_records import lines_of
 
 # ---- Pure: plans below their ceilings
 
@@ -206,12 +208,12 @@ def killed_before(
         kills: counts the kernel's kills so far.
     """
     killed = []
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        note = json.loads((folder / out_of_memory.NOTE.format(host=machine_name)).read_text())
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        note = read_file.read_object(folder / out_of_memory.NOTE.format(host=machine_name), "the agent's note")
         size, checkpointing = int(note["micro_batch_size"]), bool(note["gradient_checkpointing"])
         killed.append(Killed(size, checkpointing, str(note["evidence"])))
     for log in sorted((folder / "logs").glob("rank-*.jsonl")):
-        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
             by_log = _killed_by_log(log, host, kills())
             killed += [by_log] if by_log else []
     return min(killed, key=lambda one: (not one.gradient_checkpointing, one.micro_batch_size), default=None)
@@ -237,16 +239,17 @@ class _StartRecord(TypedDict):
 def _killed_by_log(log: Path, host: str, now: dict[str, int]) -> Killed | None:
     start: _StartRecord | None = None
     plan: _PlanFields | None = None
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if not any(f'"kind": "{kind}"' in line for kind in ("start", "plan", "end")):
-            continue
-        record = json.loads(line)
-        if record["kind"] == "end":
-            start = None
-        elif record["kind"] == "start":
-            start, plan = record, record["plan"]
-        elif record["kind"] == "plan":
-            plan = record
+    with log.open("rb") as file:
+        for line in lines_of(file):
+            if not any(kind in line for kind in (b'"kind": "start"', b'"kind": "plan"', b'"kind": "end"')):
+                continue
+            record = json.loads(line)
+            if record["kind"] == "end":
+                start = None
+            elif record["kind"] == "start":
+                start, plan = record, record["plan"]
+            elif record["kind"] == "plan":
+                plan = record
     if (
         start is None
         or plan is None

@@ -17,13 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, NotRequired, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from pydantic import Field, FiniteFloat, TypeAdapter
+from typing_extensions import TypedDict
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data.prompts import Prompts
+from lib.data.tokenizer import vocabulary
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, prompt_of, pull
@@ -38,6 +42,7 @@ from lib.system import files
 from lib.training.progress_display import RunConsole
 
 SAMPLES, SCORES, PAIRS = "samples.jsonl", "scores.jsonl", "pairs.jsonl"
+LONGEST_LINE = 2**27  # letters of a file of a round
 SHOWN_CHARACTERS = 400  # of each text of an example
 PIECE_BYTES = 2**24  # of a file, in one collective
 
@@ -49,12 +54,12 @@ class SampleLine(TypedDict):
     prompt_id: int
     k: int
     policy: str
-    version: int
+    version: NotRequired[int]  # earlier releases wrote none
     place: str
     text: str
     finish: str
-    tokens: list[int]
-    logps: list[float]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    logps: list[FiniteFloat]
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,11 @@ class ScoreLine(TypedDict):
 
     prompt_id: int
     k: int
-    score: float | None
+    score: FiniteFloat | None
     fault: str
+
+
+Line = TypeVar("Line", SampleLine, ScoreLine)
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,7 @@ class Collector:
             seconds = {name: getattr(drawing, name) for name in seconds}
         self._make(folder / SAMPLES, keys[0], rows, _missing)
         with self.world.agreeing("reading the answers of a round"):
-            answers = _by_prompt(folder / SAMPLES)
+            answers = _by_prompt(folder / SAMPLES, vocabulary(self.config.model).get("vocab_size"))
 
         def scores(part: range) -> Lines:
             began, taken = time.perf_counter(), [rows[i] for i in part]
@@ -279,7 +287,7 @@ class Collector:
         return lines
 
     def _groups(self, folder: Path, rows: Sequence[int], answers: dict[int, list[SampleLine]]) -> list[Group]:
-        scores = {(one["prompt_id"], one["k"]): one["score"] for one in _lines(folder / SCORES)}
+        scores = {(one["prompt_id"], one["k"]): one["score"] for one in lines_of(folder / SCORES, ScoreLine)}
         try:
             return [
                 Group(
@@ -325,13 +333,14 @@ def policy_of(folder: Path) -> str:
         for path in (folder / SAMPLES, folder / f"{SAMPLES}.partial"):
             if path.exists():
                 with path.open(encoding="utf-8") as file:
-                    first = json.loads(file.readline())
+                    first = json.loads(file.readline(LONGEST_LINE))
                     if "chunks" not in first:
                         return str(first["policy"])
-                    chunks = [json.loads(line) for line in file if line.endswith("\n")]
+                    rest = iter(lambda: file.readline(LONGEST_LINE), "")
+                    chunks = [json.loads(line) for line in rest if line.endswith("\n")]
                 if len(chunks) == first["chunks"]:
                     return str(json.loads(chunks[0]["lines"][0])["policy"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
         pass
     return ""
 
@@ -347,26 +356,38 @@ def _is_on_rank_0(path: Path, world: World) -> bool:
 _REMEDY = "remove the folder, and what was drawn is drawn again"
 
 
-def _lines(path: Path) -> Iterator[Any]:
+def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
     """The lines of a file of a round.
 
     Raises:
         UserError: one is not what a round writes.
     """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    adapter = TypeAdapter(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
             try:
-                read = json.loads(line)
-                int(read["prompt_id"]), int(read["k"])
-            except (ValueError, KeyError, TypeError):
+                yield adapter.validate_json(line)
+            except ValueError:
                 raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
-            yield read
 
 
-def _by_prompt(path: Path) -> dict[int, list[SampleLine]]:
+def samples_in(path: Path, vocab_size: int | None) -> Iterator[SampleLine]:
+    """The lines of samples.jsonl, which may be somebody else's.
+
+    Raises:
+        UserError: one is not what a round of this model writes.
+    """
+    read_file.require_regular(path, "the run's")
+    for number, read in enumerate(lines_of(path, SampleLine), 1):
+        if len(read["logps"]) != len(read["tokens"]) or max(read["tokens"]) >= (vocab_size or 2**31):
+            raise UserError(f"{path}:{number}: not what a round of this model writes; {_REMEDY}")
+        yield read
+
+
+def _by_prompt(path: Path, vocab_size: int | None) -> dict[int, list[SampleLine]]:
     """The lines of samples.jsonl by prompt, in the order of k."""
     answers: dict[int, list[SampleLine]] = {}
-    for read in _lines(path):
+    for read in samples_in(path, vocab_size):
         answers.setdefault(read["prompt_id"], []).append(read)
     return answers
 
@@ -376,10 +397,10 @@ def _drop_of_another(out: Path, key: str, say: RunConsole) -> None:
     journal = out.with_name(f"{out.name}.partial")
     try:
         with journal.open("rb") as file:
-            header = json.loads(file.readline() or b"{}")
-    except (OSError, ValueError):
+            header = json.loads(file.readline(LONGEST_LINE) or b"{}")
+    except (OSError, ValueError, RecursionError):
         return
-    if header.get("key", key) != key:
+    if not isinstance(header, dict) or header.get("key", key) != key:
         say.warning(f"{journal} is of other weights or settings, and is made again")
         journal.unlink()
 

@@ -82,6 +82,7 @@ class SampleFigures:
         tokens: of an answer, the mean; `unended` is the part that max_tokens cut.
         entropy: of the policy, in nats a token: the mean of -log p over what it drew.
         longer_chosen: the part of the pairs whose chosen answer is longer, of those whose lengths differ.
+        kl: of the policy to the reference, in nats a token (lib/rollouts/divergence.py).
     """
 
     prompts: int
@@ -97,10 +98,11 @@ class SampleFigures:
     longer_chosen: float | None
     chosen_tokens: float | None
     rejected_tokens: float | None
+    kl: float | None = None
 
 
-def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
-    """The figures of a round's answers, each a sum over a count."""
+def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None = None) -> SampleFigures:
+    """The figures of a round's answers, each a sum over a count; and `kl`, which is known beside them."""
     answers = [answer for group in groups for answer in group.answers]
     scores = [answer.score for answer in answers if answer.score is not None]
     tokens = sum(len(answer.tokens) for answer in answers)
@@ -121,4 +123,5 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> SampleFigures:
         longer_chosen=sum(unequal) / len(unequal) if unequal else None,
         chosen_tokens=sum(chosen for chosen, _ in lengths) / len(pairs) if pairs else None,
         rejected_tokens=sum(rejected for _, rejected in lengths) / len(pairs) if pairs else None,
+        kl=kl,
     )

@@ -18,7 +18,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
+from lib.config import read_file
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.data import groups as groups_module
@@ -33,6 +36,7 @@ from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
 from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Policy, policy_of
+from lib.rollouts.divergence import kl_of
 from lib.rollouts.drawing import Drawing
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
@@ -46,6 +50,7 @@ from lib.training.resume import restore_learned
 from lib.training.training_run import TrainingRun
 
 ROUND = "round.json"
+ROUND_BYTES = 2**24
 
 
 @dataclass
@@ -163,7 +168,7 @@ class Rounds:
         collected = self._collected(number)
         groups, pairs, seconds = collected.groups, collected.pairs, collected.seconds
         staleness = int(collected.version not in (None, self._kept().number))
-        figures = figures_of(groups, pairs)
+        figures = figures_of(groups, pairs, kl_of(run, groups))
         self._show(number, figures)
         begins = run.progress.step == first_step
         if begins:  # an order of its own
@@ -323,13 +328,23 @@ class Rounds:
 
     def _show(self, number: int, figures: SampleFigures) -> None:
         score = "none is scored" if figures.score is None else f"mean score {figures.score:.4g}"
+        kl = "" if figures.kl is None else f", KL {figures.kl:.3g}"
         failed = f", {figures.failed:,} left out by the judge" if figures.failed else ""
         self.run.say.line(
             f"round {number} of {self.settings.rounds}: {figures.samples:,} answers, {score}{failed}; "
             f"{figures.pairs:,} pairs of {figures.accepted:.0%} of the prompts; {figures.tokens:.4g} tokens an answer, "
-            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}",
+            f"{figures.duplicates:.0%} duplicates, entropy {figures.entropy:.3g}{kl}",
             "bold",
         )
+
+
+class Verdict(TypedDict):
+    """What of round.json a run needs to go on."""
+
+    round: int
+    undone: bool
+    held_out: dict[str, float | None]
+    samples: SampleFigures
 
 
 def _figures(path: Path, text: str) -> RoundFigures:
@@ -339,11 +354,11 @@ def _figures(path: Path, text: str) -> RoundFigures:
         AgreedError: it is not what a round writes; all ranks have the same text.
     """
     try:
-        read = json.loads(text)
-        samples = SampleFigures(**read["samples"])
-        return RoundFigures(int(read["round"]), _known(read["held_out"]), samples, bool(read["undone"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AgreedError(f"{path} is not what a round writes: {error!r}; start a new run") from None
+        read = TypeAdapter(Verdict).validate_python(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        fault = str(error).partition("\n")[0]
+        raise AgreedError(f"{path} is not what a round writes: {fault}; start a new run") from None
+    return RoundFigures(read["round"], _known(read["held_out"]), read["samples"], read["undone"])
 
 
 def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
@@ -351,10 +366,13 @@ def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _read(path: Path) -> str:
+    """A file's text; nothing where there is none, and what is no JSON where it is no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file.read_text(path, "round", ROUND_BYTES)
     except OSError:
         return ""
+    except UserError:
+        return "{"
 
 
 def _judge_of(config: Config, section: str) -> Judge:

@@ -145,10 +145,10 @@ def recipes(settings: Config, run: Path | None, folder: Path | None = None) -> d
 def _template_words(settings: Config, run: Path | None, folder: Path | None) -> list[str]:
     """What makes a backend render prompts as the run's were; a request's own chat_template_kwargs come before it."""
     data = settings.data
-    words = [] if isinstance(data.chat_template, bool) else ["--chat-template", str(Path(data.chat_template).resolve())]
+    own = chat_template.template_of(data)
+    words = [] if own is None else ["--chat-template", str(Path(str(data.chat_template)).resolve())]
     files = [] if folder is None else [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
-    files += [Path(word) for word in words[1:]]
-    text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    text = "".join([*(file.read_text(encoding="utf-8") for file in files if file.is_file()), own or ""])
     given = data.chat_template_kwargs if run is None else chat_template.arguments_at_inference(data, text)
     return words + (["--chat-template-args", json.dumps(given)] if given else [])
 

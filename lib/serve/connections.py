@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 IPV6_PREFIX = 64  # of a network whose addresses one customer has all of
-REFUSAL_SECONDS = 0.05  # between two refusals of the same key or address
-AT_ONCE = 50  # refusals that do not wait
+REFUSAL_SECONDS = 0.05  # between two refusals, or answers that take no place, of the same key or address
+AT_ONCE = 50  # that do not wait
 LONGEST_DELAY_SECONDS = 2.0
 REMEMBERED = 4096  # keys and addresses
 
@@ -108,8 +108,8 @@ class Connections:
 
 
 class Pace:
-    """How fast refusals go out: the first at once, and then each later than the one before, so that who sends nothing
-    else is as slow as that, over each of its connections."""
+    """How fast refusals go out, and answers that take no place: the first at once, and then each later than the one
+    before, so that who asks for nothing else is as slow as that, over each of its connections."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -27,6 +27,7 @@ from lib.serve.feedback import LABEL_BYTES, Feedback, Label
 from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, read_body, send_answer, send_refusal
 from lib.serve.openai_requests import RequestError
 
+COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -52,15 +53,15 @@ class Gateway:
         self.is_draining = False  # load balancers are told to go elsewhere
         self.is_closed = False  # every new request is refused
         self.active = 0
-        self.pace = Pace()
+        self.pace, self.turns = Pace(), Pace()  # of refusals, and of answers that take no place
         self.routes: dict[str, dict[str, Callable[[Exchange], Coroutine[Any, Any, None]]]] = {
             "/healthz": {"GET": self._healthz},
             "/readyz": {"GET": self._readyz},
             "/metrics": {"GET": self._metrics},
             "/v1/models": {"GET": self._models},
             f"/v1/models/{model}": {"GET": self._model},
-            "/v1/chat/completions": {"POST": lambda exchange: completions.complete(exchange, "chat")},
-            "/v1/completions": {"POST": lambda exchange: completions.complete(exchange, "text")},
+            COMPLETIONS[0]: {"POST": lambda exchange: completions.complete(exchange, "chat")},
+            COMPLETIONS[1]: {"POST": lambda exchange: completions.complete(exchange, "text")},
         }
         if feedback is not None:
             self.routes["/v1/feedback"] = {"POST": lambda exchange: self._label(exchange, feedback)}
@@ -118,7 +119,20 @@ class Gateway:
             raise RequestError(405, f"{path} takes {', '.join(methods)}", "method_not_allowed")
         if self.is_closed and not is_open:
             raise RequestError(503, "the server is shutting down", "shutting_down", retry_seconds=5)
+        if path not in COMPLETIONS:
+            await self._in_turn(exchange)
         await methods[method](exchange)
+
+    async def _in_turn(self, exchange: Exchange) -> None:
+        """Waits where somebody asks too often for what takes no place, and so waits for nobody."""
+        if delay := self.turns.delay_seconds(self._who(exchange)):
+            exchange.client.rest()
+            await asyncio.sleep(delay)
+            exchange.client.work()
+
+    def _who(self, exchange: Exchange) -> str:
+        """The owner of the key, or where somebody without one is."""
+        return exchange.owner or network_of((exchange.scope.get("client") or ("", 0))[0])
 
     def _admit(self, exchange: Exchange) -> None:
         """Notes who asks. Without keys it has to be somebody on this machine, and no web page under a name of its own.
@@ -170,8 +184,7 @@ class Gateway:
             headers["www-authenticate"] = "Bearer"
         if error.retry_seconds is not None:
             headers["retry-after"] = str(error.retry_seconds)
-        client = exchange.scope.get("client") or ("", 0)
-        delay = self.pace.delay_seconds(exchange.owner or network_of(client[0])) if error.status < 500 else 0.0
+        delay = self.pace.delay_seconds(self._who(exchange)) if error.status < 500 else 0.0
         if exchange.is_whole and exchange.owner and not delay:
             await send_answer(exchange, error.status, headers, error.body)
             return

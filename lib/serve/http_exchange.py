@@ -28,6 +28,12 @@ class Client(Protocol):
     def recognise(self) -> None:
         """It brought a key."""
 
+    def rest(self) -> None:
+        """Nobody works for it for a while: it may be closed to make room for another."""
+
+    def work(self) -> None:
+        """Somebody works for it again."""
+
     def ignore(self) -> None:
         """Nothing more of what it sends is read."""
 

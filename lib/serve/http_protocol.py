@@ -65,8 +65,9 @@ class _Connection(h11.Connection):
 class Protocol(H11Protocol):
     """One connection.
 
-    Applications find it as `client` in the scope's state: `recognise()` says that a key came over it, `ignore()` ends
-    the reading of a request that is refused, and `abort()` cuts it off.
+    Applications find it as `client` in the scope's state: `recognise()` says that a key came over it, `rest()` and
+    `work()` whether somebody works for it, `ignore()` ends the reading of a request that is refused, and `abort()` cuts
+    it off.
     """
 
     def __init__(self, connection: Connection, connections: Connections, settings: ServeSettings, **options: Any):
@@ -86,6 +87,12 @@ class Protocol(H11Protocol):
 
     def recognise(self) -> None:
         self.place.is_known = True
+
+    def rest(self) -> None:
+        self.places.is_idle(self.place)
+
+    def work(self) -> None:
+        self.places.is_busy(self.place)
 
     def ignore(self) -> None:
         self.is_ignored = True

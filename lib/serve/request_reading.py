@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from lib.data.text_tokens import is_panic
 from lib.errors import UserError
 from lib.serve import openai_requests
 from lib.serve.openai_requests import JSON, BackendRequest, ChatRequest, Kind, Limits, RequestError, TextRequest
+from lib.system.limits import limit_memory
 
+MEMORY_BYTES = 2 * 2**30  # that bodies may take, on Linux: templates and tokenizers are programs of somebody's
 NICE = 5  # after the gateway and its backends
 Count = Callable[[JSON], int]  # tokens of a backend's body, as the model will see them
 
@@ -51,11 +54,13 @@ def main() -> None:
         os.nice(NICE)
     bodies = sys.stdin.buffer
     told = Told(**json.loads(bodies.readline()))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it reads one at a time, and threads would take of its memory
     try:
         limits, count = Limits(**told.limits), counter(told)
     except (UserError, OSError) as error:
         write(answers, {"failed": str(error)}, b"")
         return
+    limit_memory(MEMORY_BYTES)
     write(answers, {}, b"")
     while line := bodies.readline():
         asked = json.loads(line)
@@ -82,6 +87,8 @@ def read(kind: Kind, raw: bytes, limits: Limits, count: Count) -> BackendRequest
 
 def counter(told: Told) -> Count:
     """Counts the tokens of prompts as mlx_lm.server makes them; their bytes, never fewer, without a tokenizer."""
+    import mlx_lm.server  # noqa: F401  (now: when `_tokens` needs it there is a limit on memory)
+
     from lib.config.schema import ModelSettings
     from lib.data.tokenizer import load_tokenizer_of
 
@@ -95,7 +102,9 @@ def counter(told: Told) -> Count:
     def count(body: JSON) -> int:
         try:
             return _tokens(tokenizer, body, told.chat_template_args)
-        except Exception as error:  # whatever a template raises: of roles, of arguments that are no JSON
+        except BaseException as error:  # whatever a template raises: of roles, of arguments that are no JSON
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise RequestError(400, f"the model cannot take this: {error}", "invalid_request") from None
 
     return count

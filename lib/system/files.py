@@ -63,8 +63,9 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished.unlink(missing_ok=True)  # of a process that was killed; or somebody's link, to a file of yours
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("xb") as file:
             yield file
             file.flush()
             if durable:

@@ -25,15 +25,17 @@ import os
 import selectors
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+Key = TypeVar("Key")
 
 GREETING = b"tandem handshake 1\n"
 NONCE_BYTES = PROOF_BYTES = 32
 STRANGER_SECONDS = 5.0  # for all steps together, of whoever connects
-STRANGERS = 64  # that a listener hears out at a time; one more pushes out the one that came first
+STRANGERS = 64  # that a listener hears out at a time; one more pushes out the first of the address that has most
 MESSAGE_BYTES = 2**28  # of one message
 
 
@@ -209,11 +211,31 @@ def connect(address: tuple[str, int], secret: bytes, purpose: str, seconds: floa
 # ---- Listening
 
 
+def network_of(address: tuple[Any, ...]) -> str:
+    """What counts as one address of strangers: of IPv6 a network of 64 bits, as one machine may have all of it."""
+    host = str(address[0]).partition("%")[0]
+    if ":" not in host or host.startswith(("fe80:", "::ffff:")):
+        return host
+    return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8))
+
+
+def to_push_out(strangers: Mapping[Key, str]) -> Key:
+    """Who makes room for one more: of the network that has most strangers, the one that came first.
+
+    So who comes from elsewhere is heard out, however often somebody connects.
+
+    strangers: the network of each, in the order in which they came.
+    """
+    ((fullest, _),) = Counter(strangers.values()).most_common(1)
+    return next(key for key, network in strangers.items() if network == fullest)
+
+
 @dataclass
 class _Stranger:
     """Somebody who has connected and proven nothing yet."""
 
     connection: socket.socket
+    network: str
     steps: Steps
     wanted: int
     until: float
@@ -278,20 +300,19 @@ class Listener:
 
     def _admit(self) -> None:
         try:
-            connection, _ = self._listening.accept()
-        except (
-            OSError
-        ):  # it has hung up already, or this process has no descriptor left: then the oldest gives one back
+            connection, address = self._listening.accept()
+        except OSError:  # it has hung up already, or this process has no descriptor left: then one gives its back
             if self._strangers:
-                self._drop(next(iter(self._strangers.values())))
+                self._push_out()
             time.sleep(0.01)
             return
         if len(self._strangers) >= STRANGERS:
-            self._drop(next(iter(self._strangers.values())))
+            self._push_out()
         connection.setblocking(False)
         steps = answering(self._secret, self._purpose)
         _, wanted = next(steps)
-        self._strangers[connection.fileno()] = _Stranger(connection, steps, wanted, time.monotonic() + STRANGER_SECONDS)
+        until = time.monotonic() + STRANGER_SECONDS
+        self._strangers[connection.fileno()] = _Stranger(connection, network_of(address), steps, wanted, until)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, stranger: _Stranger) -> Channel | None:
@@ -315,6 +336,10 @@ class Listener:
         except OSError:
             self._drop(stranger)
         return None
+
+    def _push_out(self) -> None:
+        networks = {descriptor: one.network for descriptor, one in self._strangers.items()}
+        self._drop(self._strangers[to_push_out(networks)])
 
     def _forget(self, stranger: _Stranger) -> None:
         self._strangers.pop(stranger.connection.fileno())
@@ -386,7 +411,7 @@ class StreamListener:
 
     def __init__(self, secret: bytes, purpose: str, serve: Callable[[StreamChannel], Coroutine[Any, Any, None]]):
         self._secret, self._purpose, self._serve = secret, purpose, serve
-        self._strangers: deque[asyncio.StreamWriter] = deque()
+        self._strangers: dict[asyncio.StreamWriter, str] = {}  # with their networks, in the order in which they came
         self._tasks: set[asyncio.Future[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -412,16 +437,17 @@ class StreamListener:
         task.add_done_callback(self._tasks.discard)
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._strangers.append(writer)
-        if len(self._strangers) > STRANGERS:
-            self._strangers.popleft().close()
+        if len(self._strangers) >= STRANGERS:
+            longest = to_push_out(self._strangers)
+            del self._strangers[longest]
+            longest.close()
+        self._strangers[writer] = network_of(writer.get_extra_info("peername") or ("",))
         try:
             channel = await over_streams(answering(self._secret, self._purpose), reader, writer)
-            self._strangers.remove(writer)
+            self._strangers.pop(writer, None)
             await self._serve(channel)
         except OSError:  # it is a stranger, or gone
             pass
         finally:
-            with contextlib.suppress(ValueError):
-                self._strangers.remove(writer)
+            self._strangers.pop(writer, None)
             writer.close()

@@ -1,64 +1,50 @@
-"""Limits on what code of somebody else's making takes of this process: a chat template is a program."""
+"""Limits on what a call of a library, or this process, may take: files of somebody else decide what it has to do."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from lib.errors import UserError
 
-
-class _TooLong(BaseException):
-    """Raised in a thread whose time is over; no `except Exception` on the way takes it."""
+Made = TypeVar("Made")
 
 
-@contextlib.contextmanager
-def limited_time(seconds: float, what: str) -> Iterator[None]:
-    """Ends a block that takes longer: it has to be Python's own code, since a call into C is waited for.
+def within(seconds: float, what: str, do: Callable[[], Made]) -> Made:
+    """What a call gives that lets other threads work meanwhile. One that takes too long is left behind.
+
+    It cannot be ended: it goes on until this process ends, which does not wait for it.
 
     Raises:
         UserError: it took longer; what: for its message.
     """
-    thread, over, turn = threading.get_ident(), threading.Event(), threading.Lock()
+    made: list[Made] = []
+    raised: list[BaseException] = []
 
-    def watch() -> None:
-        if not over.wait(seconds):
-            with turn:
-                if not over.is_set():
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLong))
+    def call() -> None:
+        try:
+            made.append(do())
+        except BaseException as error:  # the caller's to handle
+            raised.append(error)
 
-    watcher = threading.Thread(target=watch, name="time limit", daemon=True)
-    watcher.start()
-    try:
-        yield
-    except _TooLong:
-        raise UserError(f"{what} takes more than {seconds:g} s") from None
-    finally:
-        with turn:
-            over.set()
+    thread = threading.Thread(target=call, name="time limit", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise UserError(f"{what} takes more than {seconds:g} s")
+    if raised:
+        raise raised[0]
+    return made[0]
 
 
-@contextlib.contextmanager
-def limited_memory(size: int) -> Iterator[None]:
-    """Lets this process take so many bytes more, and raises MemoryError beyond; on Linux alone, elsewhere nothing.
-
-    For moments in which no other thread works.
-    """
+def limit_memory(size: int) -> None:
+    """Lets this process take so many bytes more from now on, and raises MemoryError beyond; on Linux alone."""
     if sys.platform != "linux":
-        yield
         return
-    before, most = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + size
-    for known in (before, most):
-        limit = limit if known == resource.RLIM_INFINITY else min(limit, known)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

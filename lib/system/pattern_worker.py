@@ -25,6 +25,7 @@ def main() -> None:
     limit = int(sys.argv[1])
     with contextlib.suppress(OSError, ValueError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    print("{}", flush=True)  # ready
     for line in sys.stdin.buffer:
         try:
             answer = {"found": found(*json.loads(line))}

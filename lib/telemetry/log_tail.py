@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 PIECE_BYTES = 2**22
+LONGEST_LINE = 2**24  # bytes: no record is as long, but a log may be somebody else's
 
 
 class Tail:
@@ -24,7 +25,7 @@ class Tail:
         """Whether this is the beginning of the file, and its next whole lines: nothing where there are none yet.
 
         A piece is cut after its last line's end, so half a line waits for its other half; a line longer than the limit
-        comes whole.
+        comes whole, and of one that is too long what is left of it at its end.
         """
         try:
             with self.path.open("rb") as file:
@@ -34,6 +35,8 @@ class Tail:
                 file.seek(self.offset)
                 piece = file.read(limit_bytes)
                 while piece and b"\n" not in piece and (more := file.read(limit_bytes)):
+                    if len(piece) >= LONGEST_LINE:
+                        self.offset, piece = self.offset + len(piece), b""
                     piece += more
         except OSError:  # not there yet, or no longer, or its disk is away
             return False, b""

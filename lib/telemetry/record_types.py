@@ -63,6 +63,7 @@ class AnswersRecord(TypedDict, total=False):
     duplicates: FiniteFloat
     tokens: FiniteFloat
     entropy: FiniteFloat
+    kl: FiniteFloat | None
 
 
 class ExampleRecord(TypedDict):

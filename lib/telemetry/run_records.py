@@ -11,15 +11,15 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 from lib.system import files
 from lib.system.hardware import sensors
 from lib.system.network import connections
-from lib.telemetry.log_tail import Copy, Tail
+from lib.telemetry.log_tail import LONGEST_LINE, Copy, Tail
 from lib.telemetry.record_types import Record
 from lib.telemetry.trackers import Feed
 
@@ -233,7 +233,13 @@ class PerformanceTracker:
 
 def read_records(path: Path) -> list[Record]:
     """The whole records of a log; a last line that a crash cut short is left out, and what is no record."""
-    return [record for line in path.read_bytes().split(b"\n") if (record := _record_of(line)) is not None]
+    with path.open("rb") as file:
+        return [record for line in lines_of(file) if (record := _record_of(line)) is not None]
+
+
+def lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a log, which may be somebody else's: one that is too long comes in pieces, which are no records."""
+    return iter(lambda: file.readline(LONGEST_LINE), b"")
 
 
 def _record_of(line: bytes) -> Record | None:
@@ -251,26 +257,26 @@ def rewind(path: Path, step: int) -> int:
     What is cut (steps that a crash undid, and half a line, maybe) is kept beside it in `discarded/`. Returns the number
     of records cut.
     """
-    lines = path.read_bytes().splitlines(keepends=True)
-    for keep, line in enumerate(lines):
-        entry = _record_of(line)
-        if entry is None:
-            break
-        if not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
-            break
-    else:
-        return 0
-    discarded = path.parent / "discarded" / path.name
-    discarded.parent.mkdir(exist_ok=True)
-    with discarded.open("ab") as file:
-        file.write(b"".join(line.rstrip(b"\n") + b"\n" for line in lines[keep:]))
-    shortened = path.with_suffix(".tmp")
-    with shortened.open("wb") as file:
-        file.write(b"".join(lines[:keep]))
-        file.flush()
-        files.flush(file.fileno())
-    shortened.replace(path)
-    return len(lines) - keep
+    with path.open("rb") as file:
+        lines, kept_bytes = lines_of(file), 0
+        for line in lines:
+            entry = _record_of(line)
+            if entry is None or not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
+                break
+            kept_bytes += len(line)
+        else:
+            return 0
+        discarded, cut = path.parent / "discarded" / path.name, 0
+        discarded.parent.mkdir(exist_ok=True)
+        with discarded.open("ab") as beside:
+            for cut, cut_line in enumerate(itertools.chain([line], lines), 1):
+                if len(cut_line) < LONGEST_LINE:
+                    beside.write(cut_line.rstrip(b"\n") + b"\n")
+        file.seek(0)
+        with files.replacing(path) as shortened:
+            while piece := file.read(min(kept_bytes, PIECE_BYTES)):
+                kept_bytes -= shortened.write(piece)
+    return cut
 
 
 def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], place: int = 0) -> int:

@@ -25,6 +25,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 from typing_extensions import TypedDict  # which pydantic reads on Python 3.11
 
+from lib.config import read_file
 from lib.config.load import dump
 from lib.config.schema import Config
 from lib.data.row_order import Position
@@ -441,9 +442,10 @@ def part_of(folder: Path, step: int, rank: int) -> Path:
 def inside_a_round(path: Path) -> bool:
     """Whether the ranks had different weights then; of a damaged checkpoint nothing is known."""
     try:
-        return not json.loads((path / STATE).read_text())["rounds"].get("are_one", True)
-    except (OSError, ValueError, KeyError):
+        rounds = read_file.read_object(path / STATE, "checkpoint").get("rounds")
+    except (OSError, UserError):
         return True
+    return not (isinstance(rounds, dict) and rounds.get("are_one", True))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -192,21 +192,28 @@ class AskedReference:
 
     def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch, _ in batches:
-            now = {name: array for name, array in adapter_files.trainable(self.policy).items() if name in self.arrays}
-            self.model.update(tree_unflatten(list(self.arrays.items())))
-            self.model.eval()
-            with self.world.workers.together("reference log-probabilities of a batch"):
+            with self.in_place() as model, self.world.workers.together("reference log-probabilities of a batch"):
                 parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
-                columns = [np.array(self._logps(arrays_of(part.inputs))) for part in parts]
-            self.model.update(tree_unflatten(list(now.items())))
-            self.policy.train()
+                columns = [np.array(self._logps(model, arrays_of(part.inputs))) for part in parts]
             yield batch, np.concatenate(columns, axis=1)[: len(batch.rows)]
 
-    def _logps(self, inputs: StreamInputs) -> mx.array:
+    @contextmanager
+    def in_place(self) -> Iterator[nn.Module]:
+        """The reference as a model, in the place of the policy where one model is both."""
+        now = {name: array for name, array in adapter_files.trainable(self.policy).items() if name in self.arrays}
+        self.model.update(tree_unflatten(list(self.arrays.items())))
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.update(tree_unflatten(list(now.items())))
+            self.policy.train()
+
+    def _logps(self, model: nn.Module, inputs: StreamInputs) -> mx.array:
         """Of whole completions, float32 [b, K]; of groups those of each token, [b, K, C]."""
         if "rewards" not in inputs:
-            return completion_logps(self.model, inputs)
-        return completion_token_logps(self.model, inputs, self.temperature)[0]
+            return completion_logps(model, inputs)
+        return completion_token_logps(model, inputs, self.temperature)[0]
 
     def follow(self, step: int) -> None:
         """Moves the reference after a step, where it is its turn.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
@@ -33,6 +34,8 @@ from lib.training.checkpoint import (
 from lib.training.find_checkpoint import fault_of, read_progress
 from lib.training.run_folder import discard
 from lib.training.training_run import TrainingRun
+
+RANK_LOG = re.compile(r"rank-[0-9]{3,6}\.jsonl")
 
 
 class Offer(TypedDict):
@@ -241,7 +244,7 @@ def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> N
     progress.resume_ids.append(world.broadcast_text(os.urandom(8).hex()))
     history = progress.resumes, progress.resume_ids
     with world.agreeing("going back in the logs"):
-        own_logs = sorted(logs.glob("rank-*.jsonl")) if keeps_disk else []
+        own_logs = [log for log in sorted(logs.glob("rank-*")) if RANK_LOG.fullmatch(log.name)] if keeps_disk else []
         lived = max((first_missed(log, *history) for log in own_logs), default=progress.step)
         for log in own_logs:
             index = 1 + int(log.stem.removeprefix("rank-"))
