@@ -418,8 +418,7 @@ class SharedQueue:
         """The queue of what an output lacks. All ranks enter; from then on none waits for another in a collective.
 
         Raises:
-            AgreedError: the journal is of another key, or cannot be written.
-            UserError: rank 0 is not reached.
+            AgreedError: the journal is of another key, or cannot be written, or rank 0 is not reached.
         """
         server = dispatcher = None
         with world.agreeing(f"opening {out}"):
@@ -428,7 +427,8 @@ class SharedQueue:
                 is_spread = launch_environment().local_size < world.size
                 server = Server(dispatcher, everywhere=is_spread) if world.size > 1 else None
         address = json.loads(world.broadcast_text(json.dumps(server.address if server else None)))
-        queue = Local(dispatcher) if dispatcher else Remote(address, world.rank, world.timeout_seconds)
+        with world.agreeing("reaching the work queue"):  # rank 0 may be done, and gone, before another has come
+            queue = Local(dispatcher) if dispatcher else Remote(address, world.rank, world.timeout_seconds)
         return cls(queue, dispatcher, server)
 
     def close(self, seconds: float) -> None:
