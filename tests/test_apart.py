@@ -215,7 +215,7 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
     """Momentum, what compression left out, every rank's own weights and optimizer: all of it is in the checkpoints."""
     words = [*settings(world, folder, rows=45), "strategy=independent", "independent.merge=outer", "plan.shares=[5,3]"]
     words += ["sync.compression=int8", "independent.pairs_per_round=64", "train.steps=24", "model.dropout=0.1"]
-    words += ["checkpoint.every=5", "checkpoint.keep=99"]
+    words += ["checkpoint.every=5", "checkpoint.keep=99", "evaluate.every=10"]
     whole, cut = train(world, folder, words, "whole"), folder / "runs/cut"
     world.gather_text("finished")
     if world.rank == 0:
@@ -232,7 +232,12 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
     for rank in range(2):
         steps = [[(r["step"], r["loss"], r["rows"]) for r in steps_of(one, rank)] for one in (whole, cut)]
         assert steps[0] == steps[1]
-    assert len(merges_of(whole)) == len(merges_of(cut))
+    assert [r["step"] for r in merges_of(whole)] == [r["step"] for r in merges_of(cut)]
+    evaluated = [
+        {r["step"] for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "evaluation"}
+        for run in (whole, cut)
+    ]
+    assert evaluated[0] == evaluated[1] and len(evaluated[0]) > 2, "they count from the last merge"
     world.gather_text("checked")
 
 

@@ -14,6 +14,7 @@ from lib.config.schema import Config, DataSettings, TrainSettings
 from lib.data.collate import collate
 from lib.data.dataset import Example
 from lib.data.groups import load_groups
+from lib.data.model_limits import ModelLimits
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import logps as logps_module
@@ -414,9 +415,9 @@ def test_a_record_that_is_no_group_is_one_clear_line(tmp_path: Path, change: dic
     file = tiny.write_jsonl(tmp_path / "groups.jsonl", [GOOD, GOOD | change])
     settings = DataSettings(train=str(file), max_length=64)
     with pytest.raises(UserError) as error:
-        load_groups(settings, 48)
+        load_groups(settings, ModelLimits(48))
     assert expected in str(error.value) and f"{file}:2" in str(error.value) and "\n" not in str(error.value)
-    assert len(load_groups(settings.model_copy(update={"skip_invalid": True}), 48)) == 1
+    assert len(load_groups(settings.model_copy(update={"skip_invalid": True}), ModelLimits(48))) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from lib.config import load, schema
 from lib.distributed import collectives
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
+from lib.evaluate import batch_inference
 from lib.model import load as models
+from lib.system import handshake
 from lib.telemetry import run_records
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training import baseline
@@ -339,3 +342,14 @@ def test_independent_ranks_merge_what_they_know_of_rewards(world: World, folder:
     assert [count for _, count in inside["rewards"]] != [inside["rewards_before"][1]] * world.size
     assert state(resumed, 8)["rewards"] == merged["rewards"] and difference(whole, resumed) == 0.0
     world.gather_text("checked")
+
+
+def test_a_rank_that_comes_late_finds_the_queue(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone could do all of a short file before another one has called."""
+    connect = handshake.connect
+    if world.rank > 0:
+        monkeypatch.setattr(handshake, "connect", lambda *words: [time.sleep(0.2), connect(*words)][1])
+    config = load.load(None, settings(world, folder))
+    out = folder / "out.jsonl"
+    batch_inference.pull("rows", "key", range(4), out, config, world, lambda rows: [str(rows[0])], chunk_rows=1)
+    assert world.rank > 0 or out.read_text() == "0\n1\n2\n3\n"
