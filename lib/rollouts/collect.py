@@ -23,9 +23,11 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 from typing_extensions import TypedDict
 
 from lib.config import read_file
+from lib.config.rollout_settings import RolloutSettings
 from lib.config.schema import Config
+from lib.data.model_limits import ModelLimits
 from lib.data.prompts import Prompts
-from lib.data.tokenizer import vocabulary
+from lib.data.record_formats import Unusable
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, prompt_of, pull
@@ -86,6 +88,7 @@ class Collector:
     prompts: Prompts
     judge: Judge
     say: RunConsole
+    limits: ModelLimits
 
     def folder_of(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:04d}"
@@ -115,7 +118,7 @@ class Collector:
         drawn = timed("sampling_seconds", lambda part: self._samples(number, policy, part))
         self._make(folder / SAMPLES, key, rows, drawn)
         with self.world.agreeing("reading the answers of a round"):
-            answers = _by_prompt(folder / SAMPLES, self.config)
+            answers = _by_prompt(folder / SAMPLES, rows, rollouts, self.limits)
         of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
         scored = timed("judging_seconds", lambda part: self._scores(part, answers))
         self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
@@ -236,26 +239,38 @@ def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
                 raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
 
 
-def samples_in(path: Path, config: Config) -> Iterator[SampleLine]:
+def samples_in(path: Path, limits: ModelLimits, most_tokens: int) -> Iterator[SampleLine]:
     """The lines of samples.jsonl, which may be somebody else's.
 
     Raises:
         UserError: one is not what a round of this run writes.
     """
     read_file.require_regular(path, "the run's")
-    below, most = vocabulary(config.model).get("vocab_size") or 2**31, config.rollouts.max_tokens
     for number, read in enumerate(lines_of(path, SampleLine), 1):
+        try:
+            limits.check_ids([read["tokens"]])
+        except Unusable as why:
+            raise UserError(f"{path}:{number}: not what a round of this run writes: {why}; {_REMEDY}") from None
         count = len(read["tokens"])
-        if len(read["logps"]) != count or count > most or max(read["tokens"]) >= below:
+        if len(read["logps"]) != count or count > most_tokens:
             raise UserError(f"{path}:{number}: not what a round of this run writes; {_REMEDY}")
         yield read
 
 
-def _by_prompt(path: Path, config: Config) -> dict[int, list[SampleLine]]:
-    """The lines of samples.jsonl by prompt, in the order of k."""
+def _by_prompt(
+    path: Path, rows: Sequence[int], rollouts: RolloutSettings, limits: ModelLimits
+) -> dict[int, list[SampleLine]]:
+    """The lines of samples.jsonl by prompt, in the order of k.
+
+    Raises:
+        UserError: as `samples_in`, or they are not those of these prompts.
+    """
     answers: dict[int, list[SampleLine]] = {}
-    for read in samples_in(path, config):
+    for read in samples_in(path, limits, rollouts.max_tokens):
         answers.setdefault(read["prompt_id"], []).append(read)
+    for row in rows:
+        if [one["k"] for one in answers.get(row, [])] != list(range(rollouts.samples)):
+            raise UserError(f"{path}: prompt {row} has not {rollouts.samples} answers in their order; {_REMEDY}")
     return answers
 
 

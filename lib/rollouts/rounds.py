@@ -135,7 +135,7 @@ class Rounds:
         self.history += finished
         if run.lock is not None:
             for path in self.folder.glob("*/" + ROUND):
-                if int(path.parent.name) > len(finished):
+                if path.parent.name.isdecimal() and int(path.parent.name) > len(finished):
                     path.unlink()
         if finished:
             self.loop.latest = dict(finished[-1].held_out)
@@ -352,16 +352,12 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
                 f"the plan is {run.plan.strategy}, and in rounds every rank samples with the whole model; take a "
                 "smaller or quantised model, or larger hosts"
             )
-        if rollouts.prompts > len(prompts):
-            raise UserError(
-                f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
-                f"set rollouts.prompts={len(prompts)}"
-            )
         judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
         if rollouts.judge not in (None, config.evaluate.judge) and inputs.held_out is not None:
             judge_of_held_out = _judge_of(config, "evaluate")
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts)
-    collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
+    keeps_disk = run.lock is not None
+    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, judge, run.say, inputs.limits)
     Rounds(run, collector, loop).train()
     return loop
