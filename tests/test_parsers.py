@@ -14,6 +14,8 @@ from tests.parsers import PARSERS, fuzz, refuses_or_reads
 ALL = PARSERS | MODEL_PARSERS
 DEEP, LONG = Raw("[" * 100_000), Raw("9" * 5000)  # Python reads neither: lists without end, numbers of 5,000 digits
 CURVE = seeds.CALIBRATION["curves"][0]
+POINT = CURVE["points"][0]
+HUGE_POINT = POINT | {"batch_size": 2**45}
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "pages"])  # these draw pictures: seconds each
@@ -27,6 +29,7 @@ def test_no_parser_lets_an_error_through(name: str, tmp_path: Path) -> None:
         ("calibrations", json_text(seeds.CALIBRATION | {"gflops": LONG})),
         ("calibrations", json_text(seeds.CALIBRATION | {"links": DEEP})),
         ("calibrations", json_text({**seeds.CALIBRATION, "curves": [{**CURVE, "points": [{"batch_size": 10**400}]}]})),
+        ("calibrations", json_text({**seeds.CALIBRATION, "curves": [{**CURVE, "points": [POINT, HUGE_POINT]}]})),
         ("records", json_text(seeds.SUMMARY | {"pairs_per_second": LONG})),
         ("records", json_lines([{"kind": "round", **seeds.WHO}, {"kind": "round", **seeds.WHO, "answers": {}}])),
         ("labels", json_text({"id": DEEP})),

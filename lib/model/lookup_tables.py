@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from lib.model.token_stream import Replaced
 
-Embedding = nn.Embedding | nn.QuantizedEmbedding
+Embedding: TypeAlias = nn.Embedding | nn.QuantizedEmbedding
 TOKEN, PROBE = 0, 3  # a sequence of one token, thrice
 
 

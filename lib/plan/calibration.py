@@ -29,6 +29,7 @@ FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
 
 
+LARGEST_BATCH = 2**20  # pairs: every smaller size is looked at
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -42,7 +43,7 @@ class _Record(BaseModel):
 class BatchPoint(_Record):
     """One measured micro-batch: forward and backward over `batch_size` pairs."""
 
-    batch_size: PositiveInt
+    batch_size: Annotated[int, Field(gt=0, le=LARGEST_BATCH)]
     seconds_median: PositiveFloat
     seconds_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # between the quartiles
     pairs_per_second: PositiveFloat
