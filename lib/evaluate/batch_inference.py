@@ -42,7 +42,7 @@ from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, S
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
-from lib.system import metal, out_of_memory
+from lib.system import files, metal, out_of_memory
 from lib.system.mpi_and_blas import launch_environment
 from lib.training import losses, reference_model
 from lib.training.objective import objective
@@ -126,13 +126,14 @@ def pull(
 
 
 def opened_journal(out: Path, key: str, chunks: int) -> Journal:
-    """What is finished of an output so far.
+    """What is finished of an output so far; what a killed process left of it otherwise goes.
 
     Raises:
         UserError: the output is there, or the journal is of another model, data or settings.
         OSError: it cannot be written.
     """
     partial = out.with_name(f"{out.name}.partial")
+    files.sweep_unfinished(out)
     if not out.exists():
         return Journal(partial, key, chunks)
     if partial.exists():  # of a process that was killed between the two: the output is whole, and is written once more
