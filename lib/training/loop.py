@@ -128,7 +128,7 @@ class TrainingLoop:
         run = self.run
         if run.local_sgd is not None:
             return self.evaluate_on(*run.local_sgd.evaluating_ranks())
-        return self.evaluate_on(run.world, run.schedule.at(run.progress.step + 1).shares)
+        return self.evaluate_on(run.world, run.shares)
 
     def train(self) -> None:
         """Trains until the run's last step, or until the held-out loss falls no more; leaves the final weights."""
