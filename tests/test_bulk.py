@@ -56,6 +56,7 @@ def test_an_output_that_is_whole_is_done_though_its_journal_is_there(tmp_path: P
     first.finish(out)
     content = out.read_bytes()
     partial.write_bytes(whole)
+    (tmp_path / "out.jsonl.4711.unfinished").write_bytes(content[:1])
     again = opened_journal(out, "k", 2)
     again.finish(out)
     assert out.read_bytes() == content and list(tmp_path.iterdir()) == [out]

@@ -277,6 +277,7 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "training": stopped_at(Learner, "learn", 4),
     "before the verdict": stopped_at(Rounds, "_judge", 2),
     "before a round is undone": stopped_at(Rounds, "_undo", 1),
+    "in the round after it": stopped_at(Learner, "learn", 6),
 }
 
 

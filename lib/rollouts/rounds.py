@@ -153,7 +153,7 @@ class Rounds:
                     path.unlink()
         if finished:
             self.loop.latest = dict(finished[-1].held_out)
-            if finished[-1].undone:  # a fault may have come before that was done
+            if finished[-1].undone and step == len(finished) * self.steps:  # a fault may have come before that was done
                 self._undo()
         return len(finished)
 
