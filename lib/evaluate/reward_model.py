@@ -12,6 +12,7 @@ import numpy as np
 from mlx_lm.utils import load_model
 from mlx_lm.utils import load_tokenizer as load_words
 
+from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.data import template_process
 from lib.data.model_limits import ModelLimits
@@ -23,7 +24,6 @@ from lib.evaluate.model_judge import filled_in, instructions_of, text_of
 from lib.model.lookup_tables import bounded
 from lib.model.token_stream import length_multiple
 from lib.system.model_folder import resolve
-from lib.training.judge_checks import REWARD
 
 CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models end
 ASKING = """Here are a question and an answer to it.
@@ -53,7 +53,7 @@ class RewardModel:
     looks_at_order = False
 
     def __init__(self, settings: Config):
-        path = str(settings.evaluate.judge).removeprefix(REWARD)
+        path = str(settings.evaluate.judge).removeprefix(REWARD_MODEL)
         self.name, self.batch_size = f"evaluate.judge={settings.evaluate.judge}", settings.evaluate.batch_size
         try:
             folder = resolve(path)

@@ -125,7 +125,7 @@ def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None
     Of a run of rounds, whose data are prompts: answers of the last round.
     """
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        lines = samples_in(answers[-1], limits_of(vocabulary(settings.model)))
+        lines = samples_in(answers[-1], limits_of(vocabulary(settings.model)), settings.rollouts.max_tokens)
         drawn = [np.array(line["tokens"], np.int32) for line in islice(lines, count)]
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)

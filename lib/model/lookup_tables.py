@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from lib.model.adapters import EMBEDDINGS
 from lib.model.token_stream import Replaced
 
+Embedding: TypeAlias = nn.Embedding | nn.QuantizedEmbedding
 TOKEN, PROBE = 0, 3  # a sequence of one token, thrice
 
 
@@ -37,7 +37,7 @@ def bounded(model: nn.Module) -> TableSizes:
         (holder, name)
         for holder in model.modules()
         for name, part in holder.children().items()
-        if isinstance(part, EMBEDDINGS)
+        if isinstance(part, Embedding)
     ]
     if len(places) < 2:
         return TableSizes(_rows(places[0][0][places[0][1]]) if places else None, None)
@@ -51,11 +51,11 @@ def bounded(model: nn.Module) -> TableSizes:
     return TableSizes(next(iter(of_tokens), None), min(of_positions, default=None))
 
 
-def _asked(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> list[tuple[nn.Module, list[int]]]:
+def _asked(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> list[tuple[Embedding, list[int]]]:
     """Which rows of its embeddings a model asks for, of a short sequence; nothing but these numbers is computed."""
-    asked: list[tuple[nn.Module, mx.array]] = []
+    asked: list[tuple[Embedding, mx.array]] = []
 
-    def listener(table: nn.Module) -> Callable[[mx.array], mx.array]:
+    def listener(table: Embedding) -> Callable[[mx.array], mx.array]:
         def listen(indices: mx.array) -> mx.array:
             asked.append((table, indices))
             return table(indices)
@@ -76,7 +76,7 @@ def _rows(table: nn.Module) -> int:
     return int(table["weight"].shape[0])
 
 
-def _bound(table: nn.Module) -> None:
+def _bound(table: Embedding) -> None:
     """Lets the table's first and last row stand for what lies beyond them: positions of padding, which nobody reads."""
     plain, last = type(table), _rows(table) - 1
 

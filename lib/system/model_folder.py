@@ -19,6 +19,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx")
 LARGEST_SIZE = 2**24
 MOST_BLOCKS = 2**12
+MOST_BITS = 16  # of a quantised number
 
 
 def adapter_weights(folder: Path) -> Path:
@@ -75,6 +76,8 @@ def _absurd(config: dict[str, Any]) -> str | None:
     text, packed = config.get("text_config"), config.get("quantization") or {}
     if not isinstance(packed, dict) or any(packed.get(name, 1) in (0, None) for name in ("group_size", "bits")):
         return "a quantization that is none"
+    if isinstance(bits := packed.get("bits"), int) and not 0 < bits <= MOST_BITS:
+        return f"a quantization to {bits} bits"
     for name, value in [*config.items(), *(text.items() if isinstance(text, dict) else ())]:
         if name in NUMBERS and isinstance(value, str | list | dict):
             return f"{name}={str(value)[:30]!r}, which is no number"

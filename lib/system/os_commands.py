@@ -10,9 +10,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 LIMIT_SECONDS = 10.0
 PIECE_BYTES = 2**16
@@ -110,12 +110,9 @@ def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes
                 kill()
 
     assert process.stdout is not None and process.stderr is not None
-    asked: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-        (give, ()),
-        (take, (process.stdout, output, None)),
-        (take, (process.stderr, errors, ERROR_BYTES)),
-    ]
-    threads = [threading.Thread(target=do, args=arguments, daemon=True) for do, arguments in asked]
+    reads = (process.stdout, output, None), (process.stderr, errors, ERROR_BYTES)
+    threads = [threading.Thread(target=give, daemon=True)]
+    threads += [threading.Thread(target=take, args=arguments, daemon=True) for arguments in reads]
     for thread in threads:
         thread.start()
     with contextlib.suppress(subprocess.TimeoutExpired):

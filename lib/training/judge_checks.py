@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from lib.config.evaluate_settings import EvaluateSettings
+from lib.config.evaluate_settings import REWARD_MODEL, EvaluateSettings
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
 from lib.errors import UserError
@@ -25,7 +25,6 @@ from lib.system.model_folder import resolve
 
 JudgeKind = Literal["check", "reward", "server", "function", "command"]
 CHECKS = ("exact", "number", "regex", "json_schema")
-REWARD = "reward:"
 JUDGES = f"a judge is {', '.join(CHECKS)}, reward:PATH, MODULE:FUNCTION, an http address, or a command with its path"
 SERVERS = ("http://", "https://")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
@@ -35,7 +34,7 @@ def kind_of(judge: str | None) -> JudgeKind:
     """What evaluate.judge or rollouts.judge means; None is the check by evaluate.answer_pattern."""
     if judge is None or judge in CHECKS:
         return "check"
-    if judge.startswith(REWARD):
+    if judge.startswith(REWARD_MODEL):
         return "reward"
     if judge.startswith(SERVERS):
         return "server"
@@ -54,7 +53,7 @@ def require_judge(settings: EvaluateSettings, judge: str | None, setting: str) -
     if judge == "json_schema" and _is_missing("jsonschema"):
         raise UserError(f"{name}: json_schema needs the package jsonschema: pip install jsonschema")
     checks: dict[JudgeKind, Callable[[], None]] = {
-        "reward": lambda: _require_model(judge.removeprefix(REWARD), name),
+        "reward": lambda: _require_model(judge.removeprefix(REWARD_MODEL), name),
         "server": lambda: _require_served(settings, judge, name),
         "function": lambda: _require_module(judge.partition(":")[0], name),
         "command": lambda: _require_command(judge, name),
