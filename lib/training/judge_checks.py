@@ -120,4 +120,6 @@ def _require_command(command: str, name: str) -> None:
         raise UserError(f"{name} names nothing; leave it out, or name a judge")
     if shutil.which(words[0]) is None:
         near = difflib.get_close_matches(command, CHECKS, 1)
-        raise UserError(f"{name}: no command {words[0]!r} here; {f'did you mean {near[0]}?' if near else JUDGES}")
+        raise UserError(
+            f"{name}: cannot be started: no command {words[0]!r} here; {f'did you mean {near[0]}?' if near else JUDGES}"
+        )
