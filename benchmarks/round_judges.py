@@ -1,8 +1,10 @@
-"""Judges for controls, which benchmarks/rounds.py names as rollouts.judge."""
+"""Judges for controls, and a slow one, which benchmarks/rounds.py and uneven_rounds.py name as rollouts.judge."""
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,3 +18,9 @@ def shuffled(prompt: Any, completions: Sequence[str], record: dict[str, Any]) ->
 def by_length(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
     """The longer, the better."""
     return [float(len(text)) for text in completions]
+
+
+def slowly(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
+    """1 where an answer ends with the record's; $JUDGE_SECONDS for each, as a model far away would take."""
+    time.sleep(float(os.environ["JUDGE_SECONDS"]) * len(completions))
+    return [float(text.endswith(f"= {record['answer']}")) for text in completions]

@@ -46,8 +46,8 @@ def write_inputs(folder: Path, rows: int) -> None:
             file.write(json.dumps({"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()}) + "\n")
 
 
-def score(folder: Path, name: str, data: str, ranks: list[int], control: list[Path]) -> dict[str, Any]:
-    """The figures of a file scored by these ranks, each in its control group and on its core."""
+def start(command: list[str], folder: Path, ranks: list[int], control: list[Path]) -> list[subprocess.Popen[str]]:
+    """A command on these ranks of one world over ring, each in its control group and on its core."""
     ports = []
     with contextlib.ExitStack() as stack:
         for _ in ranks:
@@ -56,16 +56,13 @@ def score(folder: Path, name: str, data: str, ranks: list[int], control: list[Pa
     if len(ranks) > 1:
         (folder / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         environment["MLX_HOSTFILE"] = str(folder / "hosts.json")
-    command = [sys.executable, "-m", "lib.evaluate", "--model", f"{folder}/model", "model.random_init=true"]
-    command += ["--data", f"{folder}/{data}", "--score", "logps", "--out", f"{folder}/{name}.jsonl"]
-    command += [f"data.cache_dir={folder}/cache", "evaluate.batch_size=8"]
     cores = sorted(os.sched_getaffinity(0))
 
     def join(rank: int) -> None:
         os.sched_setaffinity(0, {cores[rank]})
         (control[rank] / "cgroup.procs").write_text(str(os.getpid()))
 
-    processes = [
+    return [
         subprocess.Popen(
             command,
             cwd=ROOT,
@@ -76,6 +73,14 @@ def score(folder: Path, name: str, data: str, ranks: list[int], control: list[Pa
         )
         for place, rank in enumerate(ranks)
     ]
+
+
+def score(folder: Path, name: str, data: str, ranks: list[int], control: list[Path]) -> dict[str, Any]:
+    """The figures of a file scored by these ranks."""
+    command = [sys.executable, "-m", "lib.evaluate", "--model", f"{folder}/model", "model.random_init=true"]
+    command += ["--data", f"{folder}/{data}", "--score", "logps", "--out", f"{folder}/{name}.jsonl"]
+    command += [f"data.cache_dir={folder}/cache", "evaluate.batch_size=8"]
+    processes = start(command, folder, ranks, control)
     told = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("a rank failed")

@@ -80,6 +80,7 @@ ROUNDS: dict[str, tuple[int, list[str]]] = {
     "rounds": (1, []),
     "rounds, synchronous": (2, ["strategy=synchronous", "plan.shares=[3,1]"]),
     "rounds, independent": (2, ["strategy=independent", "plan.shares=[3,1]"]),
+    "rounds, overlapping": (2, ["strategy=independent", "plan.shares=[3,1]", "rollouts.overlap=true"]),
     "rounds, grpo": (1, ["train.loss=grpo", "train.temperature=1.5"]),
 }
 

@@ -26,8 +26,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import work_queue
-from lib.evaluate.batch_inference import opened_journal
-from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, work
+from lib.evaluate.work_queue import Dispatcher, Journal, Local, Remote, Server, opened_journal, work
 from lib.model import load as models
 from lib.training import reference_model
 from tests import tiny
@@ -76,6 +75,30 @@ def test_chunks_go_out_in_order_and_an_idle_rank_begins_what_another_has_not_fin
     queue.journal.finish(tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(4) for line in lines(chunk)]
     assert list(tmp_path.iterdir()) == [tmp_path / "out.jsonl"]
+
+
+def test_who_is_second_at_a_chunk_hears_that_it_is_not_wanted_any_more(tmp_path: Path) -> None:
+    queue = Dispatcher(journal(tmp_path, chunks=2))
+    server = Server(queue, everywhere=False)
+    first, second = Local(queue), Remote(server.address, 1, 10.0)
+    assert [first.next(None, []), second.next(None, []), first.next(0, lines(0))] == [0, 1, 1]
+    assert first.is_wanted(1) and second.is_wanted(1)
+    assert second.next(1, lines(1)) is None and not first.is_wanted(1)
+    assert first.next(None, []) is None  # it has left the chunk, and hands nothing in
+    second.close()
+    server.close(60)
+
+
+def test_a_queue_whose_chunks_are_done_once_says_at_once_that_nothing_is_left(tmp_path: Path) -> None:
+    queue = Dispatcher(journal(tmp_path, chunks=3), twice=False)
+    assert [queue.next(0), queue.next(1)] == [0, 1]
+    queue.put(1, 2, lines(2))  # that nobody was told to do
+    assert queue.next(0, 0, lines(0)) is None and queue.held == {1: [1]}
+    queue.put(0, 1, ["theirs"])  # rank 1 has it in hand
+    queue.put(0, 2, ["late"])
+    assert queue.next(1, 1, lines(1)) is None
+    queue.journal.finish(tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(3) for line in lines(chunk)]
 
 
 def test_a_lost_ranks_chunk_is_done_first_of_all_and_waiting_ranks_get_it(tmp_path: Path) -> None:

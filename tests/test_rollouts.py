@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lib.config import schema
 from lib.config.load import load
 from lib.config.rollout_settings import RolloutSettings
 from lib.dashboard import charts, pictures
@@ -18,13 +22,20 @@ from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
 from lib.data.prompts import open_prompts
 from lib.errors import UserError
-from lib.evaluate.work_queue import Journal
+from lib.evaluate.answers import part_of
+from lib.evaluate.judges import CommandJudge, Question
+from lib.evaluate.work_queue import Dispatcher, Journal, Local
+from lib.model import load as models
+from lib.rollouts.drawing import JudgingThread
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, pairs_of
 from lib.rollouts.rounds import Rounds
+from lib.rollouts.sampler import Sample
+from lib.telemetry.run_records import read_records
 from lib.training.step_retries import Learner
-from tests import tiny
+from tests import rounding, tiny
 from tests.kills import digests
+from tests.test_sampler import logps_of
 
 # ---- Pairs
 
@@ -135,6 +146,19 @@ def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
         assert lengths == sorted(lengths, reverse=True)
 
 
+# ---- Held-out prompts
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 40), st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_ranks_answer_held_out_prompts_by_their_shares(count: int, shares: list[int]) -> None:
+    parts = [part_of(count, shares, rank) for rank in range(len(shares))]
+    assert sorted(index for part in parts for index in part) == list(range(count))
+    for part, share in zip(parts, shares, strict=True):
+        assert abs(len(part) - count * share / sum(shares)) < 1
+    assert part_of(count, [2, 2], 1) == list(range(1, count, 2))
+
+
 # ---- Runs
 
 
@@ -156,6 +180,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory, second_loses: None) -> tuple
     """A run of rounds that nobody stopped, and its words."""
     folder = tmp_path_factory.mktemp("rounds")
     words = tiny.rounds(folder)
+    tiny.train(folder, [*words, "run.name=whole"])
+    return folder / "runs" / "whole", words
+
+
+@pytest.fixture(scope="module")
+def overlapping(tmp_path_factory: pytest.TempPathFactory, second_loses: None) -> tuple[Path, list[str]]:
+    """The same run, in which each round's answers are drawn before the round before it is trained."""
+    folder = tmp_path_factory.mktemp("overlap")
+    words = [*tiny.rounds(folder), "rollouts.overlap=true"]
     tiny.train(folder, [*words, "run.name=whole"])
     return folder / "runs" / "whole", words
 
@@ -247,17 +280,28 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+OF_OVERLAP: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "drawing ahead": stopped_at(Journal, "put", 10),
+    "training, all drawn": stopped_at(Learner, "learn", 2),
+    "before a round is undone, the next being drawn": stopped_at(Rounds, "_undo", 1),
+}
+CASES = [("whole", moment) for moment in MOMENTS] + [("overlapping", moment) for moment in OF_OVERLAP]
+
+
+@pytest.mark.parametrize(("kind", "moment"), CASES)
 def test_a_run_that_was_stopped_is_one_that_never_was(
-    moment: str, whole: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, moment: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, words = whole
+    run, words = request.getfixturevalue(kind)
     with monkeypatch.context() as patcher:
-        MOMENTS[moment](patcher)
+        (MOMENTS | OF_OVERLAP)[moment](patcher)
         stopped = tiny.train(tmp_path, [*words, "run.name=stopped", f"run.dir={tmp_path}"], check=False)
         assert stopped.returncode == 1 and "--resume" in stopped.stderr
     tiny.train(tmp_path, ["--resume", str(tmp_path / "stopped")])
     assert outcome(tmp_path / "stopped") == outcome(run)
+    logs = [read_records(one / "logs" / "rank-000.jsonl") for one in (tmp_path / "stopped", run)]
+    evaluated, evaluated_whole = ({record["step"] for record in log if record["kind"] == "evaluation"} for log in logs)
+    assert evaluated == evaluated_whole and 0 in evaluated, "the policy before the first round stays in the log"
 
 
 def test_unequal_ranks_draw_what_one_draws(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -267,6 +311,98 @@ def test_unequal_ranks_draw_what_one_draws(whole: tuple[Path, list[str]], tmp_pa
     for name in ("samples", "scores", "pairs"):
         one, other = (folder / "rounds/0001" / f"{name}.jsonl" for folder in (run, tmp_path / "two"))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_answers_drawn_ahead_are_one_round_old_at_most_and_say_so(
+    whole: tuple[Path, list[str]], overlapping: tuple[Path, list[str]]
+) -> None:
+    folders = [overlapping[0] / f"rounds/{number:04d}" for number in (1, 2, 3)]
+    drawn = [lines(folder / "samples.jsonl") for folder in folders]
+    assert [{one["version"] for one in each} for each in drawn] == [{0}, {0}, {1}]  # the second round is undone
+    first, second, third = ({one["policy"] for one in each} for each in drawn)
+    assert first == second != third
+    staleness = [json.loads((folder / "round.json").read_text())["staleness"] for folder in folders]
+    assert staleness == [0, 1, 0]
+    exact = [json.loads((whole[0] / f"rounds/{n:04d}/round.json").read_text())["staleness"] for n in (1, 2, 3)]
+    assert exact == [0, 0, 0]
+    assert (folders[0] / "pairs.jsonl").read_bytes() == (whole[0] / "rounds/0001/pairs.jsonl").read_bytes()
+
+
+def test_unequal_ranks_draw_ahead_what_one_draws(overlapping: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """The first two rounds are of the same weights on any ranks."""
+    run, words = overlapping
+    two = [*words, "run.name=two", f"run.dir={tmp_path}", "strategy=independent", "plan.shares=[3,1]"]
+    tiny.train(tmp_path, [*two, "rollouts.rounds=2"], ranks=2)
+    for name in ("0001/samples", "0001/scores", "0001/pairs", "0002/samples", "0002/scores", "0002/pairs"):
+        one, other = (folder / "rounds" / f"{name}.jsonl" for folder in (run, tmp_path / "two"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_answers_that_went_with_a_disk_are_drawn_again(overlapping: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """At step 4 of 6 the third round was drawn long ago, by weights that have learnt since."""
+    run = tmp_path / "run"
+    shutil.copytree(overlapping[0], run)
+    for lost in ("checkpoints/step-00000005", "checkpoints/step-00000006", "rounds/0003"):
+        shutil.rmtree(run / lost)
+    told = " ".join(tiny.train(tmp_path, ["--resume", str(run)]).stdout.split())
+    assert "0003 lacks answers that were drawn before; the weights as they are draw them" in told
+    assert len(lines(run / "rounds/0003/samples.jsonl")) == 6 * 4
+
+
+def test_a_judge_beside_the_ranks_says_what_it_met(tmp_path: Path) -> None:
+    queue = Dispatcher(Journal(tmp_path / "scores.jsonl.partial", "k", 4))
+    in_hand, judged = threading.Event(), threading.Event()
+
+    def takes_long() -> list[str]:
+        in_hand.set()
+        return ["zero"] * judged.wait(60)
+
+    thread = JudgingThread(Local(queue))
+    thread.add(1, lambda: ["one"])
+    thread.add(0, takes_long)
+    assert in_hand.wait(60)
+    thread.add(2, lambda: ["nobody needs it any more"])
+    thread.end()
+    judged.set()
+    thread.join()
+    assert queue.journal.done.tolist() == [True, True, False, False]
+
+    def fails() -> list[str]:
+        raise UserError("no answer is scored")
+
+    thread = JudgingThread(Local(queue))
+    thread.add(2, fails)
+    with pytest.raises(UserError, match="no answer is scored"):
+        thread.join()
+    with pytest.raises(UserError, match="no answer is scored"):
+        thread.add(3, lambda: ["three"])
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "pipelined"])
+def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(
+    strategy: str, whole: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    run, words = whole
+    own = ["run.name=parts", f"run.dir={tmp_path}", f"strategy={strategy}", "rollouts.rounds=2"]
+    tiny.train(tmp_path, [*words, *own, "rollouts.overlap=true"], ranks=2)
+    one, parts = (lines(folder / "rounds/0001/samples.jsonl") for folder in (run, tmp_path / "parts"))
+    same = [first["tokens"] == second["tokens"] for first, second in zip(one, parts, strict=True)]
+    assert sum(same) >= len(same) - 1, "a rounding may change a token, though hardly ever"
+    model = models.load(schema.ModelSettings(path=str(tiny.ROOT / "configs/quickstart/model")), 0)
+    prompts = {one["prompt_id"]: one["prompt_ids"] for one in lines(tmp_path / "parts/rounds/0001/pairs.jsonl")}
+    samples = [
+        Sample(one["prompt_id"], one["k"], prompts[one["prompt_id"]], one["tokens"], one["logps"], one["finish"], "")
+        for one in parts
+        if one["prompt_id"] in prompts
+    ][:8]
+    assert samples
+    expected, limits = rounding.expected_and_limits(
+        model, lambda: [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]
+    )
+    rounding.assert_within([{str(i): np.array(one.logps) for i, one in enumerate(samples)}], expected, limits)
+    assert len(tiny.steps_of(tmp_path / "parts")) == 4
+    versions = [{one["version"] for one in lines(tmp_path / f"parts/rounds/{n:04d}/samples.jsonl")} for n in (1, 2)]
+    assert versions == [{0}, {0}]
 
 
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -306,20 +442,49 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("train.steps=4", "train.steps is not for rounds: a run has rollouts.rounds times rollouts.steps of them"),
         ("evaluate.every=4", "evaluate.every is not for rounds: every round ends with an evaluation"),
         ("train.reference_sync_steps=4", "rollouts.reference_every moves the reference"),
-        ("strategy=sharded", "strategy=sharded is not for rounds"),
         ("independent.merge=stack", "independent.merge=stack is not for rounds"),
+        ("rollouts.overlap=true; rollouts.judge=reward:x", "rollouts.overlap=true has answers judged while the ranks"),
         ("rollouts.samples=1", "rollouts.samples: input should be greater than or equal to 2"),
         ("rollouts.pairs=margin", "rollouts.pairs=margin needs rollouts.margin"),
         ("rollouts.stop=['']", "rollouts.stop has an empty text"),
         ("rollouts.prompts=15", "rollouts.prompts=15, but .*prompts.jsonl has 14; set rollouts.prompts=14"),
         ("rollouts.max_tokens=60", "a prompt of .* tokens and rollouts.max_tokens=60 are more than data.max_length=64"),
         ("rollouts.judge=nowhere:judge", "rollouts.judge=nowhere:judge: ModuleNotFoundError"),
+        ("rollouts.judge=nonsense", "rollouts.judge=nonsense: no command 'nonsense' here; a judge is exact, number"),
+        ("rollouts.judge=exat", "no command 'exat' here; did you mean exact"),
+        ('rollouts.judge=a "b', "no command: no closing quotation"),
+        ("rollouts.judge=reward:nowhere", "rollouts.judge=reward:nowhere: nowhere: no such folder"),
+        ("rollouts.judge=http://[", r"rollouts.judge=http://\[ is no address"),
+        ("rollouts.judge=http://a/v1", "rollouts.judge=http://a/v1 needs evaluate.judge_model"),
+        ("evaluate.judge=nonsense", "evaluate.judge=nonsense: no command 'nonsense' here"),
         ("data.train={a.jsonl: 2}", "weights are for records that are trained"),
         ("train.loss=grpo", "train.temperature=1 has to be rollouts.temperature=1.5"),
     ],
 )
 def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp_path: Path) -> None:
-    result = tiny.train(tmp_path, [*words, own], check=False)
+    result = tiny.train(tmp_path, [*words, *own.split("; "), "--dry-run"], check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     with pytest.raises(UserError, match=why):
         raise UserError(result.stderr.strip())
+
+
+def test_a_check_has_something_to_check_by(words: list[str], tmp_path: Path) -> None:
+    """Before an hour of sampling, in a dry run too."""
+    tiny.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Add 1 and 2."}] * 14)
+    result = tiny.train(tmp_path, [*words, "--dry-run"], check=False)
+    assert result.returncode == 2 and "prompts.jsonl:1: no 'answer' to check completions by" in result.stderr
+
+
+def test_a_server_is_asked_whether_it_is_there(words: list[str], tmp_path: Path) -> None:
+    """Before the first answer is drawn."""
+    own = ["rollouts.judge=http://127.0.0.1:1/v1", "evaluate.judge_model=x", "evaluate.answers_limit=1"]
+    result = tiny.train(tmp_path, [*words, *own, "run.name=r"], check=False)
+    assert result.returncode == 2 and "no server answers" in result.stderr
+    assert not (tmp_path / "runs/r/rounds").exists()
+
+
+def test_a_command_writes_no_more_than_its_scores() -> None:
+    """`yes` would fill the memory."""
+    judge = CommandJudge("yes", timeout_seconds=60)
+    with pytest.raises(UserError, match="wrote more than .* bytes for 1 questions"):
+        judge([Question("a:1", "?", ["x"], {})])

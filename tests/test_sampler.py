@@ -131,6 +131,14 @@ def test_log_probabilities_are_those_of_the_model_alone(tmp_path: Path, family: 
         assert np.abs(logps_of(model, sample, 0.8) - sample.logps).max() <= limit
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_answers_that_are_not_wanted_any_more_are_left(tmp_path: Path, family: str) -> None:
+    sampler = Sampler(load(tmp_path, family).eval(), Letters(), Sampling())  # type: ignore[arg-type]
+    questions = iter([True, True])
+    found = list(sampler.sample(prompts_of(5, longest=20), (1,), lambda: next(questions, False)))
+    assert len(found) < 5 * Sampling.samples
+
+
 @pytest.mark.parametrize("family", ["gemma2", "mamba"])
 def test_families_that_share_no_prompt_are_sampled_by_their_own_caches(tmp_path: Path, family: str) -> None:
     if family == "mamba":

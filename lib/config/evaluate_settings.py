@@ -8,6 +8,8 @@ from pydantic import field_validator
 
 from lib.config.section import Natural, Positive, PositiveFloat, Seconds, Section, Size
 
+REWARD_MODEL = "reward:"  # a judge that computes where the model does
+
 
 class EvaluateSettings(Section):
     """Held-out evaluation."""

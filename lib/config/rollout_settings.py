@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section, Size
 from lib.config.train_settings import TrainSettings
 
@@ -41,6 +42,9 @@ class RolloutSettings(Section):
     """Least difference of two scores that makes a pair; answers of equal scores never do."""
     reference_every: Positive | None = None
     """Rounds after which the reference becomes the policy; by default it stays what it was before training."""
+    overlap: bool = False
+    """Draw the next round's answers before a round is learnt from: a judge in another process or on another machine
+    scores them meanwhile, and no rank waits for another's last answers. They are of the policy before that round."""
     tolerance: NonNegative | None = 0.05
     """A round is undone after which the exact match of evaluate.answers, or the mean score of the held-out prompts
     (data.valid, data.holdout), is lower than the best so far by more than this; null for never."""
@@ -65,11 +69,16 @@ INSTEAD = {
 
 
 def why_no_rounds(
-    rollouts: RolloutSettings, train: TrainSettings, strategy: str, merge: str | None, given: Mapping[str, bool]
+    rollouts: RolloutSettings,
+    train: TrainSettings,
+    merge: str | None,
+    judge: str | None,
+    given: Mapping[str, bool],
 ) -> str | None:
     """Why these settings allow no rounds, which bring their own data, steps and evaluations; None where they do.
 
-    merge: independent.merge. given: settings beside those of `train` that are not for rounds, and whether they are set.
+    merge: independent.merge. judge: evaluate.judge. given: settings beside those of `train` that are not for rounds,
+    and whether they are set.
     """
     if train.record_kind not in ("preference", "group"):
         return (
@@ -100,6 +109,10 @@ def why_no_rounds(
             f"independent.merge={merge} is not for rounds, in which all ranks sample from one adapter of one rank; "
             "take average or svd"
         )
-    if strategy in ("sharded", "pipelined"):
-        return f"strategy={strategy} is not for rounds, in which every rank samples by itself; take synchronous"
+    judge = rollouts.judge or judge
+    if rollouts.overlap and judge is not None and judge.startswith(REWARD_MODEL):
+        return (
+            f"rollouts.overlap=true has answers judged while the ranks learn, and {judge} needs the same devices; "
+            "leave rollouts.overlap out, or serve that model and name its address"
+        )
     return None

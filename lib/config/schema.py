@@ -377,8 +377,9 @@ class Config(Section):
         if self.reference_sync_steps is not None:
             self._reference_can_move()
         given = {"evaluate.every": self.evaluate.every is not None, "data.streaming": bool(self.data.streaming)}
-        merge, has_rounds = self.independent.merge, bool(self.rollouts.rounds)
-        if has_rounds and (why_not := why_no_rounds(self.rollouts, self.train, self.strategy, merge, given)):
+        merge, judge = self.independent.merge, self.evaluate.judge
+        why_not = why_no_rounds(self.rollouts, self.train, merge, judge, given)
+        if self.rollouts.rounds and why_not:
             raise ValueError(why_not)
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")

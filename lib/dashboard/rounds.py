@@ -11,6 +11,7 @@ from lib.dashboard.history import RunHistory
 from lib.telemetry.record_types import Record
 
 SHOWN_ROUNDS = 30
+PARTS = ("sampling", "waiting", "judging", "training")  # of a rank's time
 
 
 def section(html: ModuleType, run: RunHistory) -> list[Any]:
@@ -18,14 +19,14 @@ def section(html: ModuleType, run: RunHistory) -> list[Any]:
     of_all = charts.round_records(run)
     if not of_all:
         return []
-    records = [event for event in run.events if event["kind"] == "round"]
+    records = charts.round_events(run)
     newest = list(of_all.values())[-SHOWN_ROUNDS:]
     rounds = _table(
         html,
         ("round", "mean score", "held out", "prompts with pairs", "tokens", "duplicates", "entropy", "verdict"),
         [_cells(one) for one in reversed(newest)],
     )
-    hosts = _table(html, ("rank", "host", "sampling", "judging", "training"), _seconds(records))
+    hosts = _table(html, ("rank", "host", *PARTS), _seconds(records))
     examples = [
         html.Li([html.P(one["prompt"], className="note"), html.P(f"+ {one['chosen']}"), html.P(f"− {one['rejected']}")])
         for one in newest[-1].get("examples") or []
@@ -61,8 +62,9 @@ def _seconds(records: Sequence[Record]) -> list[list[str]]:
     totals: dict[tuple[int, str], list[float]] = {}
     once = {(one["rank"], one["host"], one["round"]): one for one in records}  # a resumed run may have one twice
     for one in once.values():
-        own = totals.setdefault((one["rank"], one["host"]), [0.0] * 3)
-        parts = (one.get("sampling_seconds"), one.get("judging_seconds"), one.get("training_seconds"))
+        own = totals.setdefault((one["rank"], one["host"]), [0.0] * len(PARTS))
+        drawing = one.get("sampling_seconds"), one.get("waiting_seconds")
+        parts = *drawing, one.get("judging_seconds"), one.get("training_seconds")
         own[:] = [total + (part or 0.0) for total, part in zip(own, parts, strict=True)]
     return [[str(rank), host, *(f"{value:.1f} s" for value in own)] for (rank, host), own in sorted(totals.items())]
 

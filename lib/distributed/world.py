@@ -141,6 +141,11 @@ class World(Collectives):
         """Those among whom data are divided: here, every rank by itself."""
         return self
 
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks hold parts of one model, so that all of them work at the same rows."""
+        return self.workers.size < self.size
+
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
         """The sum of what was made of every summed gradient, by name: a scalar, the same on every rank."""
         add = _added_in_few_kernels if mx.default_device() == mx.gpu else _added

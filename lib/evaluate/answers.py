@@ -11,6 +11,7 @@ from mlx_lm import batch_generate
 
 from lib.config.schema import Config
 from lib.data.answer_questions import Question
+from lib.data.row_order import divide_rows
 from lib.data.text_tokens import Tokenizer
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
@@ -24,12 +25,17 @@ MARKS = {True: "✓", False: "✗"}
 
 
 def greedy(
-    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[list[int]], max_tokens: int, world: World
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    world: World,
+    shares: Sequence[int] | None = None,
 ) -> list[str]:
-    """The greedy continuation of every prompt, on every rank; the ranks share the work."""
+    """The greedy continuation of every prompt, on every rank; ranks take prompts by their shares, or equally many."""
     model.eval()
     world = world.workers
-    mine = list(range(world.rank, len(prompts), world.size))
+    mine = part_of(len(prompts), shares if shares and world.size > 1 else [1] * world.size, world.rank)
     tokens = np.zeros((len(prompts), max_tokens + 1), np.int32)  # a length, then that many tokens
 
     def answers(indices: Sequence[int]) -> list[list[int]]:
@@ -51,6 +57,15 @@ def greedy(
             tokens[i, 0], tokens[i, 1 : 1 + len(ids)] = len(ids), ids
     gathered = np.array(world.all_sum(mx.array(tokens), "greedy answers"))
     return [tokenizer.decode(row[1 : 1 + row[0]].tolist()) for row in gathered]
+
+
+def part_of(count: int, shares: Sequence[int], rank: int) -> list[int]:
+    """The indices below `count` that a rank takes: a part by its share, spread evenly over all of them."""
+    counts = divide_rows(count, shares)
+    quantiles = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
+    owners = np.repeat(np.arange(len(shares)), counts)[np.argsort(quantiles, kind="stable")]
+    indices: list[int] = np.flatnonzero(owners == rank).tolist()
+    return indices
 
 
 def exact_match(questions: list[Question], texts: list[str], settings: Config) -> float:

@@ -25,26 +25,25 @@ from mlx_lm.sample_utils import make_sampler
 
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
-from lib.data import tokenizer as tokenizer_module
 from lib.data.collate import collate
 from lib.data.dataset import Example, parse, tokenised
-from lib.data.record_formats import RecordKind, Unusable
+from lib.data.record_formats import RecordKind, Tokens, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoder, limits_of
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.choose_judge import scorer_of
 from lib.evaluate.judges import Question
-from lib.evaluate.work_queue import Dispatcher, Journal, Lines, Local, Remote, Server, work
+from lib.evaluate.work_queue import Lines, SharedQueue, work
 from lib.model import adapter_files
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
-from lib.system.mpi_and_blas import launch_environment
 from lib.training import losses, reference_model
+from lib.training.known_tokens import vocabulary
 from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
 
@@ -87,57 +86,32 @@ def pull(
     size, total = chunk_rows or settings.evaluate.batch_size, len(items)
     say, began = RunConsole(world), time.perf_counter()
     chunks = -(-total // size)
-    server = dispatcher = None
-    with world.agreeing(f"opening {out}"):
-        if world.rank == 0:
-            dispatcher = Dispatcher(opened_journal(out, key, chunks))
-            is_spread = launch_environment().local_size < world.size
-            server = Server(dispatcher, everywhere=is_spread) if world.size > 1 else None
-    before = 0 if dispatcher is None else int(dispatcher.journal.done.sum())
+    shared = SharedQueue.open(out, key, chunks, world)
+    before = 0 if shared.dispatcher is None else int(shared.dispatcher.journal.done.sum())
     if before:
         say.line(f"{before:,} of {chunks:,} chunks are there already")
-    address = json.loads(world.broadcast_text(json.dumps(server.address if server else None)))
 
     def lines_of(chunk: int) -> Lines:
         return do(range(chunk * size, min((chunk + 1) * size, total)))
 
-    if dispatcher is None:
-        # From here on no rank waits for another in a collective: who is gone is missed by nobody.
-        work(Remote(address, world.rank, world.timeout_seconds), lines_of)
+    if (dispatcher := shared.dispatcher) is None:
+        work(shared.queue, lines_of)
+        shared.close(0)
         return None
     with say.counting(kind, total) as progress:
         dispatcher.report = lambda done, by_rank: progress(min(done * size, total))
-        work(Local(dispatcher), lines_of)
+        work(shared.queue, lines_of)
     try:
         dispatcher.journal.finish(out)
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}; free some space and start again, nothing is lost") from None
     seconds = time.perf_counter() - began
-    if server is not None:
-        server.close(world.timeout_seconds)
+    shared.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(dispatcher.by_rank.items())}
     scored = total - min(before * size, total)
     return FileFigures(
         rows=total, scored=scored, seconds=seconds, rows_per_second=scored / seconds, chunks_by_rank=by_rank
     )
-
-
-def opened_journal(out: Path, key: str, chunks: int) -> Journal:
-    """What is finished of an output so far.
-
-    Raises:
-        UserError: the output is there, or the journal is of another model, data or settings.
-        OSError: it cannot be written.
-    """
-    partial = out.with_name(f"{out.name}.partial")
-    if not out.exists():
-        return Journal(partial, key, chunks)
-    if partial.exists():  # of a process that was killed between the two: the output is whole, and is written once more
-        journal = Journal(partial, key, chunks)
-        if journal.done.all():
-            return journal
-        journal.close()
-    raise UserError(f"{out} is there already; remove it, or give another name")
 
 
 def open_rows(source: str, settings: DataSettings, kind: RecordKind, say: RunConsole) -> Records:
@@ -182,9 +156,8 @@ class Scorer:
     ):
         self.model, self.reference, self.records, self.settings = model, reference, records, settings
         self.world = world
-        words = tokenizer_module.vocabulary(settings.model)
-        self.vocab_size = words["vocab_size"]
-        data = settings.data
+        words, data = vocabulary(settings.model), settings.data
+        self.limits = limits_of(words)
         self.encoder = None if tokenizer is None else Encoder(tokenizer, data, words["eos_token_id"])
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, data, world)
 
@@ -214,7 +187,7 @@ class Scorer:
             (self.records.location(row), parse(self.records, row, settings.data, settings.record_kind)) for row in rows
         )
         examples, failures = [], {}
-        results = tokenised(read, settings.data, self.encoder, self.vocab_size)
+        results = tokenised(read, settings.data, self.encoder, self.limits)
         for row, (place, record, result) in zip(rows, results, strict=True):
             if not isinstance(result, Unusable) and not isinstance(record, Unusable):
                 examples.append(Example.of(row, result[0], record.label))
@@ -339,7 +312,9 @@ class CompletionWriter:
     ):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
         self.world = world or World()
-        self.encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+        words = vocabulary(settings.model)
+        self.limits = limits_of(words)
+        self.encoder = Encoder(tokenizer, settings.data, words["eos_token_id"])
         self.encoder.stop_generation()
         self.model.eval()
 
@@ -379,13 +354,23 @@ class CompletionWriter:
         return [texts[start : start + (self.draws or 1)] for start in range(0, len(texts), self.draws or 1)]
 
     def _prompt_ids(self, row: int) -> list[int]:
+        """The tokens of a row's prompt.
+
+        Raises:
+            UserError: it has none, or the model cannot answer it.
+        """
         record = parse(self.records, row, self.settings.data, "prompt")
-        if isinstance(record, Unusable):
-            raise UserError(f"{self.records.location(row)}: {record}")
-        prompt: Any = record.prompt
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return prompt
-        return self.encoder.prompt_ids(prompt or "")
+        try:
+            if isinstance(record, Unusable):
+                raise record
+            ids = record.prompt if isinstance(record, Tokens) else self.encoder.prompt_ids(record.prompt or "")
+            if not ids:
+                raise Unusable("the prompt is empty")
+            self.limits.check_ids([ids])
+            self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
+        except Unusable as why:
+            raise UserError(f"{self.records.location(row)}: {why}") from None
+        return ids
 
 
 class PairMaker:

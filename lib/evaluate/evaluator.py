@@ -36,7 +36,7 @@ class Evaluator:
                 policy = policy_logps(run.model, valid, run.config, world, shares)
                 values |= metrics_of(valid, policy, self.reference, run.config)
             if questions:
-                texts = self._answers(world)
+                texts = self._answers(world, shares)
                 values["exact_match"] = answers.exact_match(questions, texts, run.config)
         self.texts[run.progress.step] = texts
         if values:
@@ -58,17 +58,17 @@ class Evaluator:
         if questions:
             before = next(iter(self.texts.values()))
             # Of a run that was resumed, this process may not have evaluated that step.
-            after = self.texts[step] if step in self.texts else self._answers(run.world)
+            after = self.texts[step] if step in self.texts else self._answers(run.world, None)
             answers.show_changes(run.say, run.tracker, questions, before, after, run.config)
         else:
             self._show_samples("after")
 
-    def _answers(self, world: World) -> list[str]:
+    def _answers(self, world: World, shares: Sequence[int] | None) -> list[str]:
         """Greedy answers to all questions, by the ranks of a world."""
         run, tokenizer = self.run, self.run.inputs.tokenizer
         assert tokenizer is not None  # where there are questions
         prompts = [question.prompt_ids for question in run.inputs.questions]
-        return answers.greedy(run.model, tokenizer, prompts, run.config.evaluate.max_tokens, world)
+        return answers.greedy(run.model, tokenizer, prompts, run.config.evaluate.max_tokens, world, shares)
 
     def _show_samples(self, when: str) -> None:
         """Greedy continuations of the first few prompts, which are the same before and after."""

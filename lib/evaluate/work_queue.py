@@ -3,7 +3,7 @@
 Rank 0 has the queue and the journal; others reach it over TCP, where both ends prove that they know the run's secret
 (lib/system/handshake.py) and a message of JSON goes each way for every chunk. When nothing is left to begin, an idle
 rank begins what another has not finished, and the first result counts: a slow, stopped or dead rank costs at most the
-chunk in its hands.
+chunk in its hands. Who asks meanwhile whether a chunk is still wanted can leave the one that another has finished.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
 
 import numpy as np
 
 from lib.distributed.run_secret import run_secret
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.system import files, handshake, network
+from lib.system.mpi_and_blas import launch_environment
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 10.0  # to one address, on machines that others keep busy
 PURPOSE = "the work queue"
 Lines = list[str]
 
@@ -40,6 +43,12 @@ class Queue(Protocol):
         Raises:
             UserError: some rank met a user's error, or the queue is gone.
         """
+
+    def is_wanted(self, chunk: int) -> bool:
+        """Whether nobody has handed in a chunk that this rank took."""
+
+    def put(self, chunk: int, lines: Lines) -> None:
+        """Hands in the lines of a chunk that the queue gave to nobody."""
 
     def fail(self, reason: str) -> None:
         """Tells all ranks of a user's error that this one met."""
@@ -138,10 +147,17 @@ class Dispatcher:
 
     Args:
         report: called with chunks done and, by rank, how many it did, after each that counts.
+        twice: whether an idle rank begins what another has not finished, and waits for the end of all chunks; else it
+            is told at once that nothing is left to begin.
     """
 
-    def __init__(self, journal: Journal, report: Callable[[int, dict[int, int]], None] = lambda done, by: None):
-        self.journal, self.report = journal, report
+    def __init__(
+        self,
+        journal: Journal,
+        report: Callable[[int, dict[int, int]], None] = lambda done, by: None,
+        twice: bool = True,
+    ):
+        self.journal, self.report, self.twice = journal, report, twice
         self.fresh: deque[int] = deque(np.flatnonzero(~journal.done).tolist())
         self.held: dict[int, list[int]] = {}  # chunk ➜ ranks that work at it, in the order in which they began
         self.by_rank: dict[int, int] = {}
@@ -156,13 +172,7 @@ class Dispatcher:
         """As Queue.next, for a rank. Waits while others work at all that is left, two at each."""
         with self._changed:
             if finished is not None and self.held.pop(finished, None) is not None:
-                try:
-                    self.journal.put(finished, lines)
-                except OSError as error:
-                    self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
-                self.by_rank[rank] = self.by_rank.get(rank, 0) + 1
-                self.report(int(self.journal.done.sum()), dict(self.by_rank))
-                self._changed.notify_all()
+                self._keep(rank, finished, lines)
             while True:
                 if self.fault:
                     raise UserError(self.fault)
@@ -170,13 +180,36 @@ class Dispatcher:
                 if chunk is not None:
                     self.held.setdefault(chunk, []).append(rank)
                     return chunk
-                if not self.left:
+                if not self.left or not self.twice:
                     return None
                 self._changed.wait()
+
+    def put(self, rank: int, chunk: int, lines: Lines) -> None:
+        """Takes the lines of a chunk that nobody was told to make; the first result counts here, too."""
+        with self._changed:
+            if chunk in self.fresh:
+                self.fresh.remove(chunk)
+                self._keep(rank, chunk, lines)
+
+    def _keep(self, rank: int, chunk: int, lines: Lines) -> None:
+        try:
+            self.journal.put(chunk, lines)
+        except OSError as error:
+            self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
+        self.by_rank[rank] = self.by_rank.get(rank, 0) + 1
+        self.report(int(self.journal.done.sum()), dict(self.by_rank))
+        self._changed.notify_all()
+
+    def is_wanted(self, chunk: int) -> bool:
+        """Whether somebody works at a chunk, and nobody has finished it."""
+        with self._changed:
+            return chunk in self.held
 
     def _choose(self, rank: int) -> int | None:
         if self.fresh:
             return self.fresh.popleft()
+        if not self.twice:
+            return None
         return next((chunk for chunk, ranks in self.held.items() if len(ranks) < 2 and rank not in ranks), None)
 
     def lose(self, rank: int) -> None:
@@ -205,6 +238,12 @@ class Local:
     def next(self, finished: int | None, lines: Lines) -> int | None:
         return self.dispatcher.next(self.rank, finished, lines)
 
+    def is_wanted(self, chunk: int) -> bool:
+        return self.dispatcher.is_wanted(chunk)
+
+    def put(self, chunk: int, lines: Lines) -> None:
+        self.dispatcher.put(self.rank, chunk, lines)
+
     def fail(self, reason: str) -> None:
         self.dispatcher.fail(reason)
 
@@ -227,6 +266,8 @@ class Request(TypedDict, total=False):
     finished: int | None
     lines: Lines
     fault: str
+    wanted: int  # is this chunk?
+    put: int  # the chunk of these lines
 
 
 class Answer(TypedDict, total=False):
@@ -234,6 +275,7 @@ class Answer(TypedDict, total=False):
 
     chunk: int | None
     fault: str
+    is_wanted: bool
 
 
 class Server:
@@ -257,8 +299,8 @@ class Server:
             while True:
                 channel = self._listener.accept()
                 thread = threading.Thread(target=self._serve, args=(channel,), name="queue", daemon=True)
-                thread.start()
                 self._connections.append(thread)
+                thread.start()
 
     def _serve(self, channel: handshake.Channel) -> None:
         rank, connection = None, channel.connection
@@ -269,28 +311,37 @@ class Server:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection:
             rank = int(_received(channel)["rank"])
+            channel.send(b"{}")
             while True:
                 asked = _received(channel)
                 try:
-                    if "fault" in asked:
-                        self.dispatcher.fail(asked["fault"])
-                    chunk = self.dispatcher.next(rank, asked.get("finished"), asked.get("lines", []))
-                    channel.send(json.dumps({"chunk": chunk}).encode())
+                    answer = self._answer(rank, asked)
                 except UserError as error:
-                    channel.send(json.dumps({"fault": str(error)}).encode())
+                    answer = {"fault": str(error)}
+                channel.send(json.dumps(answer).encode())
         if rank is not None:
             self.dispatcher.lose(rank)
+
+    def _answer(self, rank: int, asked: Request) -> Answer:
+        if "wanted" in asked:
+            return {"is_wanted": self.dispatcher.is_wanted(asked["wanted"])}
+        if "put" in asked:
+            self.dispatcher.put(rank, asked["put"], asked["lines"])
+            return {}
+        if "fault" in asked:
+            self.dispatcher.fail(asked["fault"])
+        return {"chunk": self.dispatcher.next(rank, asked.get("finished"), asked.get("lines", []))}
 
     def close(self, seconds: float) -> None:
         """Ends when all others have been told that there is nothing left, or after so many seconds."""
         deadline = time.monotonic() + seconds
-        for thread in self._connections:
+        for thread in [thread for thread in self._connections if thread.is_alive()]:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._listener.close()
 
 
 class Remote:
-    """The queue, from another process.
+    """The queue, from another process. Once there is one, the queue's end waits for it.
 
     Raises:
         UserError: rank 0 is not reached.
@@ -303,6 +354,7 @@ class Remote:
                 self._channel = handshake.connect((host, address["port"]), secret, PURPOSE, CONNECT_SECONDS)
                 self._channel.connection.settimeout(timeout_seconds)
                 self._channel.send(json.dumps({"rank": rank}).encode())
+                self._channel.receive()
                 return
         raise UserError(
             f"rank {rank} reaches rank 0 at none of {', '.join(address['hosts'])}, port {address['port']}; "
@@ -315,8 +367,18 @@ class Remote:
             raise UserError(answer["fault"])
         return answer["chunk"]
 
+    def is_wanted(self, chunk: int) -> bool:
+        return self._ask({"wanted": chunk})["is_wanted"]
+
+    def put(self, chunk: int, lines: Lines) -> None:
+        self._ask({"put": chunk, "lines": lines})
+
     def fail(self, reason: str) -> None:
         self._ask({"fault": reason})
+
+    def close(self) -> None:
+        """Tells rank 0 that nothing more comes."""
+        self._channel.close()
 
     def _ask(self, request: Request) -> Answer:
         try:
@@ -337,8 +399,70 @@ def _secret(told: str) -> bytes:
     return handshake.derived(bytes.fromhex(told) or run_secret() or b"", PURPOSE)
 
 
-def work(queue: Queue, do: Callable[[int], Lines]) -> None:
-    """Takes chunks and does them until there are none.
+# ---- Of all ranks of a world
+
+
+@dataclass(frozen=True)
+class SharedQueue:
+    """A queue that all ranks of a world take from.
+
+    Args:
+        dispatcher: on rank 0.
+        server: there, where there are other ranks.
+    """
+
+    queue: Queue
+    dispatcher: Dispatcher | None
+    server: Server | None
+
+    @classmethod
+    def open(cls, out: Path, key: str, chunks: int, world: World, twice: bool = True) -> SharedQueue:
+        """The queue of what an output lacks. All ranks enter; from then on none waits for another in a collective.
+
+        Raises:
+            AgreedError: the journal is of another key, or cannot be written, or rank 0 is not reached.
+        """
+        server = dispatcher = None
+        with world.agreeing(f"opening {out}"):
+            if world.rank == 0:
+                dispatcher = Dispatcher(opened_journal(out, key, chunks), twice=twice)
+                is_spread = launch_environment().local_size < world.size
+                server = Server(dispatcher, everywhere=is_spread) if world.size > 1 else None
+        address = json.loads(world.broadcast_text(json.dumps(server.address if server else None)))
+        with world.agreeing("reaching the work queue"):  # rank 0 may be done, and gone, before another has come
+            queue = Local(dispatcher) if dispatcher else Remote(address, world.rank, world.timeout_seconds)
+        return cls(queue, dispatcher, server)
+
+    def close(self, seconds: float) -> None:
+        """Lets go of it; what is finished stays in the journal. seconds: the longest wait for the other ranks."""
+        if isinstance(self.queue, Remote):
+            self.queue.close()
+        if self.server is not None:
+            self.server.close(seconds)
+        if self.dispatcher is not None:
+            self.dispatcher.journal.close()
+
+
+def opened_journal(out: Path, key: str, chunks: int) -> Journal:
+    """What is finished of an output so far.
+
+    Raises:
+        UserError: the output is there, or the journal is of another model, data or settings.
+        OSError: it cannot be written.
+    """
+    partial = out.with_name(f"{out.name}.partial")
+    if not out.exists():
+        return Journal(partial, key, chunks)
+    if partial.exists():  # of a process that was killed between the two: the output is whole, and is written once more
+        journal = Journal(partial, key, chunks)
+        if journal.done.all():
+            return journal
+        journal.close()
+    raise UserError(f"{out} is there already; remove it, or give another name")
+
+
+def work(queue: Queue, do: Callable[[int], Lines | None]) -> None:
+    """Takes chunks and does them until there are none. do: None where it left a chunk that was not wanted any more.
 
     Raises:
         UserError: here, or on another rank.
@@ -350,4 +474,4 @@ def work(queue: Queue, do: Callable[[int], Lines]) -> None:
         except UserError as error:
             queue.fail(str(error))
             raise
-        chunk = queue.next(chunk, lines)
+        chunk = queue.next(None if lines is None else chunk, lines or [])

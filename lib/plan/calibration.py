@@ -272,8 +272,10 @@ def read_calibration(path: Path) -> HostCalibration:
         key = ".".join(map(str, first["loc"])) or "the file"
         message = first["msg"].removeprefix("Value error, ")
         value = first["input"]
-        shown = f", not {value!r}" if isinstance(value, int | float | str) else ""
+        shown = f", not {repr(value)[:60]}" if isinstance(value, int | float | str) else ""
         raise UserError(f"{path}: {key}: {message[0].lower()}{message[1:]}{shown}; {remedy}") from None
+    except (ValueError, RecursionError, OverflowError) as error:  # numbers of thousands of digits, lists without end
+        raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
 
 
 def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibration | None:

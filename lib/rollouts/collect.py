@@ -5,17 +5,19 @@
     rounds/0003/pairs.jsonl      the pairs that are trained, as data.train of any run could name them
 
 Each file is whole or absent; before, the work queue's journal (samples.jsonl.partial) has what is finished. So nothing
-is sampled twice where a run goes on after a fault. Rank 0 makes the files, and every disk gets them.
+is sampled twice where a run goes on after a fault. Rank 0 makes the files, and every disk gets them. `draw` begins a
+round's journals, `collect` finishes them, makes the files and the pairs.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NotRequired, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -23,15 +25,18 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 from typing_extensions import TypedDict
 
 from lib.config import read_file
+from lib.config.rollout_settings import RolloutSettings
 from lib.config.schema import Config
+from lib.data.model_limits import ModelLimits
 from lib.data.prompts import Prompts
-from lib.data.tokenizer import vocabulary
+from lib.data.record_formats import Unusable
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, prompt_of, pull
 from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import text_of
-from lib.evaluate.work_queue import Lines
+from lib.evaluate.work_queue import Lines, SharedQueue, work
+from lib.rollouts.drawing import Drawing, JudgingThread
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
 from lib.rollouts.sampler import Prompt, Sampler
@@ -51,11 +56,39 @@ class SampleLine(TypedDict):
     prompt_id: int
     k: int
     policy: str
+    version: NotRequired[int]  # earlier releases wrote none
     place: str
     text: str
     finish: str
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     logps: list[FiniteFloat]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which weights draw a round's answers.
+
+    Args:
+        digest: of the weights.
+        version: the last round that they have learnt, and that was kept; 0 before the first.
+    """
+
+    digest: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The answers of a round, the same on every rank, and this rank's seconds of sampling and judging.
+
+    Args:
+        version: of the policy that drew them; None where an earlier release did.
+    """
+
+    version: int | None
+    groups: list[Group]
+    pairs: list[Pair]
+    seconds: dict[str, float]
 
 
 class ScoreLine(TypedDict):
@@ -76,6 +109,7 @@ class Collector:
 
     Args:
         keeps_disk: whether this rank is the one that keeps the run's files on its disk.
+        judges_beside: whether the judge does not need the device of the model, so that it may score meanwhile.
     """
 
     config: Config
@@ -85,91 +119,169 @@ class Collector:
     sampler: Sampler
     prompts: Prompts
     judge: Judge
+    judges_beside: bool
     say: RunConsole
+    limits: ModelLimits
 
     def folder_of(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:04d}"
 
-    def collect(self, number: int, policy: str) -> tuple[list[Group], list[Pair], dict[str, float]]:
-        """A round's answers and their pairs, on every rank; and this rank's seconds of sampling and judging.
+    def _rows(self, number: int) -> list[int]:
+        return self.prompts.of_round(number, self.config.rollouts.prompts, self.config.train.seed)
 
-        policy: digest of the weights that sample.
+    def draw(self, number: int, policy: Policy, waits: bool) -> Drawing | None:
+        """A round's answers, drawn by all ranks with the weights that they have; None where they are there already.
+
+        A thread judges what this rank has drawn, unless the judge computes on the device of the model. It goes on until
+        the drawing is closed, which `collect` does.
+
+        waits: for what other ranks draw, of which this one then takes a part; else it returns when nothing is left to
+        begin.
 
         Raises:
             UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
         """
-        rollouts, folder = self.config.rollouts, self.folder_of(number)
-        rows = self.prompts.of_round(number, rollouts.prompts, self.config.train.seed)
-        seconds = {"sampling_seconds": 0.0, "judging_seconds": 0.0}
+        world, folder, rows = self.world, self.folder_of(number), self._rows(number)
+        if _is_on_rank_0(folder / SAMPLES, world):
+            return None
+        keys, chunks = self._keys(number, policy.digest), -(-len(rows) // self.chunk_rows)
+        if world.rank == 0:
+            for name, key in zip((SAMPLES, SCORES), keys, strict=True):
+                _drop_of_another(folder / name, key, self.say)
+        samples = SharedQueue.open(folder / SAMPLES, keys[0], chunks, world, twice=waits)
+        scores = SharedQueue.open(folder / SCORES, keys[1], chunks, world, twice=False)
+        drawing = Drawing(samples, scores, JudgingThread(scores.queue) if self.judges_beside else None)
+        with self.say.counting(f"round {number}: prompts answered", len(rows)) as progress:
+            if (dispatcher := drawing.samples.dispatcher) is not None:
+                dispatcher.report = lambda done, by_rank: progress(min(done * self.chunk_rows, len(rows)))
 
-        def timed(what: str, do: Callable[[list[int]], Lines]) -> Callable[[range], Lines]:
-            def lines(part: range) -> Lines:
-                began = time.perf_counter()
-                made = do([rows[i] for i in part])
-                seconds[what] += time.perf_counter() - began
-                return made
+            def lines_of(chunk: int) -> Lines | None:
+                taken, part = time.perf_counter(), rows[chunk * self.chunk_rows : (chunk + 1) * self.chunk_rows]
+                is_wanted = (lambda: True) if world.divides_model else drawing.is_wanted(chunk)
+                answers = self._samples(number, policy, part, is_wanted)
+                drawing.sampling_seconds += time.perf_counter() - taken
+                is_own = not world.divides_model or chunk % world.size == world.rank
+                if answers is not None and is_own and drawing.thread is not None:
+                    drawing.thread.add(chunk, functools.partial(self._scores, self._asked(part, answers)))
+                return None if answers is None else [json.dumps(line, ensure_ascii=False) for line in answers]
 
+            began = time.perf_counter()
+            if world.divides_model:
+                self._work_together(drawing.samples, lines_of)
+            else:
+                work(drawing.samples.queue, lines_of)
+            drawing.waiting_seconds = time.perf_counter() - began - drawing.sampling_seconds
+        return drawing
+
+    def collect(self, number: int, policy: str, drawing: Drawing | None) -> Collected:
+        """A round's answers with their scores, and their pairs.
+
+        policy: digest of the weights that drew them. drawing: the round's, if this process began it.
+
+        Raises:
+            UserError, AgreedError: the judge scores nothing, a disk is full, or rank 0 is gone.
+        """
+        folder, rows, keys = self.folder_of(number), self._rows(number), self._keys(number, policy)
+        seconds = {"sampling_seconds": 0.0, "waiting_seconds": 0.0, "judging_seconds": 0.0}
+        if drawing is not None:
+            with self.world.agreeing("judging"):
+                drawing.close(self.world.timeout_seconds)
+            seconds = {name: getattr(drawing, name) for name in seconds}
+        self._make(folder / SAMPLES, keys[0], rows, _missing)
+        with self.world.agreeing("reading the answers of a round"):
+            answers = _by_prompt(folder / SAMPLES, rows, self.config.rollouts, self.limits)
+
+        def scores(part: range) -> Lines:
+            began, taken = time.perf_counter(), [rows[i] for i in part]
+            lines = self._scores(self._asked(taken, [answer for row in taken for answer in answers[row]]))
+            seconds["judging_seconds"] += time.perf_counter() - began
             return lines
 
-        key = key_of(policy, number, self.prompts.digest, rollouts.model_dump(), self.config.train.seed)
-        drawn = timed("sampling_seconds", lambda part: self._samples(number, policy, part))
-        self._make(folder / SAMPLES, key, rows, drawn)
-        with self.world.agreeing("reading the answers of a round"):
-            answers = _by_prompt(folder / SAMPLES, vocabulary(self.config.model).get("vocab_size"))
-        of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
-        scored = timed("judging_seconds", lambda part: self._scores(part, answers))
-        self._make(folder / SCORES, key_of(key, rollouts.judge, of_judge), rows, scored)
+        self._make(folder / SCORES, keys[1], rows, scores)
         with self.world.agreeing("reading the scores of a round"):
             groups = self._groups(folder, rows, answers)
-        pairs = [pair for group in groups for pair in pairs_of(group, rollouts)]
+        pairs = [pair for group in groups for pair in pairs_of(group, self.config.rollouts)]
         if self.keeps_disk and self.config.record_kind == "preference" and not (folder / PAIRS).exists():
             text = "".join(line + "\n" for line in map(self._pair_line, pairs))
             files.write_atomically(folder / PAIRS, text)
-        return groups, pairs, seconds
+        version = answers[rows[0]][0].get("version")
+        return Collected(version, groups, pairs, seconds)
+
+    def _work_together(self, samples: SharedQueue, do: Callable[[int], Lines | None]) -> None:
+        """Chunk after chunk by ranks that hold parts of the model, all at the same one."""
+        world, dispatcher = self.world, samples.dispatcher
+        left = json.loads(world.broadcast_text(json.dumps(list(dispatcher.fresh) if dispatcher else [])))
+        for chunk in left:
+            with world.agreeing("answering prompts"):
+                with world.workers.together("answers of a round", self.chunk_rows * self.config.rollouts.samples):
+                    lines = do(chunk)
+                if dispatcher is not None and lines is not None:
+                    dispatcher.put(world.rank, chunk, lines)
+                    if dispatcher.fault:
+                        raise UserError(dispatcher.fault)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Prompts that a rank takes at a time."""
+        return max(1, self.config.rollouts.batch_size // self.config.rollouts.samples)
+
+    def _keys(self, number: int, policy: str) -> tuple[str, str]:
+        """Digests of all that samples.jsonl and scores.jsonl of a round depend on."""
+        rollouts, seed = self.config.rollouts, self.config.train.seed
+        of_samples = key_of(policy, number, self.prompts.digest, rollouts.model_dump(), seed)
+        of_judge = self.config.evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
+        return of_samples, key_of(of_samples, rollouts.judge, of_judge)
 
     def _make(self, out: Path, key: str, rows: Sequence[int], do: Callable[[range], Lines]) -> None:
         """A file of lines for all of a round's prompts, on every disk; what is there is taken."""
-        world, rollouts = self.world, self.config.rollouts
-        if not int(world.broadcast_text(str(int(world.rank == 0 and out.exists())))):
-            if world.rank == 0:
+        if not _is_on_rank_0(out, self.world):
+            if self.world.rank == 0:
                 _drop_of_another(out, key, self.say)
-            chunk_rows = max(1, rollouts.batch_size // rollouts.samples)
             what = f"round {out.parent.name.lstrip('0')}: prompts {'answered' if out.name == SAMPLES else 'judged'}"
-            pull(what, key, rows, out, self.config, world, do, chunk_rows)
-        spread(out, world, self.keeps_disk)
+            pull(what, key, rows, out, self.config, self.world, do, self.chunk_rows)
+        spread(out, self.world, self.keeps_disk)
 
-    def _samples(self, number: int, policy: str, rows: list[int]) -> Lines:
-        """A line for each answer to some prompts."""
+    def _samples(
+        self, number: int, policy: Policy, rows: Sequence[int], is_wanted: Callable[[], bool]
+    ) -> list[SampleLine] | None:
+        """A line for each answer to some prompts; None once they are not wanted."""
         prompts = [Prompt(row, self.prompts.prompt_ids(row)) for row in rows]
         seed = (self.config.train.seed, number)
-        lines: dict[tuple[int, int], str] = {}
-        for drawn in self.sampler.sample(prompts, seed):
-            line: SampleLine = {
+        lines: dict[tuple[int, int], SampleLine] = {}
+        for drawn in self.sampler.sample(prompts, seed, is_wanted):
+            lines[drawn.prompt_id, drawn.k] = {
                 "round": number,
                 "prompt_id": drawn.prompt_id,
                 "k": drawn.k,
-                "policy": policy,
+                "policy": policy.digest,
+                "version": policy.version,
                 "place": self.prompts.location(drawn.prompt_id),
                 "text": drawn.text,
                 "finish": drawn.finish,
                 "tokens": drawn.tokens,
                 "logps": drawn.logps,
             }
-            lines[drawn.prompt_id, drawn.k] = json.dumps(line, ensure_ascii=False)
-        return [lines[row, k] for row in rows for k in range(self.config.rollouts.samples)]
+        wanted = [(row, k) for row in rows for k in range(self.config.rollouts.samples)]
+        return [lines[one] for one in wanted] if len(lines) == len(wanted) else None
 
-    def _scores(self, rows: list[int], answers: dict[int, list[SampleLine]]) -> Lines:
-        """A line for each answer to some prompts."""
-        questions = []
+    def _asked(self, rows: Sequence[int], answers: Sequence[SampleLine]) -> list[tuple[Question, list[SampleLine]]]:
+        """What the judge is asked about some prompts, with the lines of their answers."""
+        asked = []
+        of_row = {row: [answer for answer in answers if answer["prompt_id"] == row] for row in rows}
         for row in rows:
             record = self.prompts.record(row)
-            texts = [answer["text"] for answer in answers[row]]
-            questions.append(Question(self.prompts.location(row), prompt_of(record, self.config.data), texts, record))
+            texts = [answer["text"] for answer in of_row[row]]
+            question = Question(self.prompts.location(row), prompt_of(record, self.config.data), texts, record)
+            asked.append((question, of_row[row]))
+        return asked
+
+    def _scores(self, asked: Sequence[tuple[Question, list[SampleLine]]]) -> Lines:
+        """A line for each answer to some prompts."""
         lines = []
-        for row, of_question in zip(rows, scores_of(self.judge, questions), strict=True):
-            for answer, scored in zip(answers[row], of_question, strict=True):
+        for (_, answers), scores in zip(asked, scores_of(self.judge, [one for one, _ in asked]), strict=True):
+            for answer, scored in zip(answers, scores, strict=True):
                 line: ScoreLine = {
-                    "prompt_id": row,
+                    "prompt_id": answer["prompt_id"],
                     "k": answer["k"],
                     "score": scored.score,
                     "fault": scored.fault,
@@ -218,6 +330,32 @@ class Collector:
         return json.dumps(record, ensure_ascii=False)
 
 
+def policy_of(folder: Path) -> str:
+    """Digest of the policy that drew a round's answers; nothing where they are not complete."""
+    try:
+        for path in (folder / SAMPLES, folder / f"{SAMPLES}.partial"):
+            if path.exists():
+                with path.open(encoding="utf-8") as file:
+                    first = json.loads(file.readline(LONGEST_LINE))
+                    if "chunks" not in first:
+                        return str(first["policy"])
+                    rest = iter(lambda: file.readline(LONGEST_LINE), "")
+                    chunks = [json.loads(line) for line in rest if line.endswith("\n")]
+                if len(chunks) == first["chunks"]:
+                    return str(json.loads(chunks[0]["lines"][0])["policy"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
+        pass
+    return ""
+
+
+def _missing(part: range) -> Lines:
+    raise UserError("answers of a round that is trained already are missing; put them back, or start a new run")
+
+
+def _is_on_rank_0(path: Path, world: World) -> bool:
+    return bool(int(world.broadcast_text(str(int(world.rank == 0 and path.exists())))))
+
+
 _REMEDY = "remove the folder, and what was drawn is drawn again"
 
 
@@ -236,24 +374,38 @@ def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
                 raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
 
 
-def samples_in(path: Path, vocab_size: int | None) -> Iterator[SampleLine]:
+def samples_in(path: Path, limits: ModelLimits, most_tokens: int) -> Iterator[SampleLine]:
     """The lines of samples.jsonl, which may be somebody else's.
 
     Raises:
-        UserError: one is not what a round of this model writes.
+        UserError: one is not what a round of this run writes.
     """
     read_file.require_regular(path, "the run's")
     for number, read in enumerate(lines_of(path, SampleLine), 1):
-        if len(read["logps"]) != len(read["tokens"]) or max(read["tokens"]) >= (vocab_size or 2**31):
-            raise UserError(f"{path}:{number}: not what a round of this model writes; {_REMEDY}")
+        try:
+            limits.check_ids([read["tokens"]])
+        except Unusable as why:
+            raise UserError(f"{path}:{number}: not what a round of this run writes: {why}; {_REMEDY}") from None
+        count = len(read["tokens"])
+        if len(read["logps"]) != count or count > most_tokens:
+            raise UserError(f"{path}:{number}: not what a round of this run writes; {_REMEDY}")
         yield read
 
 
-def _by_prompt(path: Path, vocab_size: int | None) -> dict[int, list[SampleLine]]:
-    """The lines of samples.jsonl by prompt, in the order of k."""
+def _by_prompt(
+    path: Path, rows: Sequence[int], rollouts: RolloutSettings, limits: ModelLimits
+) -> dict[int, list[SampleLine]]:
+    """The lines of samples.jsonl by prompt, in the order of k.
+
+    Raises:
+        UserError: as `samples_in`, or they are not those of these prompts.
+    """
     answers: dict[int, list[SampleLine]] = {}
-    for read in samples_in(path, vocab_size):
+    for read in samples_in(path, limits, rollouts.max_tokens):
         answers.setdefault(read["prompt_id"], []).append(read)
+    for row in rows:
+        if [one["k"] for one in answers.get(row, [])] != list(range(rollouts.samples)):
+            raise UserError(f"{path}: prompt {row} has not {rollouts.samples} answers in their order; {_REMEDY}")
     return answers
 
 

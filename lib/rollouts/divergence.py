@@ -10,6 +10,7 @@ import numpy as np
 from lib.data.collate import collate
 from lib.data.groups import Group as SampledGroup
 from lib.data.groups import groups_in_memory
+from lib.evaluate.answers import part_of
 from lib.model.logps import completion_token_logps
 from lib.model.token_stream import arrays_of
 from lib.rollouts.pairs import Group
@@ -30,7 +31,8 @@ def kl_of(run: TrainingRun, groups: Sequence[Group]) -> float | None:
     first = [(group.prompt_tokens, group.answers[0]) for group in groups]
     data = groups_in_memory("", [SampledGroup(ids, [one.tokens], [0.0], [one.logps]) for ids, one in first], [])
     world, layout, size = run.world.workers, run.layout, run.config.evaluate.batch_size
-    order = np.argsort(data.lengths, kind="stable")[world.rank :: world.size].tolist()
+    own = part_of(len(data), run.shares if world.size > 1 else [1], world.rank)
+    order = np.argsort(data.lengths, kind="stable")[own].tolist()
     sums = np.zeros(len(data), np.float32)
 
     def sums_of(rows: Sequence[int]) -> np.ndarray:
@@ -43,6 +45,7 @@ def kl_of(run: TrainingRun, groups: Sequence[Group]) -> float | None:
     with reference.in_place() as model:
         for start in range(0, len(order), size):
             rows = order[start : start + size]
-            sums[rows] = np.concatenate([part for _, part in out_of_memory.in_pieces(rows, sums_of, can_halve=True)])
+            parts = out_of_memory.in_pieces(rows, sums_of, can_halve=not run.world.divides_model)
+            sums[rows] = np.concatenate([part for _, part in parts])
     of_all = np.array(world.all_sum(mx.array(sums), "divergences of answers"))
     return float(of_all.sum(dtype=np.float64)) / sum(len(one.tokens) for _, one in first)

@@ -3,6 +3,9 @@
 Round r takes the steps from (r - 1) * steps to r * steps, whatever becomes of it, so a step says which round it is in.
 What a round came to is rounds/NNNN/round.json; with the checkpoints and the files of lib/rollouts/collect.py it is all
 that a run needs to go on, inside a round as well.
+
+With rollouts.overlap a round's answers are drawn just before the round before it is trained, by the policy as it is
+then. That is agreed by all ranks and has nothing to do with time, so a run that goes on anywhere knows what was drawn.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from lib.config import read_file
+from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
@@ -26,13 +30,14 @@ from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
-from lib.evaluate.batch_inference import prompt_of
+from lib.evaluate.batch_inference import key_of, prompt_of
 from lib.evaluate.choose_judge import guarded_scorer_of
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.judges import Judge, Question
 from lib.model import adapter_files
-from lib.rollouts.collect import LONGEST_LINE, PAIRS, SAMPLES, Collector
+from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Policy, policy_of
 from lib.rollouts.divergence import kl_of
+from lib.rollouts.drawing import Drawing
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import scores_of
 from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
@@ -64,7 +69,7 @@ class HeldOut:
         rows = range(min(len(prompts), config.evaluate.answers_limit))
         ids = [prompts.prompt_ids(row) for row in rows]
         with self.run.say.doing("answering held-out prompts"):
-            texts = answers.greedy(self.run.model, tokenizer, ids, config.evaluate.max_tokens, world)
+            texts = answers.greedy(self.run.model, tokenizer, ids, config.evaluate.max_tokens, world, shares)
         score = None
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
@@ -89,12 +94,14 @@ class Rounds:
 
     Args:
         history: of every finished round; number 0 is the policy before the first.
+        drawings: rounds that this process draws, or has drawn and not yet collected.
     """
 
     run: TrainingRun
     collector: Collector
     loop: TrainingLoop
     history: list[RoundFigures] = field(default_factory=list)
+    drawings: dict[int, Drawing | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.run.config
@@ -103,6 +110,13 @@ class Rounds:
 
     def train(self) -> None:
         """Takes all rounds that are left, or those until one is undone (rollouts.after_undone=stop)."""
+        try:
+            self._take()
+        finally:
+            for drawing in filter(None, self.drawings.values()):
+                drawing.end()
+
+    def _take(self) -> None:
         run, rounds = self.run, self.settings.rounds
         for number in range(self._recall() + 1, rounds + 1):
             if self.history[-1].undone and self.settings.after_undone == "stop":
@@ -135,7 +149,7 @@ class Rounds:
         self.history += finished
         if run.lock is not None:
             for path in self.folder.glob("*/" + ROUND):
-                if int(path.parent.name) > len(finished):
+                if path.parent.name.isdecimal() and int(path.parent.name) > len(finished):
                     path.unlink()
         if finished:
             self.loop.latest = dict(finished[-1].held_out)
@@ -148,15 +162,24 @@ class Rounds:
         run, began = self.run, time.perf_counter()
         first_step, run.steps = (number - 1) * self.steps, number * self.steps
         run.progress.best_step = self._kept().number * self.steps  # its checkpoint is kept
-        groups, pairs, seconds = self.collector.collect(number, self._policy(number))
+        if run.model is not self.collector.sampler.model:  # a pipeline's blocks have moved
+            sampler = Sampler(run.model, self.collector.sampler.tokenizer, self.settings, world=run.world)
+            self.collector = replace(self.collector, world=run.world, sampler=sampler)
+        collected = self._collected(number)
+        groups, pairs, seconds = collected.groups, collected.pairs, collected.seconds
+        staleness = int(collected.version not in (None, self._kept().number))
         figures = figures_of(groups, pairs, kl_of(run, groups))
         self._show(number, figures)
-        if run.progress.step == first_step:  # an order of its own
+        begins = run.progress.step == first_step
+        if begins:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
+        if pairs:
+            self._prepare(number, self._data(number, groups, pairs))
+        if self.settings.overlap and begins and number < self.settings.rounds:
+            self._draw(number + 1)
         training = time.perf_counter()
-        data = self._data(number, groups, pairs) if pairs else None
-        if data is not None:
-            self._train_on(number, data)
+        if pairs:
+            self.loop.train()  # a rank goes on to it while others draw: nothing is exchanged in between
         else:
             run.say.warning(
                 f"round {number}: no prompt has answers of different scores; nothing is trained", first_step
@@ -166,30 +189,55 @@ class Rounds:
             run.save()
         seconds["training_seconds"] = time.perf_counter() - training
         seconds["round_seconds"] = time.perf_counter() - began
-        self._judge(number, figures, seconds, self.collector.examples(pairs))
+        self._judge(number, staleness, figures, seconds, self.collector.examples(pairs))
 
-    def _policy(self, number: int) -> str:
-        """Digest of the weights that a round samples with; files of another policy go.
+    def _collected(self, number: int) -> Collected:
+        """A round's answers; drawn here, unless they were drawn before.
 
         Raises:
-            AgreedError: training has begun, and the round's answers are gone.
+            AgreedError: training has begun, and the answers are gone.
         """
+        run, first_step, folder = self.run, (number - 1) * self.steps, self.collector.folder_of(number)
+        if number not in self.drawings and run.progress.step == first_step:
+            was_drawn = self.settings.overlap and number > 1
+            if was_drawn and not self._drawn_by(number):  # lost with the disk that kept them
+                text = f"{folder} lacks answers that were drawn before; the weights as they are draw them"
+                run.say.warning(text, run.progress.step)
+                was_drawn = False
+            if not was_drawn:
+                self._draw(number, waits=True)
+        drawn_by = self._drawn_by(number)
+        if not drawn_by:
+            raise AgreedError(
+                f"{folder} lacks the answers that step {run.progress.step} was trained on; put them back, or "
+                f"remove the checkpoints after step {first_step}"
+            )
+        return self.collector.collect(number, drawn_by, self.drawings.pop(number, None))
+
+    def _drawn_by(self, number: int) -> str:
+        """Digest of the weights that drew a round's answers, all of them; nothing where some are missing."""
+        folder, world = self.collector.folder_of(number), self.run.world
+        return world.broadcast_text(policy_of(folder) if world.rank == 0 else "")
+
+    def _own_digest(self) -> str:
+        """Of the weights as they are: those that all ranks hold, or the parts of all ranks together."""
+        world, weights = self.run.world, adapter_files.trainable(self.run.model)
+        if not world.divides_model:
+            return adapter_files.digest(weights)
+        return key_of(world.gather_text(adapter_files.digest(weights), "digests of the weights"))
+
+    def _draw(self, number: int, waits: bool = False) -> None:
+        """Draws a round's answers with the weights as they are; files of other weights go."""
         run, world, folder = self.run, self.run.world, self.collector.folder_of(number)
-        sampled = world.broadcast_text(_policy_of(folder) if world.rank == 0 else "")
-        if run.progress.step > (number - 1) * self.steps:
-            if not sampled:
-                raise AgreedError(
-                    f"{folder} lacks the answers that step {run.progress.step} was trained on; put them back, or "
-                    f"remove the checkpoints after step {(number - 1) * self.steps}"
-                )
-            return sampled
-        own = adapter_files.digest(world.replicated(adapter_files.trainable(run.model)))
+        sampled = self._drawn_by(number)
+        own = self._own_digest()
         if sampled and sampled != own:
             run.say.warning(f"{folder} is of other weights, and is made again", run.progress.step)
             if run.lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             world.gather_text("gone", "every disk's round")
-        return own
+        policy = Policy(own, self._kept().number)
+        self.drawings[number] = self.collector.draw(number, policy, waits)
 
     def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset:
         """What a round trains on: its pairs, or for train.loss=grpo all answers that have a score."""
@@ -213,7 +261,8 @@ class Rounds:
         ]
         return in_memory(str(folder / PAIRS), "preference", "tokens", pieces, 0, [], 0)
 
-    def _train_on(self, number: int, data: Dataset) -> None:
+    def _prepare(self, number: int, data: Dataset) -> None:
+        """Makes ready to train on a round's data."""
         run = self.run
         run.world.require_equal(f"answers of round {number}", data.digest)
         run.inputs = replace(run.inputs, data=data)
@@ -221,7 +270,6 @@ class Rounds:
             self._part_ranks(run.local_sgd, data, (number - 1) * self.steps)
         self.loop.batches = Batches.prepare(run, None)
         self.loop.learner.make = self.loop.batches.make
-        self.loop.train()
 
     def _part_ranks(self, before: LocalSGD, data: Dataset, first_step: int) -> None:
         """Independent ranks begin with a round's pairs, or go on inside of them, with the speeds measured so far."""
@@ -232,16 +280,21 @@ class Rounds:
         run.resumed = {}
 
     def _judge(
-        self, number: int, samples: SampleFigures, seconds: dict[str, float], examples: list[dict[str, str]]
+        self,
+        number: int,
+        staleness: int,
+        samples: SampleFigures,
+        seconds: dict[str, float],
+        examples: list[dict[str, str]],
     ) -> None:
-        """Keeps a round or undoes it, and writes down why."""
+        """Keeps a round or undoes it, and writes down why. staleness: rounds learnt between drawing and training."""
         run, latest = self.run, self.loop.latest
         lost = losses_of(self.history, _known(latest), self.settings.tolerance)
         self.history.append(RoundFigures(number, _known(latest), samples, bool(lost)))
         warnings = warnings_of(self.history, self.settings.tolerance)
         for warning in warnings:
             run.say.warning(f"round {number}: {warning}", run.progress.step)
-        verdict = {"round": number, "undone": bool(lost), "why": lost, "warnings": warnings}
+        verdict = {"round": number, "staleness": staleness, "undone": bool(lost), "why": lost, "warnings": warnings}
         known = verdict | {"held_out": latest, "samples": asdict(samples)}
         answers = {"answers": asdict(samples), "examples": examples}
         run.tracker.record("round", step=run.progress.step, **verdict, held_out=latest, **answers, **seconds)
@@ -322,15 +375,6 @@ def _read(path: Path) -> str:
         return "{"
 
 
-def _policy_of(folder: Path) -> str:
-    """The policy that wrote a round's answers; nothing where they are not complete."""
-    try:
-        with (folder / SAMPLES).open(encoding="utf-8") as file:
-            return str(json.loads(file.readline(LONGEST_LINE))["policy"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
-
-
 def _judge_of(config: Config, section: str) -> Judge:
     """The judge that rollouts.judge or evaluate.judge names."""
     named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
@@ -347,21 +391,15 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
     assert isinstance(prompts, Prompts) and tokenizer is not None
     with world.agreeing("opening the prompts"):
-        if run.plan.divides_model:
-            raise UserError(
-                f"the plan is {run.plan.strategy}, and in rounds every rank samples with the whole model; take a "
-                "smaller or quantised model, or larger hosts"
-            )
-        if rollouts.prompts > len(prompts):
-            raise UserError(
-                f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
-                f"set rollouts.prompts={len(prompts)}"
-            )
         judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
-        if rollouts.judge not in (None, config.evaluate.judge) and inputs.held_out is not None:
+        is_other = rollouts.judge not in (None, config.evaluate.judge)
+        if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
             judge_of_held_out = _judge_of(config, "evaluate")
+        judges_beside = not (rollouts.judge or config.evaluate.judge or "").startswith(REWARD_MODEL)
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
-    sampler = Sampler(run.model, tokenizer, rollouts)
-    collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
+    sampler = Sampler(run.model, tokenizer, rollouts, world=world)
+    keeps_disk = run.lock is not None
+    judging = judge, judges_beside
+    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, *judging, run.say, inputs.limits)
     Rounds(run, collector, loop).train()
     return loop

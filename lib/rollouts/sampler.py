@@ -20,6 +20,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from lib.data.text_tokens import Tokenizer
+from lib.distributed.pipelined_world import PipelinedWorld
+from lib.distributed.world import World
 from lib.errors import Stopped
 from lib.model.continuations import PromptArrays, RowArrays, cannot_continue, next_logits
 from lib.rollouts.draw import draw, uniforms
@@ -97,23 +99,37 @@ class Sampler:
 
     Args:
         compiled: whether a step is traced once for every shape of the batch; by default on a GPU.
+        world: whose ranks hold parts of the model, if they do: all of them sample the same at the same time.
 
     Attributes:
         why_alone: why this model's prompts are answered one after the other; None where they are not.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, settings: Sampling, compiled: bool | None = None):
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        self.why_alone = cannot_continue(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        settings: Sampling,
+        compiled: bool | None = None,
+        world: World = World(),  # noqa: B008  (frozen)
+    ):
+        self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
+        # To try it, ranks with unlike blocks would have to fail alike.
+        self.why_alone = "it is pipelined" if isinstance(world, PipelinedWorld) else cannot_continue(model)
         self.end_tokens = sorted(tokenizer.eos_token_ids)
         self.step: Callable[[RowArrays, PromptArrays, mx.array], tuple[RowArrays, mx.array]] = self._step
-        if mx.default_device() == mx.gpu if compiled is None else compiled:
+        if compiled is None:  # no collective is traced: ranks may take unlike times
+            compiled = mx.default_device() == mx.gpu and not world.divides_model
+        if compiled:
             self.step = mx.compile(self._step, inputs=[model.state])
 
-    def sample(self, prompts: Sequence[Prompt], seed: Sequence[int]) -> Iterator[Sample]:
+    def sample(
+        self, prompts: Sequence[Prompt], seed: Sequence[int], is_wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[Sample]:
         """`settings.samples` answers to each prompt: those of a prompt together and in order, prompts as they end.
 
-        seed: whole numbers that no other call for the same prompts has, e.g. train.seed and the round.
+        seed: whole numbers that no other call for the same prompts has, e.g. train.seed and the round. is_wanted: asked
+        every few tokens; once it says no, nothing more comes.
 
         Raises:
             Stopped: a probability is not finite.
@@ -123,10 +139,10 @@ class Sampler:
         self.model.eval()
         try:
             if self.why_alone is None:
-                yield from self._together(prompts, seed)
+                yield from self._together(prompts, seed, is_wanted)
             else:
                 for prompt in prompts:
-                    yield from self._alone(prompt, seed)
+                    yield from self._alone(prompt, seed, is_wanted)
         finally:
             self.model.train(was_training)
 
@@ -136,15 +152,20 @@ class Sampler:
         return {**rows, "tokens": tokens}, logps
 
     def _draw(self, logits: mx.array, numbers: mx.array) -> tuple[mx.array, mx.array]:
-        return draw(logits, numbers, self.settings.temperature, self.settings.top_p)
+        tokens, logps = draw(logits, numbers, self.settings.temperature, self.settings.top_p)
+        if self.world.divides_model:
+            tokens, logps = self.world.workers.decide(tokens), self.world.workers.decide(logps)
+        return tokens, logps
 
     # ---- All prompts together; where answers end, other prompts begin
 
-    def _together(self, prompts: Sequence[Prompt], seed: Sequence[int]) -> Iterator[Sample]:
+    def _together(
+        self, prompts: Sequence[Prompt], seed: Sequence[int], is_wanted: Callable[[], bool]
+    ) -> Iterator[Sample]:
         size, samples = self.settings.batch_size, self.settings.samples
         waiting, groups = deque(prompts), list[list[Answer]]()  # under way, as they began
         batch, answers = Rectangles(self.model), list[Answer]()  # the rows of the batch
-        while waiting or groups:
+        while (waiting or groups) and is_wanted():
             live = [i for i, answer in enumerate(answers) if answer.finish is None]
             free, begun = size - len(live), list[list[Answer]]()
             if waiting and (not live or free >= max(samples, size // ROOM)):
@@ -177,17 +198,19 @@ class Sampler:
 
     # ---- One prompt after the other, by the model's own cache
 
-    def _alone(self, prompt: Prompt, seed: Sequence[int]) -> Iterator[Sample]:
+    def _alone(self, prompt: Prompt, seed: Sequence[int], is_wanted: Callable[[], bool]) -> Iterator[Sample]:
         """For layers whose state is their own affair: K rows of one length, so that nothing is padded."""
         answers, cache = self._begin(prompt, seed), make_prompt_cache(self.model)
         *before, last = prompt.tokens
         for start in range(0, len(before), PREFILL_TOKENS):
             self.model(mx.array([before[start : start + PREFILL_TOKENS]]), cache=cache)
             mx.eval([each.state for each in cache])
-        for each in cache:
+        for each in cache if before else ():
             each.state = tree_map(self._for_each_sample, each.state)
         tokens = mx.full((len(answers),), last, dtype=mx.int32)
         while any(answer.finish is None for answer in answers):
+            if not is_wanted():
+                return
             drawn = []
             for numbers in self._numbers(answers, len(answers)):
                 tokens, logps = self._draw(self.model(tokens[:, None], cache=cache)[:, -1], numbers)

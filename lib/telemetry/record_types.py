@@ -114,12 +114,14 @@ class Record(PlanRecord, total=False):
     held_out_score: FiniteFloat | None
     # round: of the rank, its seconds; the rest is the same on all
     round: int
+    staleness: int  # rounds that were learnt between the drawing of the answers and the training on them
     undone: bool
     why: list[str]
     held_out: dict[str, FiniteFloat | None]
     answers: AnswersRecord
     examples: list[ExampleRecord]
     sampling_seconds: FiniteFloat
+    waiting_seconds: FiniteFloat  # for what other ranks draw
     judging_seconds: FiniteFloat
     training_seconds: FiniteFloat
     round_seconds: FiniteFloat

@@ -73,6 +73,11 @@ class TrainingRun:
             self.lock.close()
 
     @property
+    def shares(self) -> list[int]:
+        """Every rank's part of what is to be done next, by its speed."""
+        return self.local_sgd.ranks.shares if self.local_sgd else self.schedule.at(self.progress.step + 1).shares
+
+    @property
     def is_never_merged(self) -> bool:
         """Whether every rank ends with a model of its own."""
         return self.local_sgd is not None and self.local_sgd.method == "none"
