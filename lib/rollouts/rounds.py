@@ -391,6 +391,8 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
     assert isinstance(prompts, Prompts) and tokenizer is not None
     with world.agreeing("opening the prompts"):
+        if run.plan.strategy == "sharded":
+            raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
         if rollouts.prompts > len(prompts):
             raise UserError(
                 f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
