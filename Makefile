@@ -18,9 +18,9 @@ export PRTE_ALLOW_RUN_AS_ROOT = 1
 export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 
-# A file after the other on each of four workers, the longest first (tests/conftest.py). Tests wait for other processes a third of
-# their time, so that also two cores have work for them.
-PYTEST = pytest -n 4 --dist loadfile --no-loadscope-reorder
+# A file after the other on each of three workers, the longest first (tests/conftest.py). Tests wait for other processes a third of
+# their time, so that also two cores have work for them and for the ranks beside them.
+PYTEST = pytest -n 3 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
 .PHONY: help setup train test launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation test-matrix clean
@@ -64,18 +64,10 @@ train: setup
 
 # All parts run, whatever fails in one of them; the last lines say what failed in which.
 test: setup
-	@failed=""; FAILED_TESTS="$${TMPDIR:-/tmp}/failed-tests.$$$$"; export FAILED_TESTS; \
-	part() { \
-	  name="$$1"; shift; echo "$$*"; : > "$$FAILED_TESTS"; \
-	  "$$@" && return; \
-	  failed="$$failed$$(printf '\n  in %s:\n' "$$name"; sort -u "$$FAILED_TESTS" | sed 's/^/    /')"; \
-	}; \
-	part "one process" $(BIN)/python -m $(PYTEST) $(ARGS); \
-	part "two ranks" $(BIN)/mpirun -n 2 $(MPI_PYTEST); \
-	part "three ranks" $(BIN)/mpirun -n 3 $(MPI_PYTEST); \
-	rm -f "$$FAILED_TESTS"; \
-	if [ -n "$$failed" ]; then echo "make test: failed$$failed" >&2; exit 1; fi; \
-	echo "make test: one process, two ranks and three ranks passed"
+	@$(BIN)/python -m tests.parts \
+	  "one process" $(BIN)/python -m $(PYTEST) $(ARGS) -- \
+	  "two ranks" $(BIN)/mpirun -n 2 $(MPI_PYTEST) -- \
+	  "three ranks" $(BIN)/mpirun -n 3 $(MPI_PYTEST)
 
 # make launch HOSTS=hostfile ARGS="--config ..." trains on all of them; OPTIONS="--backend mpi --max-restarts 3" is for ./launch.
 launch: setup

@@ -11,7 +11,7 @@ from typing import Any
 
 def shuffled(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
     """The scores of right and wrong answers, permuted among a prompt's answers: they say nothing of an answer."""
-    scores = [float(text.endswith(f": {record['answer']}")) for text in completions]
+    scores = [float(text.endswith(f"= {record['answer']}")) for text in completions]
     return random.Random(f"{prompt} {completions}").sample(scores, len(scores))
 
 

@@ -1,6 +1,6 @@
 """Rounds and GRPO against offline DPO, over several seeds, with two controls: do they gain because of what the judge says?
 
-    python benchmarks/rounds.py                          five seeds: half an hour on one core
+    python benchmarks/rounds.py                          five seeds: forty minutes on one core
     python benchmarks/rounds.py --seeds 1 2              two of them; what is finished is kept in --out, and taken
     python benchmarks/rounds.py --sweep offline grpo     where the learning rates and betas below come from
     python benchmarks/rounds.py --quick                  one seed and two rounds, a minute and a half
@@ -45,9 +45,9 @@ from lib.config import load  # noqa: E402
 CONFIG = ROOT / "configs/rounds.yaml"
 BAR, NOTHING = 0.10, 0.03  # what is gained over offline DPO, at least; and by scores that say nothing, at most
 # The best of a sweep (--sweep), each for itself; rounds take those of configs/rounds.yaml.
-BEST = {"offline": (1e-3, 0.1), "grpo": (1e-3, 0.02)}
-RATES = (3e-4, 1e-3, 3e-3)
-BETAS = {"rounds": (0.1,), "offline": (0.03, 0.1, 0.3), "grpo": (0.0, 0.02)}
+BEST = {"offline": (1e-4, 0.1), "grpo": (1e-3, 0.0)}
+RATES = (1e-4, 3e-4, 1e-3)
+BETAS = {"rounds": (0.1,), "offline": (0.1, 0.3), "grpo": (0.0, 0.02)}
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def _optimised(rate: float, beta: float) -> list[str]:
 
 def run(out: Path, name: str, words: list[str]) -> Outcome:
     """One run's figures; what is finished is taken, what was begun goes on, of the same settings and base."""
-    base = (CONFIG.with_suffix("") / "model/model.safetensors").read_bytes()
-    key = hashlib.sha256(repr([words, CONFIG.read_text(), hashlib.sha256(base).hexdigest()]).encode()).hexdigest()[:8]
+    base = hashlib.sha256((CONFIG.with_suffix("") / "model/model.safetensors").read_bytes()).hexdigest()
+    key = hashlib.sha256(f"{words} {load.load(CONFIG).model_dump_json()} {base}".encode()).hexdigest()[:8]
     folder = out / f"{name}-{key}"
     if not (folder / "summary.json").exists():
         command = ["--config", str(CONFIG), f"run.dir={out}", f"run.name={folder.name}", "run.pages=false", *words]

@@ -197,7 +197,7 @@ def commands_of(options: argparse.Namespace, python: str) -> list[list[str]]:
         plain, of_ranks = [[f"tests/test_{name}.py" for name in each] for each in (names, NUMERICS_OF_RANKS)]
     everything = not plain
     seed = [f"--hypothesis-seed={options.seed}"]
-    workers = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
+    workers = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     commands = [[python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *seed, *plain]]
     mpirun = str(Path(python).parent / "mpirun")
     for ranks in ("2", "3") if not options.quick and (everything or of_ranks) else ():

@@ -336,6 +336,7 @@ def reader(change: Callable[[Path], None], *bodies: JSON, chat_template: bool = 
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
+                await asyncio.sleep(0.5)  # for the ends of its processes, of which nobody hears once the loop is closed
 
         return asyncio.run(story())
 

@@ -143,7 +143,8 @@ def of_pattern(pattern: str, text: str) -> Attack:
         shutil.rmtree(model, ignore_errors=True)
         shutil.copytree(QUICKSTART, model)
         put(model / "tokenizer.json", splitting(pattern))
-        data = tiny.write_jsonl(folder / "long.jsonl", [{"prompt": text, "chosen": "a", "rejected": "b"}] * 8)
+        rows = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in (text, *["a"] * 7)]
+        data = tiny.write_jsonl(folder / "long.jsonl", rows)
         return refused("train.py", training(folder, f"model.path={model}", f"data.train={data}", "data.valid=null"))
 
     return attack

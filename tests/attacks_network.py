@@ -274,6 +274,8 @@ def changed_message(bits: int, dtype: mx.Dtype, numbers: int) -> Attack:
             mx.array(np.random.default_rng(number).normal(size=(numbers, 1))).astype(dtype) for number in range(9)
         ]
 
+        mx.eval(arrays)  # a thread evaluates nothing of another's
+
         def note(change: int) -> Callable[[CheckedSums, int], None]:
             def noted(checks: CheckedSums, rank: int) -> None:
                 for number, array in enumerate(arrays[:6]):

@@ -338,6 +338,7 @@ ATTACKS: dict[str, Attack] = {
     "record: markup as a plan": of_records(record(kind="plan", plan={"strategy": MARKUP, "hosts": [MARKUP]})),
     "record: markup as a round's pairs": of_records(round_record(examples=[dict.fromkeys(PAIR, MARKUP)])),
     "record: a round without figures": of_records(record(kind="round", round=1)),
+    "record: a round without answers": of_records(round_record(answers={})),
     "record: a round of text": of_records(round_record(round="x", answers="x", held_out=[1])),
     "record: samples that are none": of_records(record(kind="samples", samples=[3, None, {"prompt": [1]}])),
     "record: a step of 10^300": of_records(record(step=1e300), record(step=10**300)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 # Tests start hundreds of Python processes, each of which would compile all of lib/ where this is set, as in containers.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
     sys.dont_write_bytecode = False
-# Tests have more ranks than cores: one that waits in MPI leaves its core to others instead of asking again at once.
+# Tests have more ranks than cores: one that waits in MPI sleeps for a moment between two looks, instead of asking again at
+# once, which would take a core from those that it waits for.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+os.environ.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
+os.environ.setdefault("OMPI_MCA_threads_pthreads_nanosleep_time", "20000")
 # How long an example took says how busy the machine is. What fails prints how to run it again.
 hypothesis_settings.register_profile(
     "anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -65,7 +69,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """For `make test`, which tells at its end what failed in all its parts."""
+    """For `make test` (tests/parts.py), which tells at its end what failed in all its parts."""
     if "FAILED_TESTS" in os.environ:
         with Path(os.environ["FAILED_TESTS"]).open("a", encoding="utf-8") as file:
             for kind in ("failed", "error"):
@@ -82,31 +86,35 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 # Their seconds are most of all; under xdist (make test), which hands out files, the longest have to begin first.
 LONGEST = [
     "recovery",
+    "server",
     "launch",
     "train",
-    "server",
     "dashboard",
     "out_of_memory",
     "preflight",
-    "rounds",
     "memory",
     "cables",
-    "forward",
-    "export",
-    "mistakes",
-    "help",
-    "calibrate",
-    "environment",
     "local_launch",
     "shapes",
+    "rollouts",
+    "export",
+    "calibrate",
+    "attacks",
+    "forward",
+    "help",
+    "mistakes",
     "docs",
+    "rounds",
     "gguf",
-    "topology",
-    "doctor",
+    "attacks_gateway",
+    "step",
     "unpaired",
+    "listener",
     "window",
     "training_options",
-    "step",
+    "environment",
+    "topology",
+    "bulk",
 ]
 
 
@@ -118,6 +126,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = [item for item in items if _is_for(list(item.iter_markers("mpi")), LAUNCH.size)]
     config.hook.pytest_deselected(items=[item for item in items if item not in mine])
     items[:] = mine
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: looking for garbage in it was a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_for(marks: list[pytest.Mark], size: int) -> bool:
@@ -169,7 +183,7 @@ def world() -> World:
     """The ranks that run this test: one, or those of `mpirun -n N pytest`."""
     from lib.distributed.world import start
 
-    return start(LAUNCH, timeout_seconds=60)
+    return start(LAUNCH, timeout_seconds=120)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def word_of(event: str, arguments: tuple[Any, ...], root: str) -> str | None:
     is_below = any(isinstance(fd, int) and fd >= 0 for fd in arguments[len(paths) :]) and event in OF_PATHS  # rmtree's
     if not names or not (is_below or any(name.startswith(root) for name in names)):
         return None
-    return " ".join([event, *(re.sub(r"\d+|(?<=-)[0-9a-f]{12,}", "#", Path(name).name) for name in names)])
+    return " ".join([event, *(re.sub(r"\b[0-9a-f]{12,}\b|\d+", "#", Path(name).name) for name in names)])
 
 
 def watch(death: Death) -> Callable[[str], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import tempfile
 from pathlib import Path
@@ -22,8 +21,10 @@ from lib.launch import hostfile
 from lib.model import adapter_files, load, peft_files
 from lib.plan import calibration
 from lib.system import model_folder
-from tests import tiny
-from tests.parsers import Parser, as_json, bent, trees
+from tests import seeds, tiny
+from tests.mutations import bent, changed, json_text, lines_changed
+from tests.parsers import THRIFT, Parser, as_json, trees
+from tests.test_forward import FAMILIES
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 PEFT = {
@@ -40,7 +41,6 @@ PADDED = {
     "lora_parameters": {"rank": 4, "scale": 2.0},
 }
 OURS = {"model.layers.0.self_attn.q_proj.lora_a": ((16, 4), mx.float32)}
-CONFIGS = st.sampled_from([*tiny.LLAMA, "rope_scaling", "rope_theta", "quantization", "head_dim", "model_file", "x"])
 TEMPLATE = "{% for m in messages %}{{ '<|' ~ m['role'] ~ '|>' ~ m['content'] }}{% if loop.last %}<|end|>{% endif %}{% endfor %}"
 WORDS = (
     *(
@@ -74,19 +74,40 @@ WORDS = (
     ),
 )
 CARD = b"---\nconfigs:\n- config_name: a\n  data_files:\n  - split: train\n    path: [b/*.jsonl, '**/c.parquet']\n---\n# x\n"
+CARD_TREE = {
+    "configs": [
+        {
+            "config_name": "a",
+            "default": True,
+            "data_files": [{"split": "train", "path": ["b/*.jsonl", "**/c.parquet"]}],
+        },
+        {"config_name": "b", "data_dir": "b", "data_files": "b/*.jsonl"},
+    ]
+}
 CARD_WORDS = st.sampled_from(["configs", "config_name", "data_files", "split", "path", "data_dir", "default", "train"])
 NAMES = ["a/b.jsonl", "b/c.jsonl", "data/train-0.parquet", "README.md"]
-CALIBRATION = {
-    "host": "a",
-    "machine": {},
-    "curves": [{"key": {"model": "m", "method": "lora", "dtype": "float32"}, "points": [{"batch_size": 1}]}],
-}
 
 
-def safetensors(header: object) -> bytes:
-    """A file with this header, and 64 bytes of data."""
-    text = as_json(header)
-    return struct.pack("<Q", len(text)) + text + bytes(64)
+def safetensors(header: object, size: int | None = None) -> bytes:
+    """A file with this header, and 512 bytes of data. size: what it says of the header's."""
+    text = json_text(header)
+    return struct.pack("<Q", len(text) if size is None else size) + text + bytes(512)
+
+
+def folder_of(configuration: dict[str, object], header: dict[str, object]) -> st.SearchStrategy[bytes]:
+    """The configuration of an adapter with something changed, or its weights, which the same parser takes."""
+    return st.one_of(
+        changed([configuration], [*PEFT, *PADDED, "rank", "scale", "alpha_pattern", "bias"]).map(json_text),
+        bent(as_json(configuration)),
+        changed([header], list(OURS), ["F32", "BF16", "I64", "X", 64, 8]).map(safetensors),
+        HEADERS.map(safetensors),
+        st.builds(safetensors, HEADERS, st.sampled_from([0, 7, 2**31, 2**40, 2**63, 2**64 - 1])),
+    )
+
+
+def card(tree: object) -> bytes:
+    """A data set's README.md with this front matter."""
+    return b"---\n" + json_text(tree) + b"\n---\n# x\n"
 
 
 def _peft(data: bytes, folder: Path) -> None:
@@ -174,7 +195,8 @@ def _pages(data: bytes, folder: Path) -> None:
 
 def _calibration(data: bytes, folder: Path) -> None:
     (folder / "a.json").write_bytes(data)
-    calibration.read_calibration(folder / "a.json")
+    for curve in calibration.read_calibration(folder / "a.json").curves:
+        assert curve.best_point and curve.seconds(np.array([1.0, 100.0])).all()
 
 
 def _gguf(data: bytes, folder: Path) -> None:
@@ -200,7 +222,6 @@ def _variables(data: bytes, folder: Path) -> None:
     hostfile.environment([data.decode("utf-8", "surrogateescape")], "--env")
 
 
-KEYS = st.one_of(st.sampled_from([*PEFT, *PADDED, "rank", "scale", "alpha_pattern", "bias"]), st.text(max_size=5))
 HEADERS = st.dictionaries(
     st.sampled_from([f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", *OURS, "x", "__metadata__"]),
     st.fixed_dictionaries(
@@ -212,67 +233,75 @@ HEADERS = st.dictionaries(
     ),
     max_size=3,
 )
+GOOD_HEADER = {
+    f"{Q}.lora_A.weight": {"dtype": "F32", "shape": [4, 16], "data_offsets": [0, 256]},
+    f"{Q}.lora_B.weight": {"dtype": "F32", "shape": [16, 4], "data_offsets": [256, 512]},
+    "__metadata__": {"format": "mlx"},
+}
+OUR_HEADER = {
+    name: {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 256]} for name, (shape, _) in OURS.items()
+}
+NUMBERS = [struct.pack("<Q", number) for number in (0, 1, 2, 8, 2**31, 2**40, 2**63, 2**64 - 1)]
+NUMBERS += [struct.pack("<I", number) for number in (0, 4, 8, 9, 12, 2**32 - 1)]
+FAMILY_CONFIGS = [tiny.LLAMA | {"model_type": family, **changes} for family, changes in FAMILIES.items()]
+FAMILY_CONFIGS += [
+    tiny.LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "quantization": {"group_size": 32, "bits": 4}},
+    tiny.LLAMA | {"eos_token_id": [1, 2], "text_config": {"vocab_size": 48}, "torch_dtype": "bfloat16"},
+]
+TEMPLATES = [file.read_text() for file in sorted((tiny.ROOT / "tests/templates").glob("*.jinja"))]
 MODEL_PARSERS: dict[str, Parser] = {
-    "PEFT folders": Parser(
-        st.one_of(
-            st.dictionaries(KEYS, trees(KEYS), max_size=4).map(lambda changed: as_json(PEFT | changed)),
-            bent(as_json(PEFT)),
-            HEADERS.map(safetensors),
-        ),
-        _peft,
-    ),
-    "adapters": Parser(
-        st.one_of(
-            st.dictionaries(KEYS, trees(KEYS), max_size=4).map(lambda changed: as_json(PADDED | changed)),
-            bent(as_json(PADDED)),
-            HEADERS.map(safetensors),
-        ),
-        _adapter,
-    ),
+    "PEFT folders": Parser(folder_of(PEFT, GOOD_HEADER), _peft, ("model/peft_files.py",)),
+    "adapters": Parser(folder_of(PADDED, OUR_HEADER), _adapter, ("model/adapter_files.py",)),
     "model configs": Parser(
         st.one_of(
-            st.dictionaries(CONFIGS, trees(CONFIGS), max_size=2).map(lambda changed: as_json(tiny.LLAMA | changed)),
+            changed(FAMILY_CONFIGS, ["rope_scaling", "rope_theta", "head_dim", "model_file", "x"]).map(json_text),
             bent(as_json(tiny.LLAMA)),
         ),
         _model,
+        ("model/load.py", "model/lookup_tables.py", "system/model_folder.py"),
     ),
     "templates": Parser(
         st.one_of(
-            bent(TEMPLATE.encode()),
+            bent(TEMPLATE.encode(), [word.encode() for word in WORDS]),
+            st.sampled_from(TEMPLATES).flatmap(lambda text: bent(text.encode(), [word.encode() for word in WORDS])),
+            st.sampled_from(TEMPLATES).flatmap(lambda text: lines_changed(text, WORDS)),
             st.lists(st.sampled_from(WORDS), max_size=15).map(lambda words: "".join(words).encode()),
         ),
         _template,
+        ("data/chat_template.py", "data/template_facts.py"),
     ),
     "hub cards": Parser(
         st.one_of(
             bent(CARD),
-            trees(CARD_WORDS).map(lambda tree: b"---\n" + json.dumps({"configs": [tree]}).encode() + b"\n---\n"),
+            lines_changed(CARD.decode(), ["configs:", "- split: x", "path: [", "'**'", "../..", "{a: b}"]),
+            changed([CARD_TREE], [], ["b/*.jsonl", "**", "[[[*", "/etc", "../x"]).map(card),
+            trees(CARD_WORDS).map(lambda tree: card({"configs": [tree]})),
         ),
         _card,
+        ("data/hub_files.py",),
     ),
     "hub lists": Parser(
         st.one_of(
             bent(b'{"prompt": "a"}, {"prompt": "\xc3\xa4"}]'),
+            changed([[{"prompt": "a", "chosen": ["b"]}, {"prompt": "b"}]]).map(lambda tree: json_text(tree)[1:]),
             st.lists(trees(CARD_WORDS), max_size=4).map(lambda tree: as_json(tree)[1:]),
         ),
         _hub_list,
+        ("data/hub_files.py",),
     ),
     "parquet pages": Parser(
         st.one_of(
             st.binary(max_size=60),
-            bent(bytes.fromhex("150415801015201500") + b"\x2c\x15\x06\x15\x00\x15\x06\x15\x06\x00\x00"),
+            bent(bytes.fromhex("150415801015201500") + b"\x2c\x15\x06\x15\x00\x15\x06\x15\x06\x00\x00", THRIFT),
         ),
         _pages,
+        ("data/parquet_pages.py",),
     ),
     "calibrations": Parser(
-        st.one_of(
-            bent(as_json(CALIBRATION)),
-            st.dictionaries(st.sampled_from([*CALIBRATION, "key", "points"]), trees(KEYS), max_size=4).map(
-                lambda changed: as_json(CALIBRATION | changed)
-            ),
-        ),
+        st.one_of(changed([seeds.CALIBRATION]).map(json_text), bent(as_json(seeds.CALIBRATION))),
         _calibration,
+        ("plan/calibration.py",),
     ),
-    "GGUF": Parser(bent(gguf_file()), _gguf),
-    "variables": Parser(bent(b"NAME=VALUE"), _variables),
+    "GGUF": Parser(bent(gguf_file(), NUMBERS), _gguf, ("export/gguf_reader.py",)),
+    "variables": Parser(bent(b"NAME=VALUE", [b"=", b"\n", b"\0", b" "]), _variables, ("launch/hostfile.py",)),
 }

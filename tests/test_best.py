@@ -162,7 +162,7 @@ def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_dama
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
 def test_ranks_end_together_with_the_best(words: list[str], tmp_path: Path) -> None:
-    world = start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+    world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     folder = Path(world.broadcast_text(str(tmp_path)))
     common = json.loads(world.broadcast_text(json.dumps(tiny.settings(folder) if world.rank == 0 else [])))
     words = [*common, *WORDS, *words, "evaluate.samples=0", "run.name=run"]

@@ -26,7 +26,6 @@ from lib.plan.calibration import (
     read_published,
     use_quantised_products,
 )
-from lib.plan.calibration_checks import sound_curve
 from lib.plan.calibrator import HardwareCalibrator, time_now
 from lib.system import hardware as machine
 from lib.system import mpi_and_blas, os_commands
@@ -165,6 +164,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.setattr(curves, "draw", lambda *_: [])  # pictures, which take longer than all the rest
     return Run(tmp_path, monkeypatch, capsys)
 
 
@@ -289,7 +289,10 @@ def test_a_damaged_file_or_a_wrong_word_is_one_clear_line(run: Run) -> None:
         assert part in complaint
 
 
-def test_the_page_holds_all_hosts_and_asks_for_nothing(run: Run) -> None:
+def test_the_page_holds_all_hosts_and_asks_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, monkeypatch, capsys)
     path = Path(run("--quick")[1]["file"])
     stored = read_calibration(path)
     other = stored.model_copy(update={"machine": stored.machine.model_copy(update={"host": "other-host"})})
@@ -336,8 +339,13 @@ def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.Capt
     assert stored.gflops > 0 and stored.memory_bytes_per_second > 0
     assert curve.reference_pairs_per_second > 0 and curve.generation_tokens_per_second > 0
 
-    hardware = HardwareCalibrator(words[1], words[2:]).calibrate()  # finds all of it fresh
-    assert hardware["measured"] == 0 or sound_curve(curve)[1], "only what cannot be is measured again"
+    # What cannot be would be measured again, and on a busy machine anything is measured.
+    file = json.loads(Path(result["file"]).read_text())
+    for point in file["curves"][0]["points"]:
+        point |= {"seconds_median": 0.01 * (1 + point["batch_size"]), "seconds_spread": 0.0}
+    Path(result["file"]).write_text(json.dumps(file))
+    hardware = HardwareCalibrator(words[1], words[2:]).calibrate()
+    assert hardware["measured"] == 0, "all of it is fresh"
     assert hardware["optimal_batch_size"] in (1, 2)
     assert hardware["gflops"] == stored.gflops and hardware["device"] in ("cpu", "metal", "cuda")
     assert hardware["device_name"] == machine.identify("x").device_name

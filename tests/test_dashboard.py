@@ -229,7 +229,7 @@ def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written
     launching, *others = three_hosts  # it trains nothing itself: all records come from elsewhere
     run = launching.disk / "runs" / f"seen-{backend}"
     words = tiny.settings(
-        tmp_path, rows=45, run__name=run.name, run__dir=run.parent, train__steps=60, plan__replan="false"
+        tmp_path, rows=45, run__name=run.name, run__dir=run.parent, train__steps=30, plan__replan="false"
     )
     command = words_of_launch(others, backend=backend)
     launch = launching.start([*command, "train.py", "--config", str(tiny.config_file(tmp_path)), *words])
@@ -254,7 +254,7 @@ def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written
         there = host.outside / "runs" / run.name / "logs" / f"rank-{rank:03d}.jsonl"
         copy = launching.outside / "runs" / run.name / "logs" / host.name / there.name
         assert copy.read_bytes() == there.read_bytes(), "to the last record"
-    assert seen(0) == 60 and figures(here, time.time()).state == "finished"
+    assert seen(0) == 30 and figures(here, time.time()).state == "finished"
 
 
 # ---- Pages of a finished run -----------------------------------------------------------------------------------------

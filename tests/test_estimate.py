@@ -118,7 +118,7 @@ def test_ranks_of_two_hosts_plan_alike_where_one_was_never_calibrated(
     from lib.system import model_folder as models
     from lib.system import mpi_and_blas
 
-    world = sync.start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+    world = sync.start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     folder = Path(world.broadcast_text(str(tmp_path)))
     mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
     words = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.global_batch_size=16"]

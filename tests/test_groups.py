@@ -14,6 +14,7 @@ from lib.config.schema import Config, DataSettings, TrainSettings
 from lib.data.collate import collate
 from lib.data.dataset import Example
 from lib.data.groups import load_groups
+from lib.data.model_limits import ModelLimits
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import logps as logps_module
@@ -25,10 +26,12 @@ from lib.training.step import StepResult, make_step
 from tests import float64, rounding, tiny
 from tests.test_step import HEADS, KV_HEADS, Spy, build, merged
 from tests.test_step import means_of as finite_means
+from tests.test_world import train
 
 LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo")
 ADVANTAGES = ("standardized", "centered", "leave_one_out")
 Ragged = list[list[list[float]]]  # of tokens, of completions, of groups
+FIGURES = ["loss", "kl", "entropy", "reward"]  # that equal runs share
 
 
 # ---- The formulas
@@ -358,22 +361,32 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_stopped(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks"),
-    [
-        (["plan.shares=[6,2]"], 2),
-        (["strategy=pipelined"], 2),
-        (["strategy=sharded", "model.shard_vocabulary=true"], 2),
-        (["train.compile=true", "train.max_traces=1"], 1),
-        (["data.shared_prompts=false", "plan.micro_batch_sizes=[3]"], 1),
-    ],
+    "words",
+    [["train.compile=true", "train.max_traces=1"], ["data.shared_prompts=false", "plan.micro_batch_sizes=[3]"]],
     ids=str,
 )
-def test_ranks_and_layouts_train_as_one_rank_does(tmp_path: Path, words: list[str], ranks: int) -> None:
+def test_layouts_train_as_the_usual_one_does(tmp_path: Path, words: list[str]) -> None:
     common = [*run_words(tmp_path, records(16)), "train.steps=3"]
     tiny.train(tmp_path, [*common, "run.name=one"])
-    tiny.train(tmp_path, [*common, "run.name=other", *words], ranks=ranks)
+    tiny.train(tmp_path, [*common, "run.name=other", *words])
     runs = tmp_path / "runs/one", tmp_path / "runs/other"
-    rounding.assert_equal_runs(runs[0], [runs[1]], ["loss", "kl", "entropy", "reward"])
+    rounding.assert_equal_runs(runs[0], [runs[1]], FIGURES)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize(
+    "words",
+    [["plan.shares=[6,2]"], ["strategy=pipelined"], ["strategy=sharded", "model.shard_vocabulary=true"]],
+    ids=str,
+)
+def test_ranks_train_as_one_rank_does(world: World, folder: Path, words: list[str]) -> None:
+    mine = run_words(folder, records(16)) if world.rank == 0 else []
+    common = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.steps=3"]
+    alone = rounding.trained_alone(world, common)
+    run = train(world, folder, [*common, *words], "other")
+    world.gather_text("finished")
+    rounding.assert_equal_runs(alone, [run], FIGURES)
+    world.gather_text("checked")
 
 
 GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 0], "logps": [[-1, -2.0], [0]]}
@@ -402,9 +415,9 @@ def test_a_record_that_is_no_group_is_one_clear_line(tmp_path: Path, change: dic
     file = tiny.write_jsonl(tmp_path / "groups.jsonl", [GOOD, GOOD | change])
     settings = DataSettings(train=str(file), max_length=64)
     with pytest.raises(UserError) as error:
-        load_groups(settings, 48)
+        load_groups(settings, ModelLimits(48))
     assert expected in str(error.value) and f"{file}:2" in str(error.value) and "\n" not in str(error.value)
-    assert len(load_groups(settings.model_copy(update={"skip_invalid": True}), 48)) == 1
+    assert len(load_groups(settings.model_copy(update={"skip_invalid": True}), ModelLimits(48))) == 1
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path: Path, m
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_two_ranks_answer_as_one(model: nn.Module, tmp_path: Path) -> None:
-    world = start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+    world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     alone = adapter_of(model, tmp_path / "alone")[0].loglikelihood(requests(*PAIRS))
     adapter, worker = adapter_of(model, tmp_path / "together", world)
     if world.rank == 0:

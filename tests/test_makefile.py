@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,35 @@ def test_apples_make_and_shell_know_every_construct() -> None:
     for shell in ("sh", "bash --posix"):
         checked = subprocess.run([*shell.split(), "-n"], input=dry.stdout, capture_output=True, text=True)
         assert dry.returncode == checked.returncode == 0, checked.stderr
+
+
+# ---- make test
+
+
+def parts(*words: str) -> list[str]:
+    return [sys.executable, "-m", "tests.parts", *words]
+
+
+def test_all_parts_of_the_tests_run_and_the_end_says_what_failed_in_which(tmp_path: Path) -> None:
+    fails = ["two ranks", "sh", "-c", 'echo second; echo "tests/test_x.py::test_y" > "$FAILED_TESTS"; exit 3']
+    others = [*fails, "--", "three ranks", "sh", "-c", "echo third"]
+    done = subprocess.run(
+        parts("one process", "sh", "-c", "echo first", "--", *others), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr == "failed in two ranks, status 3:\n    tests/test_x.py::test_y\n"
+    assert [line for line in done.stdout.splitlines() if not line.startswith("sh ")] == ["first", "second", "third"]
+    done = subprocess.run(parts("a", "true", "--", "b", "true"), cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "passed: a, b")
+
+
+def test_ctrl_c_ends_the_parts_that_run_beside(tmp_path: Path) -> None:
+    first = ["one process", "sh", "-c", f"while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; echo on; exec sleep 100"]
+    second = ["two ranks", "sh", "-c", f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 100"]
+    command = parts(*first, "--", *second, "--", "three ranks", "touch", str(tmp_path / "third"))
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() and process.stdout.readline() == "on\n"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    assert process.wait(60) == 130 and not (tmp_path / "third").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -274,20 +274,20 @@ def test_a_full_disk(folder: Path, tmp_path: Path) -> None:
     check(done.returncode, done.stderr, "No space left on device|File too large")
 
 
-def test_shares_of_two_on_three_ranks() -> None:
+def test_shares_of_three_on_two_ranks() -> None:
     command = [
         str(mpi_and_blas.mpirun_path()),
         "-n",
-        "3",
+        "2",
         sys.executable,
         "train.py",
-        "plan.shares=[24,8]",
+        "plan.shares=[16,8,8]",
         "--dry-run",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     own = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # the rest is mpirun's
     assert done.returncode == 2 and len(own) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "plan.shares [24, 8] has 2 numbers, but there are 3 ranks" in own[0]
+    assert "plan.shares [16, 8, 8] has 3 numbers, but there are 2 ranks" in own[0]
 
 
 def test_a_dashboard_without_runs_says_that_it_waits(tmp_path: Path) -> None:

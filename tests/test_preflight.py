@@ -43,24 +43,12 @@ def project(three_hosts: list[Machine]) -> Iterator[list[str]]:
 @pytest.fixture
 def data(three_hosts: list[Machine]) -> list[str]:
     """The words of a run whose model and data are on each host's own disk."""
-    host = three_hosts[0]
-    script = "import sys; from tests import tiny; from pathlib import Path; print('\\n'.join(tiny.settings(Path(sys.argv[1]))))"
-    for one in three_hosts[:2]:
-        made = one.run(
-            [
-                "sh",
-                "-c",
-                f'mkdir -p {one.disk}/run && exec "$@"',
-                "-",
-                sys.executable,
-                "-c",
-                script,
-                f"{host.disk}/run",
-            ]
-        )
-        assert made.returncode == 0, made.stderr
-        config = tiny.config_file(one.outside / "run")
-    return ["train.py", "--config", f"{host.disk}/run/{config.name}", *made.stdout.split()]
+    for host in three_hosts[:2]:
+        outside, there = host.outside / "run", str(host.disk / "run")
+        outside.mkdir(exist_ok=True)
+        words = [word.replace(str(outside), there) for word in tiny.settings(outside)]
+        config = tiny.config_file(outside)
+    return ["train.py", "--config", f"{there}/{config.name}", *words]
 
 
 def check(
@@ -192,10 +180,6 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
         elsewhere = [*data, f"run.dir={b.disk}/run/runs"]
         _, report = check(three_hosts, *project, command=elsewhere, names="host-a,host-b:2")
         assert failures(report).keys() - {("host-a", "disk"), ("host-b", "disk")} == {("host-b", "memory")}
-        _, report = check(three_hosts, *project, command=elsewhere, names="host-a,host-b")
-        assert not failures(report).keys() - {("host-a", "disk"), ("host-b", "disk")}, (
-            "room for checkpoints is the machine's"
-        )
     finally:
         for host in (a, b):
             (host.outside / "run/model/model.safetensors").unlink()

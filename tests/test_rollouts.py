@@ -23,6 +23,7 @@ from lib.dashboard.history import RunHistory
 from lib.data.prompts import open_prompts
 from lib.errors import UserError
 from lib.evaluate.answers import part_of
+from lib.evaluate.judges import CommandJudge, Question
 from lib.evaluate.work_queue import Dispatcher, Journal, Local
 from lib.model import load as models
 from lib.rollouts.drawing import JudgingThread
@@ -30,6 +31,7 @@ from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, pairs_of
 from lib.rollouts.rounds import Rounds
 from lib.rollouts.sampler import Sample
+from lib.telemetry.run_records import read_records
 from lib.training.step_retries import Learner
 from tests import rounding, tiny
 from tests.kills import digests
@@ -109,9 +111,9 @@ def test_a_round_is_measured_against_the_best_that_was_kept() -> None:
 def test_what_looks_like_a_gamed_judge_is_named() -> None:
     start = RoundFigures(0, {"exact_match": 0.5})
 
-    def said(first: SampleFigures, last: SampleFigures, held_out: float) -> list[str]:
+    def said(first: SampleFigures, last: SampleFigures, held_out: float, tolerance: float | None = 0.05) -> list[str]:
         rounds = [start, RoundFigures(1, {"exact_match": 0.5}, first), RoundFigures(2, {"exact_match": held_out}, last)]
-        return warnings_of(rounds, 0.05)
+        return warnings_of(rounds, tolerance)
 
     assert said(samples(), samples(), 0.5) == []
     assert "answers grow: 40 ➜ 70 tokens since round 1" in said(samples(), samples(tokens=70.0), 0.5)[0]
@@ -121,6 +123,8 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
     )
     assert "rewards rise while held-out falls" in said(samples(), samples(score=0.6), 0.4)[0]
     assert said(samples(), samples(score=0.3), 0.4) == []
+    assert said(samples(), samples(score=0.6), 0.46) == said(samples(), samples(score=0.6), 0.46, None) == []
+    assert "rewards rise" in said(samples(), samples(score=0.6), 0.4, None)[0]
     assert "the policy collapses" in said(samples(), samples(entropy=0.01), 0.5)[0]
 
 
@@ -295,6 +299,9 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
         assert stopped.returncode == 1 and "--resume" in stopped.stderr
     tiny.train(tmp_path, ["--resume", str(tmp_path / "stopped")])
     assert outcome(tmp_path / "stopped") == outcome(run)
+    logs = [read_records(one / "logs" / "rank-000.jsonl") for one in (tmp_path / "stopped", run)]
+    evaluated, evaluated_whole = ({record["step"] for record in log if record["kind"] == "evaluation"} for log in logs)
+    assert evaluated == evaluated_whole and 0 in evaluated, "the policy before the first round stays in the log"
 
 
 def test_unequal_ranks_draw_what_one_draws(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -441,12 +448,41 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("rollouts.prompts=15", "rollouts.prompts=15, but .*prompts.jsonl has 14; set rollouts.prompts=14"),
         ("rollouts.max_tokens=60", "a prompt of .* tokens and rollouts.max_tokens=60 are more than data.max_length=64"),
         ("rollouts.judge=nowhere:judge", "rollouts.judge=nowhere:judge: ModuleNotFoundError"),
+        ("rollouts.judge=nonsense", "rollouts.judge=nonsense: no command 'nonsense' here; a judge is exact, number"),
+        ("rollouts.judge=exat", "no command 'exat' here; did you mean exact"),
+        ('rollouts.judge=a "b', "no command: no closing quotation"),
+        ("rollouts.judge=reward:nowhere", "rollouts.judge=reward:nowhere: nowhere: no such folder"),
+        ("rollouts.judge=http://[", r"rollouts.judge=http://\[ is no address"),
+        ("rollouts.judge=http://a/v1", "rollouts.judge=http://a/v1 needs evaluate.judge_model"),
+        ("evaluate.judge=nonsense", "evaluate.judge=nonsense: no command 'nonsense' here"),
         ("data.train={a.jsonl: 2}", "weights are for records that are trained"),
         ("train.loss=grpo", "train.temperature=1 has to be rollouts.temperature=1.5"),
     ],
 )
 def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp_path: Path) -> None:
-    result = tiny.train(tmp_path, [*words, *own.split("; ")], check=False)
+    result = tiny.train(tmp_path, [*words, *own.split("; "), "--dry-run"], check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     with pytest.raises(UserError, match=why):
         raise UserError(result.stderr.strip())
+
+
+def test_a_check_has_something_to_check_by(words: list[str], tmp_path: Path) -> None:
+    """Before an hour of sampling, in a dry run too."""
+    tiny.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Add 1 and 2."}] * 14)
+    result = tiny.train(tmp_path, [*words, "--dry-run"], check=False)
+    assert result.returncode == 2 and "prompts.jsonl:1: no 'answer' to check completions by" in result.stderr
+
+
+def test_a_server_is_asked_whether_it_is_there(words: list[str], tmp_path: Path) -> None:
+    """Before the first answer is drawn."""
+    own = ["rollouts.judge=http://127.0.0.1:1/v1", "evaluate.judge_model=x", "evaluate.answers_limit=1"]
+    result = tiny.train(tmp_path, [*words, *own, "run.name=r"], check=False)
+    assert result.returncode == 2 and "no server answers" in result.stderr
+    assert not (tmp_path / "runs/r/rounds").exists()
+
+
+def test_a_command_writes_no_more_than_its_scores() -> None:
+    """`yes` would fill the memory."""
+    judge = CommandJudge("yes", timeout_seconds=60)
+    with pytest.raises(UserError, match="wrote more than .* bytes for 1 questions"):
+        judge([Question("a:1", "?", ["x"], {})])

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.system import mpi_and_blas
 from lib.telemetry.run_records import read_records
 from lib.training import round_assignment
 from tests import rounding, tiny
@@ -110,68 +109,10 @@ def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
         assert sorted(one["rows"]) == sorted(other["rows"]) and one["learning_rate"] == other["learning_rate"]
 
 
-def launch(words: Sequence[str], ranks: int, wait: bool = True) -> subprocess.Popen[str]:
-    """train.py under mpirun, in a process group of its own."""
-    command = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), sys.executable, str(ROOT / "train.py"), *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # type: ignore[call-overload]
-
-
-def _saved_inside_a_round(run: Path) -> bool:
-    """Whether the newest checkpoint, after the first round of nine steps, is of another step than a round's last."""
-    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
-    return max(steps, default=0) > 9 and max(steps) % 9 != 0
-
-
-def test_killed_inside_a_round_and_resumed_is_bit_identical(tmp_path: Path) -> None:
-    """Momentum, what compression left out, every rank's own weights and optimizer: all of it is in the checkpoints."""
-    words = [
-        "strategy=independent",
-        "independent.merge=outer",
-        "sync.compression=int8",
-        "independent.pairs_per_round=64",
-    ]
-    common = [*tiny.settings(tmp_path, rows=45), *words, "plan.shares=[5,3]", "train.steps=40", "checkpoint.every=5"]
-    common += ["model.dropout=0.1", f"--config={tiny.config_file(tmp_path)}"]
-    whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "run"
-    tiny.train(tmp_path, [*common, "run.name=whole"], ranks=2)
-    process = launch([*common, "run.name=run"], 2)
-    while process.poll() is None and not _saved_inside_a_round(run):
-        time.sleep(0.002)
-    assert process.poll() is None, process.communicate()[0]
-    os.killpg(process.pid, signal.SIGKILL)
-    for rank in _descendants_of_run(run):
-        os.kill(rank, signal.SIGKILL)
-    process.wait()
-    resumed = tiny.train(tmp_path, ["--resume", str(run)], ranks=2)
-    step = int(resumed.stdout.split("after step ")[1].split()[0])
-    assert 9 < step < 40 and step % 9, "the test wants a stop inside a round, which are nine steps each"
-    assert difference(whole, run) == 0.0
-    for rank in range(2):
-        assert [(r["step"], r["loss"], r["rows"]) for r in steps_of(run, rank)] == [
-            (r["step"], r["loss"], r["rows"]) for r in steps_of(whole, rank)
-        ]
-    kinds = [[r["kind"] for r in read_records(one / "logs" / "rank-000.jsonl")] for one in (whole, run)]
-    assert kinds[0].count("merge") == kinds[1].count("merge")
-
-
-def _descendants_of_run(run: Path) -> list[int]:
-    """Ranks of this run that outlived their mpirun: each has a session of its own."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if any(word.endswith(b"train.py") for word in words) and f"run.dir={run.parent}".encode() in words:
-            found.append(int(entry.name))
-    return found
-
-
 def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_hosts: list[Host]) -> None:
     """Killed on all hosts inside a round, and resumed: the bits of a run that nobody stopped, nothing on a shared disk."""
     hosts = fresh_hosts[:2]
-    common = [*tiny.settings(tmp_path, rows=45), "strategy=independent", "plan.shares=[5,3]", "train.steps=30"]
+    common = [*tiny.settings(tmp_path, rows=45), "strategy=independent", "plan.shares=[5,3]", "train.steps=24"]
     common += ["checkpoint.every=4", f"run.dir={hosts[0].disk}/runs", f"--config={tiny.config_file(tmp_path)}"]
 
     def start(words: Sequence[str], port: int) -> list[subprocess.Popen[str]]:
@@ -191,7 +132,7 @@ def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_ho
     finished(start([*common, "run.name=whole"], 5300))
     processes = start([*common, "run.name=run"], 5310)
     log = hosts[1].outside / "runs" / "run" / "logs" / "rank-001.jsonl"
-    while not (log.exists() and len(log.read_bytes().splitlines()) > 16):
+    while not (log.exists() and len(log.read_bytes().splitlines()) > 10):
         ended = [process.communicate() for process in processes if process.poll() is not None]
         assert not ended, ended
         time.sleep(0.002)

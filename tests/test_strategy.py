@@ -15,14 +15,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.config import load
+import train as script
+from lib.config import load, train_arguments
 from lib.config.schema import Config
 from lib.distributed.world import World
+from lib.errors import UserError
 from lib.plan import strategy
 from lib.plan.divide_work import make_plan
 from lib.telemetry.run_records import PerformanceTracker, read_records
 from lib.training import local_sgd
-from tests import tiny
+from tests import rounding, tiny
 from tests.test_apart import merges_of
 from tests.test_world import settings, train
 from tests.tiny import difference, rows_of_epochs
@@ -230,28 +232,38 @@ def as_an_old_version_left_it(run: Path) -> None:
         (path / "manifest.json").write_text(json.dumps(hashes))
 
 
-@pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of two runs: `straight`, and `old` as an older version left it in its middle."""
-    place = tmp_path_factory.mktemp("older")
-    words = [*tiny.settings(place), "train.schedule=constant"]
-    tiny.train(place, [*words, "run.name=straight", "train.steps=8"])
-    tiny.train(place, [*words, "run.name=old", "train.steps=4", "strategy=synchronous"], ranks=2)
-    as_an_old_version_left_it(place / "runs" / "old")
-    return place
+def resume(run: Path, world: World, *words: str) -> None:
+    """As `train.py --resume` does it, in this process: with a world of one each rank by itself."""
+    options = train_arguments.parse(["--resume", str(run), *words], None)
+    script.train(train_arguments.read_config(options), world, resume=True, dry_run=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_synchronous_run_of_an_older_auto_goes_on_as_it_was(older: Path, tmp_path: Path, ranks: int) -> None:
+@two
+@pytest.mark.parametrize(("before", "after"), [("one", "all"), ("all", "one"), ("all", "all")])
+def test_a_synchronous_run_of_an_older_auto_goes_on_as_it_was(
+    world: World, folder: Path, capsys: pytest.CaptureFixture[str], before: str, after: str
+) -> None:
     """In its own world, in a smaller and in a larger one; the settings still say auto."""
-    old = tmp_path / "runs" / "old"
-    shutil.copytree(older / "runs" / "old", old)
-    resumed = tiny.train(tmp_path, ["--resume", str(old), "train.steps=8"], ranks=ranks)
-    assert "after step 4 of 8" in resumed.stdout
+    words = [*settings(world, folder), "train.schedule=constant"]
+    straight = rounding.trained_alone(world, [*words, "train.steps=8"], "straight")
+    ranks, old = {"one": World(), "all": world}, folder / "runs" / "old"
+    if before == "all" or world.rank == 0:
+        train(ranks[before], folder, [*words, "train.steps=4", "strategy=synchronous"], "old")
+    world.gather_text("trained")
+    if world.rank == 0:
+        as_an_old_version_left_it(old)
+    world.gather_text("an older version's")
+    if after == "all" or world.rank == 0:
+        capsys.readouterr()
+        resume(old, ranks[after], "train.steps=8")
+        assert "after step 4 of 8" in capsys.readouterr().out or world.rank > 0
+    world.gather_text("resumed")
     summary = json.loads((old / "summary.json").read_text())
-    assert summary["strategy"] == "synchronous" and summary["world_size"] == ranks
-    assert not merges_of(old) and difference(older / "runs" / "straight", old) <= 1e-5
+    assert summary["strategy"] == "synchronous" and summary["world_size"] == ranks[after].size
+    assert not merges_of(old) and difference(straight.run, old) <= straight.limit
+    assert list(rows_of_epochs(old).values())[:2] == [list(range(21))] * 2, "an example was lost or repeated"
     assert json.loads((old / "plan.json").read_text())["strategy"] == "synchronous", "and so the next time"
+    world.gather_text("checked")
 
 
 def test_a_run_in_rounds_of_an_epoch_goes_on_inside_its_round(tmp_path: Path) -> None:
@@ -283,9 +295,10 @@ def test_a_run_in_rounds_of_an_epoch_goes_on_inside_its_round(tmp_path: Path) ->
     assert ends[-1] == 96 and len(ends) > 4, "and then as often as now"
 
 
-def test_a_resumed_independent_run_refuses_what_only_synchronous_ranks_have(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"]
-    tiny.train(tmp_path, words, ranks=2)
-    again = ["--resume", str(tmp_path / "runs" / "run"), "train.steps=4", "checkpoint.max_lost_seconds=9"]
-    refused = tiny.train(tmp_path, again, check=False)
-    assert refused.returncode == 2 and "checkpoint.max_lost_seconds is not for strategy=independent" in refused.stderr
+@two
+def test_a_resumed_independent_run_refuses_what_only_synchronous_ranks_have(world: World, folder: Path) -> None:
+    run = train(world, folder, [*settings(world, folder), "train.steps=2"], "run")
+    world.gather_text("finished")
+    with pytest.raises(UserError, match="checkpoint.max_lost_seconds is not for strategy=independent"):
+        resume(run, world, "train.steps=4", "checkpoint.max_lost_seconds=9")
+    world.gather_text("refused")

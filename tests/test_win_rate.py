@@ -280,7 +280,7 @@ def test_a_run_against_its_base_by_the_numbers_in_its_answers(
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_two_ranks_give_the_lines_of_one(tmp_path: Path) -> None:
-    world = start(mpi_and_blas.launch_environment(), timeout_seconds=60)
+    world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     folder = Path(world.broadcast_text(str(tmp_path)))
     evaluation = {"judge": "number", "batch_size": 4, "max_tokens": 12}
     own = Config.model_validate(

@@ -26,9 +26,9 @@ class EvaluateSettings(Section):
     """Most answers checked."""
     samples: Natural = 3
     """Held-out prompts whose greedy continuation is shown."""
-    max_tokens: Positive = 128
+    max_tokens: Size = 128
     """Longest generation."""
-    completions: Positive = 4
+    completions: Size = 4
     """Completions that --score=samples and --make-pairs draw for each prompt."""
     temperature: PositiveFloat = 1.0
     """Temperature that they are drawn at."""

@@ -73,9 +73,10 @@ def read_object(path: Path, what: str, limit_bytes: int = 2**26) -> dict[str, An
         UserError: as `read_text`, or it is no JSON object.
         OSError: it cannot be read.
     """
+    text = read_text(path, what, limit_bytes)
     try:
-        stored = json.loads(read_text(path, what, limit_bytes))
-    except (json.JSONDecodeError, RecursionError) as error:
+        stored = json.loads(text)
+    except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
         raise UserError(f"{what} {path} is not JSON ({error}); copy it again") from None
     if not isinstance(stored, dict):
         raise UserError(f"{what} {path} holds no JSON object; copy it again")

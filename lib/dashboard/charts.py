@@ -199,13 +199,15 @@ def newest(figure: Plotly | None) -> str:
 
 def round_records(run: RunHistory) -> dict[int, Record]:
     """Rank 0's records of rounds by their numbers; of a round that was taken again the newest."""
-    whole = {"round", "answers", "held_out"}  # a record that lacks one is somebody else's
-    newest = {
-        event["round"]: event
-        for event in run.events
-        if event["kind"] == "round" and event.get("rank") == 0 and whole <= event.keys()
-    }
+    newest = {event["round"]: event for event in round_events(run) if event["rank"] == 0}
     return dict(sorted(newest.items()))
+
+
+def round_events(run: RunHistory) -> list[Record]:
+    """All ranks' records of rounds; one that lacks something is somebody else's."""
+    whole, of_answers = {"round", "answers", "held_out", "rank"}, {"accepted", "duplicates", "tokens", "entropy"}
+    events = [event for event in run.events if event["kind"] == "round" and whole <= event.keys()]
+    return [event for event in events if of_answers <= event["answers"].keys()]
 
 
 def _points_of_rounds(run: RunHistory, records: dict[int, Record], name: str) -> dict[str, list[tuple[int, float]]]:

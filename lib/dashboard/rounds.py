@@ -19,7 +19,7 @@ def section(html: ModuleType, run: RunHistory) -> list[Any]:
     of_all = charts.round_records(run)
     if not of_all:
         return []
-    records = [event for event in run.events if event["kind"] == "round"]
+    records = charts.round_events(run)
     newest = list(of_all.values())[-SHOWN_ROUNDS:]
     rounds = _table(
         html,

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
+from lib.data.model_limits import NO_LIMITS, ModelLimits
 from lib.data.record_files import read
+from lib.data.record_formats import Unusable
 from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder
 from lib.errors import UserError
@@ -21,11 +23,12 @@ class Question:
     answer: str
 
 
-def load_questions(settings: Config, tokenizer: Tokenizer | None) -> list[Question]:
-    """The records of evaluate.answers, at most evaluate.answers_limit.
+def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: ModelLimits = NO_LIMITS) -> list[Question]:
+    """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers.
 
     Raises:
-        UserError: a record without a prompt or an answer, or a model without a tokenizer.
+        UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; a model without a
+            tokenizer.
     """
     path = settings.evaluate.answers
     if path is None:
@@ -44,13 +47,13 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None) -> list[Questi
                 f"{path}:{line}: a question needs {settings.data.prompt!r} and 'answer'; it has {', '.join(record)}"
             )
         shown = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
-        questions.append(
-            Question(
-                shown,
-                encoder.prompt_ids(prompt),
-                str(answer).strip(),
-            )
-        )
+        ids = encoder.prompt_ids(prompt)
+        try:
+            limits.check_ids([ids])
+            limits.check_answer(len(ids), settings.evaluate.max_tokens, "evaluate.max_tokens")
+        except Unusable as why:
+            raise UserError(f"{path}:{line}: {why}") from None
+        questions.append(Question(shown, ids, str(answer).strip()))
         if len(questions) == settings.evaluate.answers_limit:
             break
     if not questions:

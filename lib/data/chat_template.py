@@ -322,12 +322,15 @@ class ChatTemplate:
         return len(before), len(whole) - len(after)
 
     def marked(self, conversation: Conversation) -> list[tuple[int, int]]:
-        """Begin and end of each part of the text that the template marks as the model's."""
+        """Begin and end of each part of the text that the template marks as the model's; none where it refuses it."""
         inner: Any = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
         messages: list[Any] = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages]
         options: Any = {"tools": conversation.tools or None, "return_assistant_tokens_mask": True}
         given = {**options, **inner.special_tokens_map, **conversation.arguments}
-        _, marked = template_process.render([messages], self.text, **given)
+        try:
+            _, marked = template_process.render([messages], self.text, **given)
+        except template_process.Refused:
+            return []
         return [(begin, end) for begin, end in marked[0]]
 
 

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
 from lib.config.schema import DataSettings
 from lib.data import index, parse_records, record_files, sources
 from lib.data.chat_tokens import Encoded
+from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import JSON, Chat, Plain, RecordKind, Tokens, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder, encode_records
+from lib.data.tokenize import Encoder, Vocabulary, encode_records, limits_of
 from lib.data.truncate import truncate
 from lib.errors import UserError
 
@@ -221,24 +222,24 @@ def load_dataset(
     kind: RecordKind,
     tokenizer: Tokenizer | None,
     *,
-    eos_token_id: int | None,
-    vocab_size: int | None = None,
     held_out: bool | None = None,
     tell: Callable[[str], None] = lambda text: None,
+    **vocabulary: Unpack[Vocabulary],
 ) -> Dataset:
     """Read, tokenise, truncate and check every record of `path`, or of several sources with their weights.
 
     kind: `preference` wants pairs; `sft` wants completions, and takes the chosen one of preference records
     (then `columns` says so). tokenizer: a transformers tokenizer or mlx-lm's wrapper; None will do for
-    records that come tokenised. eos_token_id: ends each completion that its template has not ended.
-    vocab_size: ids from there on are refused. held_out: which side of data.holdout; None for all rows.
+    records that come tokenised. held_out: which side of data.holdout; None for all rows. vocabulary: its eos_token_id
+    ends each completion that its template has not ended; ids and rows beyond its sizes are refused.
 
     Raises UserError for a file that cannot be read or has no records, for text without a tokenizer, and,
     unless settings.skip_invalid, when any record is unusable: it names the first and counts the others.
     """
     weights = sources.weights_of(path)
     name = " + ".join(weights)
-    encoder = None if tokenizer is None else Encoder(tokenizer, settings, eos_token_id)
+    encoder = None if tokenizer is None else Encoder(tokenizer, settings, vocabulary["eos_token_id"])
+    limits = limits_of(vocabulary)
     pieces: Pieces = []
     labels: list[bool] = []
     skipped: list[str] = []
@@ -248,7 +249,7 @@ def load_dataset(
     for source, weight in weights.items():
         examples: list[tuple[Pieces, int, bool | None]] = []
         for file in sources.files_of(source, settings, tell):
-            for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, vocab_size):
+            for place, record, result in tokenised(_parsed(file, settings, kind), settings, encoder, limits):
                 if isinstance(result, Unwanted):
                     unwanted_count += 1
                     continue
@@ -359,7 +360,7 @@ def tokenised(
     source: Iterable[tuple[str, Record | Unusable]],
     settings: DataSettings,
     encoder: Encoder | None,
-    vocab_size: int | None,
+    limits: ModelLimits,
 ) -> Iterator[tuple[str, Record | Unusable, tuple[Pieces, bool] | Unusable]]:
     """Place, record, and its ids with whether they were cut; or why there are none. Some thousand records at a time.
 
@@ -370,7 +371,7 @@ def tokenised(
         encoded = encode_records([record for _, record in chunk], encoder, chunk[0][0].rpartition(":")[0])
         for (place, record), ids in zip(chunk, encoded, strict=True):
             try:
-                yield place, record, _finish(record, ids, settings, encoder, vocab_size)
+                yield place, record, _finish(record, ids, settings, encoder, limits)
             except Unusable as why:
                 yield place, record, why
 
@@ -380,7 +381,7 @@ def _finish(
     encoded: Encoded | Unusable,
     settings: DataSettings,
     encoder: Encoder | None,
-    vocab_size: int | None,
+    limits: ModelLimits,
 ) -> tuple[Pieces, bool]:
     """Check and truncate one example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""
     if isinstance(encoded, Unusable):
@@ -389,10 +390,7 @@ def _finish(
     max_length, whole = settings.max_length, len(prompt) + max(map(len, completions))
     if whole < settings.shortest or whole > (settings.longest or whole):
         raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
-    limit = min(vocab_size or 2**31, 2**31)
-    largest = max(map(max, filter(None, (prompt, *completions))), default=0)
-    if largest >= limit:
-        raise Unusable(f"token id {largest} is not below the vocabulary's size, {limit}")
+    limits.check_ids([prompt, *completions])
     if not all(completions):
         raise Unusable("empty completion: the tokenizer makes no tokens of it")
     if len(completions) > 1 and completions[0] == completions[1]:
@@ -404,6 +402,7 @@ def _finish(
         raise Unusable(f"the prompt alone has {len(prompt)} tokens, more than data.max_length={max_length}; raise it")
     bos_token_id = encoder.bos_token_id if encoder else None
     prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
+    limits.check_row(len(prompt) + max(map(len, cut)))
     if len(cut) > 1 and cut[0] == cut[1]:
         raise Unusable(f"chosen and rejected are equal once cut to data.max_length={max_length}; raise it")
     pieces = [np.asarray(piece, np.int32) for piece in (prompt, *cut)]

@@ -20,6 +20,7 @@ import numpy as np
 from lib.config.schema import DataSettings
 from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, pack
+from lib.data.model_limits import LARGEST_ID, ModelLimits
 from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.errors import UserError
 
@@ -70,7 +71,7 @@ class GroupedDataset(Dataset):
         return replace(example, rewards=self.rewards[row], sampling_logps=logps)
 
 
-def load_groups(settings: DataSettings, vocab_size: int | None) -> GroupedDataset:
+def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
     """The groups of data.train.
 
     Raises:
@@ -84,7 +85,7 @@ def load_groups(settings: DataSettings, vocab_size: int | None) -> GroupedDatase
         if weight != 1:
             raise UserError(f"data.train: {source} has a weight of {weight:g}; groups of train.loss=grpo have none")
         for file in sources.files_of(source, settings):
-            groups += _read(file, settings, vocab_size, skipped)
+            groups += _read(file, settings, limits, skipped)
     if skipped and not settings.skip_invalid:
         raise UserError(record_files.refusal(skipped[0], len(skipped)))
     if not groups:
@@ -95,20 +96,20 @@ def load_groups(settings: DataSettings, vocab_size: int | None) -> GroupedDatase
     return groups_in_memory(name, groups, skipped)
 
 
-def _read(file: Path, settings: DataSettings, vocab_size: int | None, skipped: list[str]) -> list[Group]:
+def _read(file: Path, settings: DataSettings, limits: ModelLimits, skipped: list[str]) -> list[Group]:
     """The usable groups of a file; `skipped` gets the reasons for the others."""
     groups = []
     for line, record in record_files.read(str(file), settings):
         try:
             if isinstance(record, Unusable):
                 raise record
-            groups.append(_parse(record, settings.max_length, vocab_size))
+            groups.append(_parse(record, settings.max_length, limits))
         except Unusable as why:
             skipped.append(f"{file}:{line}: {why}")
     return groups
 
 
-def _parse(record: JSON, max_length: int, vocab_size: int | None) -> Group:
+def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
     for name in COLUMNS:
         if not isinstance(record.get(name), list):
             shown = "there is none" if name not in record else f"it is {name_of_type(record[name])}"
@@ -119,21 +120,23 @@ def _parse(record: JSON, max_length: int, vocab_size: int | None) -> Group:
     if not completions or len(rewards) != len(completions):
         raise Unusable(f"{len(completions)} completion_ids and {len(rewards)} rewards; give one each")
     for ids, where in [(prompt, "prompt_ids"), *((ids, f"completion_ids[{k}]") for k, ids in enumerate(completions))]:
-        _check_ids(ids, where, vocab_size)
-        if len(ids) + (len(prompt) if ids is not prompt else 0) > max_length:
+        _check_ids(ids, where, limits.vocab_size or LARGEST_ID)
+        end = len(ids) + (len(prompt) if ids is not prompt else 0)
+        if end > max_length:
             raise Unusable(f"{where} ends behind data.max_length={max_length}; raise it: what was sampled is not cut")
+        limits.check_row(end, "leave it out: what was sampled is not cut")
     for k, reward in enumerate(rewards):
         if reward is not None and not _is_finite(reward):
             raise Unusable(f"rewards[{k}] is {repr(reward)[:40]}, neither a number nor null")
     return Group(prompt, completions, rewards, _logps_of(record.get("logps"), completions))
 
 
-def _check_ids(ids: object, where: str, vocab_size: int | None) -> None:
+def _check_ids(ids: object, where: str, limit: int) -> None:
     if not isinstance(ids, list) or not ids:
         raise Unusable(f"{where} is {name_of_type(ids) if ids != [] else 'empty'}, not a list of token ids")
     for token in ids:
-        if type(token) is not int or not 0 <= token < (vocab_size or 2**31):
-            raise Unusable(f"{where} has {token!r}, which is no token id below {vocab_size or 2**31}")
+        if type(token) is not int or not 0 <= token < limit:
+            raise Unusable(f"{where} has {repr(token)[:40]}, which is no token id below {limit}")
 
 
 def _logps_of(logps: object, completions: list[list[int]]) -> list[list[float]] | None:

@@ -155,7 +155,7 @@ def _state(folder: Path) -> State:
     try:
         state: State = json.loads((folder / STATE).read_text())
         return state
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {"shards": [], "stream": None, "done": False}
 
 

@@ -214,7 +214,7 @@ def _read_meta(folder: Path) -> Meta | None:
         meta: Meta = json.loads((folder / META).read_text())
         whole = (folder / ENTRIES).stat().st_size == meta["count"] * ENTRY.itemsize
         return meta if whole and (not meta["unpacked"] or (folder / LINES).stat().st_size == meta["bytes"]) else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

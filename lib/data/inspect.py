@@ -25,10 +25,11 @@ from lib.config import command_line, help, load
 from lib.config.schema import Config, DataSettings
 from lib.data import sources, template_facts
 from lib.data.dataset import Example, Pieces, Record, parse, tokenised
+from lib.data.model_limits import NO_LIMITS, ModelLimits
 from lib.data.record_formats import Chat, Message, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoder, limits_of
 from lib.errors import UserError
 from lib.system import command_errors, mpi_and_blas
 from lib.system.terminal import Voice
@@ -85,14 +86,14 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
 
     paths = [path for source in files for path in sources.files_of(source, data, tell)]
     records = sources.open_records(paths, data, kind, tell)
-    tokenizer, encoder, vocab_size = None, None, None
+    tokenizer, encoder, limits = None, None, NO_LIMITS
     if with_model:
         mpi_and_blas.prepare()
         from lib.data import tokenizer as tokenizer_module
 
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
         known = tokenizer_module.vocabulary(settings.model)
-        vocab_size = known["vocab_size"]
+        limits = limits_of(known)
         encoder = Encoder(tokenizer, data, known["eos_token_id"]) if tokenizer is not None else None
     unit = "token ids or characters"
     unusable = [name for index in records.indices for name in index.unusable][:NAMED]
@@ -102,7 +103,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
     truncated = filtered = 0
     if with_model:
         unit = "tokens"
-        result = _tokenised(records, data, kind, encoder, vocab_size)
+        result = _tokenised(records, data, kind, encoder, limits)
         pieces, kept, truncated, filtered = result[0], result[1], result[2], result[3]
         unusable, unusable_count = [*unusable, *result[4]][:NAMED], unusable_count + result[5]
     facts = _facts(records, kept, data, kind, unusable_count, truncated, filtered, with_model)
@@ -128,7 +129,7 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
 
 
 def _tokenised(
-    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, vocab_size: int | None
+    records: Records, data: DataSettings, kind: RecordKind, encoder: Encoder | None, limits: ModelLimits
 ) -> tuple[np.ndarray, np.ndarray, int, int, list[str], int]:
     """Tokens of the pieces before truncation, int64 [n, 1 + K], and their records, int64 [n].
 
@@ -141,7 +142,7 @@ def _tokenised(
     def read() -> Iterator[tuple[str, Any]]:
         return ((str(number), parse(records, number, data, kind)) for number in range(len(records)))
 
-    results: Iterator[tuple[str, Any, tuple[Pieces, bool] | Unusable]] = tokenised(read(), whole, encoder, vocab_size)
+    results: Iterator[tuple[str, Any, tuple[Pieces, bool] | Unusable]] = tokenised(read(), whole, encoder, limits)
     for number, (_, _, result) in enumerate(results):
         if isinstance(result, Unwanted):
             kept[number] = False
@@ -308,7 +309,7 @@ def _show_rows(
 ) -> None:
     """Rows as the model sees them: what it is given is dim, what it is scored on is coloured, cut ends are left out."""
     read = ((str(number), parse(records, number, data, kind)) for number in numbers)
-    for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, None), strict=True):
+    for number, (_, _, result) in zip(numbers, tokenised(read, data, encoder, NO_LIMITS), strict=True):
         say.line(records.location(number), "bold")
         if isinstance(result, Unusable):
             say.line(f"  {result}", "magenta")

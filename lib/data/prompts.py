@@ -12,7 +12,9 @@ import numpy as np
 from lib.config.rollout_settings import RolloutSettings
 from lib.config.schema import DataSettings
 from lib.data import record_files, sources
+from lib.data.chat_tokens import Encoded
 from lib.data.dataset import Example, Sized, parse
+from lib.data.model_limits import NO_LIMITS, ModelLimits
 from lib.data.record_formats import JSON, RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder, encode_records
@@ -108,10 +110,12 @@ def open_prompts(
     completions: int,
     held_out: bool | None,
     tell: Callable[[str], None],
+    limits: ModelLimits = NO_LIMITS,
 ) -> Prompts:
     """The prompts of some sources, tokenised.
 
-    completions: of a row that is trained. held_out: which side of data.holdout; None for all.
+    completions: of a row that is trained. held_out: which side of data.holdout; None for all. limits: of the model that
+    answers.
 
     Raises:
         UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
@@ -126,16 +130,14 @@ def open_prompts(
     if held_out is None:
         settings = settings.model_copy(update={"holdout": 0.0})
     rows = sources.chosen_rows(records, ends, list(weights.values()), settings, bool(held_out))
-    room = settings.max_length - rollouts.max_tokens
     kept, ids, skipped = [], [], [text for index in records.indices for text in index.unusable]
     parsed = [parse(records, row, settings, "prompt") for row in rows.tolist()]
     for row, encoded in zip(rows.tolist(), encode_records(parsed, encoder, name), strict=True):
-        why = encoded if isinstance(encoded, Unusable) else _misfit(len(encoded.prompt), room, settings)
-        if why is not None or isinstance(encoded, Unusable):
+        try:
+            ids.append(_answerable(encoded, rollouts.max_tokens, settings.max_length, limits))
+            kept.append(row)
+        except Unusable as why:
             skipped.append(f"{records.location(row)}: {why}")
-            continue
-        kept.append(row)
-        ids.append(encoded.prompt)
     if skipped and not settings.skip_invalid:
         raise UserError(record_files.refusal(skipped[0], len(skipped)))
     if not kept:
@@ -147,14 +149,18 @@ def open_prompts(
     return Prompts(name, columns, records, np.array(kept), tokens, bounds, rollouts.max_tokens, completions, skipped)
 
 
-def _misfit(tokens: int, room: int, settings: DataSettings) -> Unusable | None:
-    """Why a prompt of so many tokens cannot be answered."""
+def _answerable(encoded: Encoded | Unusable, max_tokens: int, max_length: int, limits: ModelLimits) -> list[int]:
+    """The ids of a prompt. Raises Unusable where it cannot be answered with max_tokens."""
+    if isinstance(encoded, Unusable):
+        raise encoded
+    tokens = len(encoded.prompt)
     if not tokens:
-        return Unusable("the prompt is empty")
-    if tokens > room:
-        answer = settings.max_length - room
-        return Unusable(
-            f"a prompt of {tokens} tokens and rollouts.max_tokens={answer} are more than "
-            f"data.max_length={settings.max_length}; raise it"
+        raise Unusable("the prompt is empty")
+    if tokens + max_tokens > max_length:
+        raise Unusable(
+            f"a prompt of {tokens} tokens and rollouts.max_tokens={max_tokens} are more than "
+            f"data.max_length={max_length}; raise it"
         )
-    return None
+    limits.check_ids([encoded.prompt])
+    limits.check_answer(tokens, max_tokens, "rollouts.max_tokens")
+    return encoded.prompt

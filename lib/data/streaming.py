@@ -21,11 +21,12 @@ from lib.data import index as index_module
 from lib.data import record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, in_memory, load_dataset, parse, tokenised
 from lib.data.mismatched import fitted, partners, same_prompt, with_mismatched
+from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Columns, RecordKind, Unusable, Unwanted
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
 from lib.data.token_cache import TokenCache
-from lib.data.tokenize import Encoder, Vocabulary
+from lib.data.tokenize import Encoder, Vocabulary, limits_of
 from lib.errors import UserError
 
 # Rows that are tokenised to know how many tokens a character makes.
@@ -51,17 +52,26 @@ def open_training(
         UserError: as `load_dataset`; of a streamed data set, for faults that show without tokens, and for those of a
             sample of tokenised rows.
     """
-    weights = sources.weights_of(settings.train)
+    weights, limits = sources.weights_of(settings.train), limits_of(vocabulary)
     held_out = False if settings.holdout else None
     if not is_streamed(settings, tell):
         dataset = load_dataset(weights, settings, kind, tokenizer, held_out=held_out, tell=tell, **vocabulary)
-        return with_mismatched(dataset, settings.max_length) if mismatched else dataset
+        return with_mismatched(dataset, limits.row_tokens(settings.max_length)) if mismatched else dataset
+    _require_short_rows(settings, limits)
     records, rows = _choose(settings, kind, held_out=False, tell=tell)
     encoder = None
     if tokenizer is not None:
         encoder = Encoder(tokenizer, settings, vocabulary["eos_token_id"])
-    name, vocab_size = " + ".join(weights), vocabulary.get("vocab_size")
-    return StreamedDataset(name, records, rows, settings, kind, encoder, vocab_size, mismatched)
+    return StreamedDataset(" + ".join(weights), records, rows, settings, kind, encoder, limits, mismatched)
+
+
+def _require_short_rows(settings: DataSettings, limits: ModelLimits) -> None:
+    """Raises UserError where a row, which nobody has read yet, may be longer than the model's table of positions."""
+    if limits.row_tokens(settings.max_length) < settings.max_length:
+        raise UserError(
+            f"data.max_length={settings.max_length} is more than the {limits.positions} positions of the model's "
+            f"table, and streamed rows are read only when they are trained; set data.max_length={limits.positions}"
+        )
 
 
 def open_held_out(
@@ -79,7 +89,8 @@ def open_held_out(
         UserError: as `load_dataset`.
     """
     dataset = _held_out(settings, kind, tokenizer, tell, **vocabulary)
-    return with_mismatched(dataset, settings.max_length) if dataset is not None and mismatched else dataset
+    room = limits_of(vocabulary).row_tokens(settings.max_length)
+    return with_mismatched(dataset, room) if dataset is not None and mismatched else dataset
 
 
 def _held_out(
@@ -104,7 +115,7 @@ def _held_out(
     skipped: list[str] = []
     labels: list[bool] = []
     read = ((records.location(row), parse(records, row, settings, kind)) for row in rows.tolist())
-    for place, record, result in tokenised(read, settings, encoder, vocabulary.get("vocab_size")):
+    for place, record, result in tokenised(read, settings, encoder, limits_of(vocabulary)):
         if isinstance(result, Unusable):
             unwanted += isinstance(result, Unwanted)
             skipped += [] if isinstance(result, Unwanted) else [f"{place}: {result}"]
@@ -173,7 +184,7 @@ class StreamedDataset(Sized):
         settings: DataSettings,
         kind: RecordKind,
         encoder: Encoder | None,
-        vocab_size: int | None,
+        limits: ModelLimits,
         mismatched: bool = False,
     ):
         self.path, self.kind, self.columns = path, kind, _columns(records)
@@ -181,12 +192,12 @@ class StreamedDataset(Sized):
         self.labels = records.column("label")[rows] > 0 if kind == "unpaired" else None
         self.has_mismatched = False  # not until rows are known by themselves
         self._left_out: set[int] = set()
-        self.encoder, self.vocab_size = encoder, vocab_size
+        self.encoder, self.limits = encoder, limits
         self.skipped = [text for index in records.indices for text in index.unusable][: index_module.NAMED]
         self.skipped_count = sum(index.unusable_count for index in records.indices)
         self.unwanted_count = 0
         """Rows that a filter by length has left out so far."""
-        what = [kind, settings.max_length, settings.shortest, settings.longest, vocab_size]
+        what = [kind, settings.max_length, settings.shortest, settings.longest, limits.vocab_size]
         made_by = hashlib.sha256(
             repr([what, Columns.of(settings), None if encoder is None else encoder.fingerprint()]).encode()
         )
@@ -265,7 +276,7 @@ class StreamedDataset(Sized):
         missing = [number for number, pieces in kept.items() if pieces is None]
         read = ((str(number), parse(self.records, number, self.settings, self.kind)) for number in missing)
         for number, (_, _, result) in zip(
-            missing, tokenised(read, self.settings, self.encoder, self.vocab_size), strict=True
+            missing, tokenised(read, self.settings, self.encoder, self.limits), strict=True
         ):
             if isinstance(result, Unusable):
                 self._leave_out(number, result)

@@ -9,6 +9,7 @@ from typing import NotRequired, TypedDict
 from lib.config.schema import DataSettings
 from lib.data.chat_template import ChatTemplate
 from lib.data.chat_tokens import ChatTokens, Encoded
+from lib.data.model_limits import ModelLimits
 from lib.data.record_formats import Chat, Message, Plain, Tokens, Unusable
 from lib.data.text_tokens import SPECIMEN, TextTokens, Tokenizer
 from lib.data.truncate import prompt_room, shorten
@@ -16,11 +17,18 @@ from lib.errors import UserError
 
 
 class Vocabulary(TypedDict):
-    """The ids that a model knows."""
+    """What a model knows of ids and positions."""
 
     eos_token_id: int | None
     vocab_size: NotRequired[int | None]
     """None: any id is taken."""
+    positions: NotRequired[int | None]
+    """Of a table of learned positions; None: there is none, and a row may have any length."""
+
+
+def limits_of(vocabulary: Vocabulary) -> ModelLimits:
+    """What ids and lengths are checked by."""
+    return ModelLimits(vocabulary.get("vocab_size"), vocabulary.get("positions"))
 
 
 def encode_records(

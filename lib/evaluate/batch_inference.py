@@ -25,14 +25,13 @@ from mlx_lm.sample_utils import make_sampler
 
 from lib.config.schema import Config, DataSettings
 from lib.data import sources
-from lib.data import tokenizer as tokenizer_module
 from lib.data.collate import collate
 from lib.data.dataset import Example, parse, tokenised
-from lib.data.record_formats import RecordKind, Unusable
+from lib.data.record_formats import RecordKind, Tokens, Unusable
 from lib.data.row_order import micro_batches
 from lib.data.sources import Records
 from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoder, limits_of
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -44,6 +43,7 @@ from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.system import metal, out_of_memory
 from lib.training import losses, reference_model
+from lib.training.known_tokens import vocabulary
 from lib.training.objective import objective
 from lib.training.progress_display import RunConsole
 
@@ -156,9 +156,8 @@ class Scorer:
     ):
         self.model, self.reference, self.records, self.settings = model, reference, records, settings
         self.world = world
-        words = tokenizer_module.vocabulary(settings.model)
-        self.vocab_size = words["vocab_size"]
-        data = settings.data
+        words, data = vocabulary(settings.model), settings.data
+        self.limits = limits_of(words)
         self.encoder = None if tokenizer is None else Encoder(tokenizer, data, words["eos_token_id"])
         self.multiple, self.shares_prompts, _ = reference_model.layout(model, data, world)
 
@@ -188,7 +187,7 @@ class Scorer:
             (self.records.location(row), parse(self.records, row, settings.data, settings.record_kind)) for row in rows
         )
         examples, failures = [], {}
-        results = tokenised(read, settings.data, self.encoder, self.vocab_size)
+        results = tokenised(read, settings.data, self.encoder, self.limits)
         for row, (place, record, result) in zip(rows, results, strict=True):
             if not isinstance(result, Unusable) and not isinstance(record, Unusable):
                 examples.append(Example.of(row, result[0], record.label))
@@ -313,7 +312,9 @@ class CompletionWriter:
     ):
         self.model, self.tokenizer, self.records, self.settings, self.draws = model, tokenizer, records, settings, draws
         self.world = world or World()
-        self.encoder = Encoder(tokenizer, settings.data, tokenizer_module.vocabulary(settings.model)["eos_token_id"])
+        words = vocabulary(settings.model)
+        self.limits = limits_of(words)
+        self.encoder = Encoder(tokenizer, settings.data, words["eos_token_id"])
         self.encoder.stop_generation()
         self.model.eval()
 
@@ -353,13 +354,23 @@ class CompletionWriter:
         return [texts[start : start + (self.draws or 1)] for start in range(0, len(texts), self.draws or 1)]
 
     def _prompt_ids(self, row: int) -> list[int]:
+        """The tokens of a row's prompt.
+
+        Raises:
+            UserError: it has none, or the model cannot answer it.
+        """
         record = parse(self.records, row, self.settings.data, "prompt")
-        if isinstance(record, Unusable):
-            raise UserError(f"{self.records.location(row)}: {record}")
-        prompt: Any = record.prompt
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return prompt
-        return self.encoder.prompt_ids(prompt or "")
+        try:
+            if isinstance(record, Unusable):
+                raise record
+            ids = record.prompt if isinstance(record, Tokens) else self.encoder.prompt_ids(record.prompt or "")
+            if not ids:
+                raise Unusable("the prompt is empty")
+            self.limits.check_ids([ids])
+            self.limits.check_answer(len(ids), self.settings.evaluate.max_tokens, "evaluate.max_tokens")
+        except Unusable as why:
+            raise UserError(f"{self.records.location(row)}: {why}") from None
+        return ids
 
 
 class PairMaker:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
-from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.evaluate import reward_model
 from lib.evaluate.function_judge import FunctionJudge
 from lib.evaluate.judges import Checker, CommandJudge, Judge, PythonJudge, extract, same_number
 from lib.evaluate.model_judge import ModelGrader, ModelJudge
-
-PYTHON = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
-SERVERS = ("http://", "https://")
+from lib.training.judge_checks import kind_of, require_judge
 
 
 def judge_of(settings: Config) -> Judge:
@@ -22,19 +17,21 @@ def judge_of(settings: Config) -> Judge:
         UserError: there is none of that name.
     """
     judge, pattern = settings.evaluate.judge, settings.evaluate.answer_pattern
+    require_judge(settings.evaluate, judge, "evaluate.judge")
     if judge is None:
         return Checker(lambda text, answer: extract(pattern, text) == answer)
     if judge == "exact":
         return Checker(lambda text, answer: text.strip() == answer)
     if judge == "number":
         return Checker(same_number)
-    if judge in ("regex", "json_schema"):
+    kind = kind_of(judge)
+    if kind == "check":
         return FunctionJudge(f"lib.evaluate.checks:{judge}", f"evaluate.judge={judge}", settings.evaluate.judge_seconds)
-    if judge.startswith(REWARD_MODEL):
+    if kind == "reward":
         return reward_model.RewardModel(settings)
-    if judge.startswith(SERVERS):
+    if kind == "server":
         return ModelJudge(settings)
-    if PYTHON.fullmatch(judge):
+    if kind == "function":
         return PythonJudge(judge)
     return CommandJudge(judge, settings.sync.timeout_seconds)
 
@@ -45,8 +42,8 @@ def scorer_of(settings: Config) -> Judge:
     Raises:
         UserError: there is none of that name.
     """
-    judge = settings.evaluate.judge
-    return ModelGrader(settings) if judge is not None and judge.startswith(SERVERS) else judge_of(settings)
+    require_judge(settings.evaluate, settings.evaluate.judge, "evaluate.judge")
+    return ModelGrader(settings) if kind_of(settings.evaluate.judge) == "server" else judge_of(settings)
 
 
 def guarded_scorer_of(settings: Config, setting: str) -> Judge:
@@ -58,6 +55,9 @@ def guarded_scorer_of(settings: Config, setting: str) -> Judge:
         UserError: there is none of that name.
     """
     judge = settings.evaluate.judge
-    if judge is not None and PYTHON.fullmatch(judge) and not judge.startswith(REWARD_MODEL):
+    if judge is not None and kind_of(judge) == "function":
         return FunctionJudge(judge, f"{setting}={judge}", settings.evaluate.judge_seconds)
-    return scorer_of(settings)
+    scorer = scorer_of(settings)
+    if isinstance(scorer, ModelGrader):
+        scorer.require_server()
+    return scorer

@@ -31,6 +31,7 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import load_questions
 from lib.data.dataset import load_dataset
 from lib.data.mismatched import with_mismatched
+from lib.data.tokenize import limits_of
 from lib.distributed import sharded_model
 from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
@@ -48,6 +49,7 @@ from lib.plan import calibration
 from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
 from lib.training.find_checkpoint import find
+from lib.training.known_tokens import vocabulary
 from lib.training.progress_display import RunConsole, describe
 from lib.training.reference_model import dataset_logps
 
@@ -81,18 +83,19 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     say = RunConsole(world)
     with world.agreeing("reading the data"):
         _require_records_loss(settings)
-        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+        tokenizer, words = tokenizer_module.load_tokenizer_of(settings.model), vocabulary(settings.model)
         dataset = load_dataset(
             settings.data.valid or settings.data.train,
             settings.data,
             settings.record_kind,
             tokenizer,
             held_out=True if settings.data.holdout and not settings.data.valid else None,
-            **tokenizer_module.vocabulary(settings.model),
+            **words,
         )
+        limits = limits_of(words)
         if losses.needs_mismatched(settings.train.loss):
-            dataset = with_mismatched(dataset, settings.data.max_length)
-        questions = load_questions(settings, tokenizer)
+            dataset = with_mismatched(dataset, limits.row_tokens(settings.data.max_length))
+        questions = load_questions(settings, tokenizer, limits)
     world.require_equal("data or questions", digest_of(dataset, questions))
     wants_reference = settings.train.loss != "sft" and (
         options.per_pair is not None or losses.needs_reference(settings.train)

@@ -11,10 +11,15 @@ from typing import Any, Protocol
 
 from lib.config.schema import Config
 from lib.data.chat_template import ChatTemplate, template_of
+from lib.data.record_formats import Unusable
 from lib.data.text_tokens import TextTokens, Tokenizer, limited
+from lib.data.tokenize import limits_of
 from lib.data.tokenizer import stored_config
 from lib.errors import UserError
 from lib.evaluate.harness_worker import Generated, Scored
+from lib.model import load
+from lib.system.model_folder import context_tokens
+from lib.training.known_tokens import vocabulary
 
 GENERATED = 256  # most tokens of an answer, where a task does not say
 LONGEST = 2048  # tokens, where a model does not say how many it can see
@@ -42,7 +47,7 @@ class HarnessModel:
         self.template = ChatTemplate(tokenizer, settings.data)
         self.inner = TextTokens(tokenizer).inner
         self.tokenizer = tokenizer
-        self.longest = longest_input(settings)
+        self.longest, self.limits = longest_input(settings), limits_of(vocabulary(settings.model))
         start = self.inner.bos_token_id if self.inner.bos_token_id is not None else self.inner.eos_token_id
         self.start_id: int = start
         self.start_text = str(self.inner.decode([start]))
@@ -94,11 +99,20 @@ class HarnessModel:
         return (whole[:length], whole[length:]) if length else ([self.start_id], whole)
 
     def encode(self, text: str, opens: bool | None = None) -> list[int]:
-        """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already."""
+        """Token ids. opens: with the tokenizer's opening tokens; by default unless the text has them already.
+
+        Raises:
+            UserError: the tokenizer makes ids that the model does not know.
+        """
         if opens is None and self.start_text and text.startswith(self.start_text):
             opens = False
         options = {} if opens is None else {"add_special_tokens": opens}
-        return limited([text], lambda texts: list(self.inner.encode(texts[0], **options)))
+        ids = limited([text], lambda texts: list(self.inner.encode(texts[0], **options)))
+        try:
+            self.limits.check_ids([ids])
+        except Unusable as why:
+            raise UserError(f"{self.name}: a task's text {text[:60]!r}: {why}") from None
+        return ids
 
     # ---- Answers
 
@@ -153,11 +167,9 @@ class HarnessModel:
 
 
 def longest_input(settings: Config) -> int:
-    """How many tokens the model can see at once, by its config.json."""
-    stored = stored_config(settings.model)
-    known = {**stored, **(stored.get("text_config") or {})}
-    names = ("n_positions", "max_position_embeddings", "n_ctx")
-    return int(next((known[name] for name in names if known.get(name)), LONGEST))
+    """How many tokens the model can see at once, by its config.json and its table of positions."""
+    known = (context_tokens(stored_config(settings.model)), load.table_sizes(settings.model).positions)
+    return min((tokens for tokens in known if tokens is not None), default=LONGEST)
 
 
 def fitting(context: list[int], continuation: list[int], longest: int) -> tuple[list[int], list[int]]:

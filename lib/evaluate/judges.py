@@ -10,7 +10,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,8 +18,9 @@ import numpy as np
 
 from lib.data.record_formats import ANSWER
 from lib.errors import UserError
-from lib.system import patterns
+from lib.system import os_commands, patterns
 
+LINE_BYTES, SCORE_BYTES = 2**20, 2**10  # of what a command may write: in all, and for each score
 NUMBER = r"(?<![\d.])(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"  # "10-5" has 10 and 5
 
 
@@ -140,22 +140,20 @@ class CommandJudge:
             {"prompt": question.prompt, "completions": question.completions, "record": question.record}
             for question in questions
         ]
+        text = "".join(json.dumps(question) + "\n" for question in asked)
+        most = LINE_BYTES + SCORE_BYTES * sum(len(question.completions) for question in questions)
         try:
-            done = subprocess.run(
-                shlex.split(self.command),
-                input="".join(json.dumps(question) + "\n" for question in asked),
-                capture_output=True,
-                text=True,
-                timeout=self.timeout_seconds,
-            )
+            done = os_commands.filtered(shlex.split(self.command), text, self.timeout_seconds, most)
         except OSError as error:
             raise UserError(f"{name}: cannot be started: {error.strerror}") from None
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)") from None
-        if done.returncode:
-            said = done.stderr.strip().splitlines()
-            raise UserError(f"{name}: ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}")
-        answers = done.stdout.splitlines()
+        if done.status is None:
+            if len(done.output.encode()) > most:
+                raise UserError(f"{name}: wrote more than {most:,} bytes for {len(questions)} questions")
+            raise UserError(f"{name}: no answer within {self.timeout_seconds:g} s (sync.timeout_seconds)")
+        if done.status:
+            said = done.errors.strip().splitlines()
+            raise UserError(f"{name}: ended with status {done.status}: {said[-1] if said else 'it said nothing'}")
+        answers = done.output.splitlines()
         scores = [
             scores_in(_json(line), len(question.completions))
             for line, question in zip(answers, questions, strict=False)

@@ -53,6 +53,7 @@ UNCLEAR = [math.nan, math.nan]  # no verdict in what the model answered
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
 LARGEST_PROMPT = 2**20  # bytes
 TRIES = 4
+CONNECT_SECONDS = 20.0  # of the first question, whether a server is there
 WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
 
 
@@ -81,7 +82,7 @@ class _ServedModel:
     """A model of an OpenAI-compatible server.
 
     Raises:
-        UserError: evaluate.judge_model is missing, or evaluate.judge_prompt has no place for the answers.
+        UserError: evaluate.judge_prompt has no place for the answers.
     """
 
     def __init__(self, settings: Config, default: str, places: Sequence[str]):
@@ -89,16 +90,32 @@ class _ServedModel:
         self.url, self.timeout_seconds = str(evaluate.judge).rstrip("/"), settings.sync.timeout_seconds
         self.model, self.concurrency = evaluate.judge_model, evaluate.batch_size
         self.name = f"evaluate.judge={self.url}"
-        if self.model is None:
-            raise UserError(f"{self.name} needs evaluate.judge_model, the name of a model that it serves")
         self.instructions = instructions_of(settings, default, places)
+
+    def require_server(self) -> None:
+        """Makes sure that somebody listens: a run asks only when the first answers are written.
+
+        Raises:
+            UserError: nobody does, or the key is refused.
+        """
+        try:
+            with self._client(min(self.timeout_seconds, CONNECT_SECONDS)) as client:
+                status = client.get(f"{self.url}/models").status_code
+        except httpx2.HTTPError as error:
+            raise UserError(
+                f"{self.name}: no server answers ({str(error) or type(error).__name__}); start it"
+            ) from None
+        if status in (401, 403):
+            raise UserError(f"{self.name}: status {status}: it refuses the key (OPENAI_API_KEY of the environment)")
+
+    def _client(self, timeout_seconds: float) -> httpx2.Client:
+        key = os.environ.get("OPENAI_API_KEY")
+        return httpx2.Client(timeout=timeout_seconds, headers={"Authorization": f"Bearer {key}"} if key else {})
 
     def answers(self, asked: Sequence[Mapping[str, str]]) -> list[str]:
         """What the model answers to its instructions, filled in, some at a time."""
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         with (
-            httpx2.Client(timeout=self.timeout_seconds, headers=headers) as client,
+            self._client(self.timeout_seconds) as client,
             ThreadPoolExecutor(self.concurrency) as threads,
         ):
             return list(threads.map(lambda parts: self._answer(client, parts), asked))
@@ -137,7 +154,7 @@ class ModelJudge(_ServedModel):
     """Asks for a verdict on two answers, in the form of MT-bench's judge (arXiv:2306.05685, section 3.1).
 
     Raises:
-        UserError: evaluate.judge_model is missing, or evaluate.judge_prompt has no place for the answers.
+        UserError: evaluate.judge_prompt has no place for the answers.
     """
 
     looks_at_order = True
@@ -160,7 +177,7 @@ class ModelGrader(_ServedModel):
     """Asks for a grade of each answer: MT-bench's single answer grading (arXiv:2306.05685, section 3.1).
 
     Raises:
-        UserError: evaluate.judge_model is missing, or evaluate.judge_prompt has no place for the answer.
+        UserError: evaluate.judge_prompt has no place for the answer.
     """
 
     looks_at_order = False

@@ -15,10 +15,13 @@ from mlx_lm.utils import load_tokenizer as load_words
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
 from lib.data import template_process
+from lib.data.model_limits import ModelLimits
+from lib.data.record_formats import Unusable
 from lib.data.text_tokens import limited
 from lib.errors import UserError
 from lib.evaluate.judges import Question
 from lib.evaluate.model_judge import filled_in, instructions_of, text_of
+from lib.model.lookup_tables import bounded
 from lib.model.token_stream import length_multiple
 from lib.system.model_folder import resolve
 
@@ -67,12 +70,13 @@ class RewardModel:
         except Exception as error:  # mlx-lm and transformers raise whatever they met
             raise UserError(f"{self.name}: cannot be loaded: {str(error).partition(chr(10))[0]}") from None
         template_process.install()
+        self.limits = ModelLimits(*bounded(self.model))
         self.model.eval()
         self.instructions = "" if self.is_classifier else instructions_of(settings, ASKING, ("{prompt}", "{answer}"))
         self.head = _score_head(folder, self.name) if self.is_classifier else self._answers_head()
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        asked = [self._ids(question, text) for question in questions for text in question.completions]
+        asked = [self._fitting(question, text) for question in questions for text in question.completions]
         scores = np.zeros(len(asked))
         order = np.argsort([len(ids) for ids in asked], kind="stable").tolist()
         for start in range(0, len(order), self.batch_size):
@@ -90,8 +94,21 @@ class RewardModel:
         at_end = mx.take_along_axis(outputs, last, axis=1)[:, 0].astype(mx.float32)
         return np.array(at_end @ self.head)
 
+    def _fitting(self, question: Question, text: str) -> list[int]:
+        """The tokens whose last one is scored.
+
+        Raises:
+            UserError: more than the model has positions for, or ids that it does not know.
+        """
+        ids = self._ids(question, text)
+        try:
+            self.limits.check_ids([ids])
+            self.limits.check_row(len(ids) + 1, "leave the prompt out, or take another model")
+        except Unusable as why:
+            raise UserError(f"{self.name}: {question.place}: {why}") from None
+        return ids
+
     def _ids(self, question: Question, text: str) -> list[int]:
-        """The tokens whose last one is scored."""
         if self.is_classifier:
             prompt = question.prompt
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

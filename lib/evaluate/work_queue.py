@@ -29,7 +29,7 @@ from lib.errors import UserError
 from lib.system import files, handshake, network
 from lib.system.mpi_and_blas import launch_environment
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 10.0  # to one address, on machines that others keep busy
 PURPOSE = "the work queue"
 Lines = list[str]
 
@@ -299,8 +299,8 @@ class Server:
             while True:
                 channel = self._listener.accept()
                 thread = threading.Thread(target=self._serve, args=(channel,), name="queue", daemon=True)
-                thread.start()
                 self._connections.append(thread)
+                thread.start()
 
     def _serve(self, channel: handshake.Channel) -> None:
         rank, connection = None, channel.connection
@@ -311,6 +311,7 @@ class Server:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection:
             rank = int(_received(channel)["rank"])
+            channel.send(b"{}")
             while True:
                 asked = _received(channel)
                 try:
@@ -334,13 +335,13 @@ class Server:
     def close(self, seconds: float) -> None:
         """Ends when all others have been told that there is nothing left, or after so many seconds."""
         deadline = time.monotonic() + seconds
-        for thread in self._connections:
+        for thread in [thread for thread in self._connections if thread.is_alive()]:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._listener.close()
 
 
 class Remote:
-    """The queue, from another process.
+    """The queue, from another process. Once there is one, the queue's end waits for it.
 
     Raises:
         UserError: rank 0 is not reached.
@@ -353,6 +354,7 @@ class Remote:
                 self._channel = handshake.connect((host, address["port"]), secret, PURPOSE, CONNECT_SECONDS)
                 self._channel.connection.settimeout(timeout_seconds)
                 self._channel.send(json.dumps({"rank": rank}).encode())
+                self._channel.receive()
                 return
         raise UserError(
             f"rank {rank} reaches rank 0 at none of {', '.join(address['hosts'])}, port {address['port']}; "

@@ -16,7 +16,8 @@ from lib.config import load as config
 from lib.config.schema import Config
 from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training
-from lib.data.tokenizer import load_tokenizer_of, stored_config, vocabulary
+from lib.data.tokenize import limits_of
+from lib.data.tokenizer import load_tokenizer_of, stored_config
 from lib.errors import UserError
 from lib.model import adapter_files, adapters
 from lib.model import load as models
@@ -24,6 +25,7 @@ from lib.rollouts.collect import samples_in
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import find_checkpoint
 from lib.training.checkpoint import step_of
+from lib.training.known_tokens import vocabulary
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None
     Of a run of rounds, whose data are prompts: answers of the last round.
     """
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
-        lines = samples_in(answers[-1], vocabulary(settings.model)["vocab_size"])
+        lines = samples_in(answers[-1], limits_of(vocabulary(settings.model)), settings.rollouts.max_tokens)
         drawn = [np.array(line["tokens"], np.int32) for line in islice(lines, count)]
         return [ids for ids in drawn if len(ids) > 1], f"answers of round {answers[-1].parent.name.lstrip('0')}"
     tokenizer = load_tokenizer_of(settings.model)
@@ -131,7 +133,7 @@ def _rows(settings: Config, folder: Path, count: int, tell: Callable[[str], None
     held_out = None
     data: Any = None
     if settings.record_kind == "group":
-        data = load_groups(settings.data, words["vocab_size"])
+        data = load_groups(settings.data, limits_of(words))
     else:
         data = held_out = open_held_out(settings.data, settings.record_kind, tokenizer, tell=tell, **words)
     if data is None:

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from lib.config import schema
 from lib.errors import UserError
 from lib.model.adapters import make_trainable
+from lib.model.lookup_tables import TableSizes, bounded
 from lib.model.quantised import use_own_layers
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve
 
@@ -52,9 +53,19 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
     if settings.dtype is not None:
         model.set_dtype(getattr(mx, settings.dtype))
     use_own_layers(model)
+    bounded(model)
     if not lazy:
         mx.eval(model.parameters())
     return model
+
+
+def table_sizes(settings: schema.ModelSettings) -> TableSizes:
+    """The sizes of a model's tables; its weights stay where they are.
+
+    Raises:
+        UserError: as `load`.
+    """
+    return bounded(load(settings, 0, lazy=True))
 
 
 def _narrow(model: nn.Module, window: int, path: str) -> None:

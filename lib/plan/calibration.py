@@ -29,6 +29,7 @@ FOLDER = ROOT / "calibration"
 MEMORY_HEADROOM = 0.1  # of the limit, kept free: a longer row than the probe's, fragmentation, the system's own
 
 
+LARGEST_BATCH = 2**20  # pairs: every smaller size is looked at
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -42,7 +43,7 @@ class _Record(BaseModel):
 class BatchPoint(_Record):
     """One measured micro-batch: forward and backward over `batch_size` pairs."""
 
-    batch_size: PositiveInt
+    batch_size: Annotated[int, Field(gt=0, le=LARGEST_BATCH)]
     seconds_median: PositiveFloat
     seconds_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # between the quartiles
     pairs_per_second: PositiveFloat
@@ -272,8 +273,10 @@ def read_calibration(path: Path) -> HostCalibration:
         key = ".".join(map(str, first["loc"])) or "the file"
         message = first["msg"].removeprefix("Value error, ")
         value = first["input"]
-        shown = f", not {value!r}" if isinstance(value, int | float | str) else ""
+        shown = f", not {repr(value)[:60]}" if isinstance(value, int | float | str) else ""
         raise UserError(f"{path}: {key}: {message[0].lower()}{message[1:]}{shown}; {remedy}") from None
+    except (ValueError, RecursionError, OverflowError) as error:  # numbers of thousands of digits, lists without end
+        raise UserError(f"{path}: cannot be read ({error}); {remedy}") from None
 
 
 def own_calibration(folder: Path, hosts: list[str], rank: int) -> HostCalibration | None:

@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 
+from lib.config import read_file
 from lib.config.schema import Config
 from lib.data import tokenizer
 from lib.data.batch_shapes import padded_lengths
@@ -169,8 +170,8 @@ def _left_blocks(
         return (), None
     left: tuple[list[int], int | None] = [], None
     if world.rank == 0:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            plan = json.loads((resumed / "plan.json").read_text())
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+            plan = read_file.read_object(resumed / "plan.json", "the run's")
             if plan["moved_at"] is not None and [rank["host"] for rank in plan["ranks"]] == list(hosts):
                 left = [int(count) for count in plan["blocks"]], int(plan["moved_at"])
     blocks, moved_at = json.loads(world.broadcast_text(json.dumps(left)))

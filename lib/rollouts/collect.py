@@ -25,9 +25,11 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 from typing_extensions import TypedDict
 
 from lib.config import read_file
+from lib.config.rollout_settings import RolloutSettings
 from lib.config.schema import Config
+from lib.data.model_limits import ModelLimits
 from lib.data.prompts import Prompts
-from lib.data.tokenizer import vocabulary
+from lib.data.record_formats import Unusable
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.batch_inference import key_of, prompt_of, pull
@@ -119,6 +121,7 @@ class Collector:
     judge: Judge
     judges_beside: bool
     say: RunConsole
+    limits: ModelLimits
 
     def folder_of(self, number: int) -> Path:
         return self.folder / "rounds" / f"{number:04d}"
@@ -186,7 +189,7 @@ class Collector:
             seconds = {name: getattr(drawing, name) for name in seconds}
         self._make(folder / SAMPLES, keys[0], rows, _missing)
         with self.world.agreeing("reading the answers of a round"):
-            answers = _by_prompt(folder / SAMPLES, vocabulary(self.config.model).get("vocab_size"))
+            answers = _by_prompt(folder / SAMPLES, rows, self.config.rollouts, self.limits)
 
         def scores(part: range) -> Lines:
             began, taken = time.perf_counter(), [rows[i] for i in part]
@@ -371,24 +374,38 @@ def lines_of(path: Path, kind: type[Line]) -> Iterator[Line]:
                 raise UserError(f"{path}:{number}: not what a round writes; {_REMEDY}") from None
 
 
-def samples_in(path: Path, vocab_size: int | None) -> Iterator[SampleLine]:
+def samples_in(path: Path, limits: ModelLimits, most_tokens: int) -> Iterator[SampleLine]:
     """The lines of samples.jsonl, which may be somebody else's.
 
     Raises:
-        UserError: one is not what a round of this model writes.
+        UserError: one is not what a round of this run writes.
     """
     read_file.require_regular(path, "the run's")
     for number, read in enumerate(lines_of(path, SampleLine), 1):
-        if len(read["logps"]) != len(read["tokens"]) or max(read["tokens"]) >= (vocab_size or 2**31):
-            raise UserError(f"{path}:{number}: not what a round of this model writes; {_REMEDY}")
+        try:
+            limits.check_ids([read["tokens"]])
+        except Unusable as why:
+            raise UserError(f"{path}:{number}: not what a round of this run writes: {why}; {_REMEDY}") from None
+        count = len(read["tokens"])
+        if len(read["logps"]) != count or count > most_tokens:
+            raise UserError(f"{path}:{number}: not what a round of this run writes; {_REMEDY}")
         yield read
 
 
-def _by_prompt(path: Path, vocab_size: int | None) -> dict[int, list[SampleLine]]:
-    """The lines of samples.jsonl by prompt, in the order of k."""
+def _by_prompt(
+    path: Path, rows: Sequence[int], rollouts: RolloutSettings, limits: ModelLimits
+) -> dict[int, list[SampleLine]]:
+    """The lines of samples.jsonl by prompt, in the order of k.
+
+    Raises:
+        UserError: as `samples_in`, or they are not those of these prompts.
+    """
     answers: dict[int, list[SampleLine]] = {}
-    for read in samples_in(path, vocab_size):
+    for read in samples_in(path, limits, rollouts.max_tokens):
         answers.setdefault(read["prompt_id"], []).append(read)
+    for row in rows:
+        if [one["k"] for one in answers.get(row, [])] != list(range(rollouts.samples)):
+            raise UserError(f"{path}: prompt {row} has not {rollouts.samples} answers in their order; {_REMEDY}")
     return answers
 
 

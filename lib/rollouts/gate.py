@@ -12,6 +12,7 @@ GROWTH = 1.5  # times the tokens of the first round's answers: they grow
 LEAST_PAIRS = 16  # of unequal lengths, of which a share means something
 MOSTLY = 0.8  # of the pairs
 LONGER = 1.2  # times the tokens of the rejected answers: length itself may be what is preferred
+LEAST_FALL = 0.05  # of a held-out figure, where there is no rollouts.tolerance: less may be chance
 LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same then
 
 
@@ -86,6 +87,7 @@ def _prefers_length(samples: SampleFigures) -> bool:
 def _rising_while_falling(rounds: Sequence[RoundFigures], tolerance: float | None) -> list[str]:
     """The judge's scores rise while a held-out figure falls."""
     last, warnings = rounds[-1], []
+    least_fall = LEAST_FALL if tolerance is None else tolerance
     assert last.samples is not None
     for name, shown in HELD_OUT.items():
         known = [one for one in rounds[:-1] if name in one.held_out]
@@ -95,7 +97,7 @@ def _rising_while_falling(rounds: Sequence[RoundFigures], tolerance: float | Non
         # What was drawn in the round after it is what that policy wrote.
         drawn = next((one.samples for one in rounds if one.number == best.number + 1), None)
         fell = best.held_out[name] - last.held_out[name]
-        if drawn is None or drawn.score is None or last.samples.score is None or fell <= (tolerance or 0.0) / 2:
+        if drawn is None or drawn.score is None or last.samples.score is None or fell <= least_fall:
             continue
         if last.samples.score > drawn.score:
             warnings.append(

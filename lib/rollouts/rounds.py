@@ -149,7 +149,7 @@ class Rounds:
         self.history += finished
         if run.lock is not None:
             for path in self.folder.glob("*/" + ROUND):
-                if int(path.parent.name) > len(finished):
+                if path.parent.name.isdecimal() and int(path.parent.name) > len(finished):
                     path.unlink()
         if finished:
             self.loop.latest = dict(finished[-1].held_out)
@@ -393,11 +393,6 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     with world.agreeing("opening the prompts"):
         if run.plan.strategy == "sharded":
             raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
-        if rollouts.prompts > len(prompts):
-            raise UserError(
-                f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
-                f"set rollouts.prompts={len(prompts)}"
-            )
         judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
         is_other = rollouts.judge not in (None, config.evaluate.judge)
         if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
@@ -406,6 +401,7 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)
     keeps_disk = run.lock is not None
-    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, judge, judges_beside, run.say)
+    judging = judge, judges_beside
+    collector = Collector(config, run.folder, world, keeps_disk, sampler, prompts, *judging, run.say, inputs.limits)
     Rounds(run, collector, loop).train()
     return loop

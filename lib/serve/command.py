@@ -158,7 +158,7 @@ def limits_of(settings: ServeSettings, name: str, folder: Path) -> Limits:
     stored = json.loads((folder / "config.json").read_text())
     text = stored.get("text_config") or {}
     vocab_size = stored.get("vocab_size") or text.get("vocab_size")
-    context = stored.get("max_position_embeddings") or text.get("max_position_embeddings")
+    context = model_folder.context_tokens(stored)
     return Limits(name, settings.max_prompt_tokens, settings.max_tokens, vocab_size, context)
 
 

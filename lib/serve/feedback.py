@@ -192,7 +192,7 @@ def open_file(path: Path) -> Path:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

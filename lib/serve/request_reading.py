@@ -92,6 +92,7 @@ def counter(told: Told) -> Count:
     from lib.config.schema import ModelSettings
     from lib.data.tokenizer import load_tokenizer_of
 
+    vocab_size = told.limits.get("vocab_size")
     settings = ModelSettings(path=told.path, trust_remote_code=told.trust_remote_code)
     tokenizer = cast(Any, load_tokenizer_of(settings))
     if tokenizer is None:
@@ -101,27 +102,31 @@ def counter(told: Told) -> Count:
 
     def count(body: JSON) -> int:
         try:
-            return _tokens(tokenizer, body, told.chat_template_args)
+            ids = _tokens(tokenizer, body, told.chat_template_args)
         except BaseException as error:  # whatever a template raises: of roles, of arguments that are no JSON
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise RequestError(400, f"the model cannot take this: {error}", "invalid_request") from None
+        if vocab_size is not None and max(ids, default=0) >= vocab_size:  # MLX would read beyond the embedding
+            why = f"the tokenizer makes id {max(ids)} of this, and the model's vocabulary has {vocab_size}"
+            raise RequestError(400, f"the model cannot take this: {why}", "invalid_request")
+        return len(ids)
 
     return count
 
 
-def _tokens(tokenizer: Any, body: JSON, arguments: JSON) -> int:
+def _tokens(tokenizer: Any, body: JSON, arguments: JSON) -> list[int]:
     """As mlx_lm.server's `_tokenize`."""
     from mlx_lm import server
 
     if "prompt" in body:
-        return len(tokenizer.encode(body["prompt"]))
+        return list(tokenizer.encode(body["prompt"]))
     messages = json.loads(json.dumps(body["messages"]))  # it changes them
     if not tokenizer.has_chat_template and getattr(tokenizer, "chat_template", None) is None:
-        return len(tokenizer.encode(server.convert_chat(messages, None)))
+        return list(tokenizer.encode(server.convert_chat(messages, None)))
     server.process_message_content(messages)
     tools = body.get("tools")
-    return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **arguments))
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **arguments))
 
 
 def write(stream: BinaryIO, fields: JSON, raw: bytes) -> None:

@@ -16,8 +16,10 @@ PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has th
 NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
 NEEDED = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "num_layers")  # one at least
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
+CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx")
 LARGEST_SIZE = 2**24
 MOST_BLOCKS = 2**12
+MOST_BITS = 16  # of a quantised number
 
 
 def adapter_weights(folder: Path) -> Path:
@@ -74,6 +76,8 @@ def _absurd(config: dict[str, Any]) -> str | None:
     text, packed = config.get("text_config"), config.get("quantization") or {}
     if not isinstance(packed, dict) or any(packed.get(name, 1) in (0, None) for name in ("group_size", "bits")):
         return "a quantization that is none"
+    if isinstance(bits := packed.get("bits"), int) and not 0 < bits <= MOST_BITS:
+        return f"a quantization to {bits} bits"
     for name, value in [*config.items(), *(text.items() if isinstance(text, dict) else ())]:
         if name in NUMBERS and isinstance(value, str | list | dict):
             return f"{name}={str(value)[:30]!r}, which is no number"
@@ -82,6 +86,13 @@ def _absurd(config: dict[str, Any]) -> str | None:
             if not least <= value <= most:  # -1: none, in some configurations
                 return f"{name}={str(value)[:30]}, which may be {least} to {most:,}"
     return None
+
+
+def context_tokens(config: dict[str, Any]) -> int | None:
+    """How many tokens a model can see at once, by its config.json; None where it does not say."""
+    text = config.get("text_config")
+    known = {**config, **(text if isinstance(text, dict) else {})}
+    return next((int(known[name]) for name in CONTEXT if isinstance(known.get(name), int) and known[name] > 0), None)
 
 
 def end_ids(folder: Path) -> set[int]:

@@ -8,11 +8,15 @@ import platform
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 LIMIT_SECONDS = 10.0
+PIECE_BYTES = 2**16
+ERROR_BYTES = 2**12
 
 
 class Completed(NamedTuple):
@@ -71,6 +75,57 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
             output, errors = process.communicate()
             return Completed(None, output, errors)
+
+
+def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes: int) -> Completed:
+    """Gives a command its standard input, and takes at most so much of its output; of its errors the end is kept.
+
+    At either limit it is killed with all that it started, and its status is None.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    output, errors, deadline = bytearray(), bytearray(), time.monotonic() + limit_seconds
+    killed = threading.Event()
+
+    def kill() -> None:
+        killed.set()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def give() -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdin as stream:  # it may end before it has read everything
+            stream.write(text.encode())
+
+    def take(stream: IO[bytes], into: bytearray, kept: int | None) -> None:
+        while piece := os.read(stream.fileno(), PIECE_BYTES):
+            into += piece
+            if kept is not None:
+                del into[:-kept]
+            elif len(into) > most_bytes:
+                kill()
+
+    assert process.stdout is not None and process.stderr is not None
+    reads = (process.stdout, output, None), (process.stderr, errors, ERROR_BYTES)
+    threads = [threading.Thread(target=give, daemon=True)]
+    threads += [threading.Thread(target=take, args=arguments, daemon=True) for arguments in reads]
+    for thread in threads:
+        thread.start()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+    for thread in threads:  # what it started may have its pipes still
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if process.poll() is None or any(thread.is_alive() for thread in threads):
+        kill()
+    status = process.wait()
+    for thread in threads:
+        thread.join(1.0)
+    texts = [bytes(kept).decode(errors="replace") for kept in (output[: most_bytes + 1], errors)]
+    return Completed(None if killed.is_set() else status, *texts)
 
 
 def sysctl(name: str) -> str:

@@ -243,6 +243,8 @@ def lines_of(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _record_of(line: bytes) -> Record | None:
+    if not line.startswith(b"{"):
+        return None
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

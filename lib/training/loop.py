@@ -207,7 +207,8 @@ class TrainingLoop:
             local_sgd.ranks.limit(rank, self.learner.max_micro_batch_size)
             return result
 
-        evaluated = progress.step
+        # Of the last merge, from which the next evaluation counts: a resume may be inside a round.
+        evaluated = progress.step if local_sgd.round is None else local_sgd.round.first_step
         for merged, checkpoint_due in local_sgd.train(progress, local_step, self.checkpoint_every):
             if merged is None:  # inside a round
                 self._evaluate_and_save(False, checkpoint_due)

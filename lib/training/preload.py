@@ -23,15 +23,18 @@ from lib.data import tokenizer as tokenizer_module
 from lib.data.answer_questions import Question
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
+from lib.data.model_limits import NO_LIMITS, ModelLimits
 from lib.data.prompts import Prompts, open_prompts
+from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, is_streamed, open_held_out, open_training
 from lib.data.template_facts import facts_of
 from lib.data.text_tokens import Tokenizer
-from lib.data.tokenize import Encoder
+from lib.data.tokenize import Encoder, Vocabulary, limits_of
 from lib.errors import UserError
 from lib.model import adapters, load
 from lib.system import hardware, model_folder, provenance
-from lib.training import losses
+from lib.training import judge_checks, losses
+from lib.training.known_tokens import vocabulary
 
 ROOM = 10  # a model is read ahead where so many times its bytes are free: beside it another process trains
 
@@ -46,6 +49,7 @@ class Inputs:
     questions: list[Question]
     messages: tuple[str, ...] = ()  # what reading them had to say
     held_out: Prompts | None = None  # of a run of rounds
+    limits: ModelLimits = NO_LIMITS  # of the policy and the reference
 
 
 @dataclass
@@ -147,58 +151,90 @@ def _current(config: Config) -> Ahead | None:
 def _read(config: Config, tell: Callable[[str], None] | None = None) -> Inputs:
     messages: list[str] = []
     say = tell or messages.append
-    tokenizer = tokenizer_module.load_tokenizer_of(config.model)
-    words = tokenizer_module.vocabulary(config.model)
+    tokenizer, words = tokenizer_module.load_tokenizer_of(config.model), vocabulary(config.model)
     if tokenizer is not None and (facts := facts_of(Encoder(tokenizer, config.data, words["eos_token_id"]))):
         say(str(facts))
+    data: Dataset | StreamedDataset | Prompts
+    valid = held_out = None
     if config.rollouts.rounds:
-        prompts = _prompts(config, tokenizer, say)
-        held_out = _held_out_prompts(config, tokenizer, say)
-        questions = answer_questions.load_questions(config, tokenizer)
-        return Inputs(tokenizer, prompts, None, questions, tuple(messages), held_out)
-    if config.record_kind == "group":
-        groups = load_groups(config.data, words["vocab_size"])
-        return Inputs(tokenizer, groups, None, answer_questions.load_questions(config, tokenizer), tuple(messages))
-    kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
-    data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
-    valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
-    return Inputs(tokenizer, data, valid, answer_questions.load_questions(config, tokenizer), tuple(messages))
+        data, held_out = _prompts(config, tokenizer, words, say)
+    elif config.record_kind == "group":
+        data = load_groups(config.data, limits_of(words))
+    else:
+        kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
+        data = open_training(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
+        valid = open_held_out(config.data, kind, tokenizer, tell=say, mismatched=mismatched, **words)
+    limits = limits_of(words)
+    questions = answer_questions.load_questions(config, tokenizer, limits)
+    read = Inputs(tokenizer, data, valid, questions, tuple(messages), held_out, limits)
+    _require_room(config, read)
+    return read
 
 
-def _prompts(config: Config, tokenizer: Tokenizer | None, tell: Callable[[str], None]) -> Prompts:
-    """The prompts of a run of rounds, without those held out."""
-    return _opened(config, tokenizer, config.data.train, False if config.data.holdout else None, tell)
+def _require_room(config: Config, read: Inputs) -> None:
+    """Raises UserError where a greedy answer of an evaluation may end beyond the model's table of positions."""
+    settings, rows = config.evaluate, read.valid or read.data
+    if read.limits.positions is None or read.tokenizer is None:
+        return
+    asked: list[tuple[str, int]] = []
+    if (prompts := read.held_out) is not None:
+        count = min(len(prompts), settings.answers_limit)
+        asked = [(prompts.location(row), len(prompts.prompt_ids(row))) for row in range(count)]
+    elif not read.questions:
+        examples = rows.examples(range(min(settings.samples, len(rows))))
+        asked = [(f"{rows.path}, row {one.row} (evaluate.samples)", len(one.prompt_ids)) for one in examples]
+    for place, tokens in asked:
+        try:
+            read.limits.check_answer(tokens, settings.max_tokens, "evaluate.max_tokens")
+        except Unusable as why:
+            raise UserError(f"{place}: {why}") from None
 
 
-def _held_out_prompts(config: Config, tokenizer: Tokenizer | None, tell: Callable[[str], None]) -> Prompts | None:
-    """The prompts of data.valid, or what data.holdout keeps of data.train; None where there is neither."""
-    data = config.data
-    if data.valid is not None:
-        return _opened(config, tokenizer, data.valid, None, tell)
-    return _opened(config, tokenizer, data.train, True, tell) if data.holdout else None
+def _prompts(
+    config: Config, tokenizer: Tokenizer | None, words: Vocabulary, tell: Callable[[str], None]
+) -> tuple[Prompts, Prompts | None]:
+    """The prompts of a run of rounds, and those held out: of data.valid, or what data.holdout keeps; None without.
 
-
-def _opened(
-    config: Config,
-    tokenizer: Tokenizer | None,
-    source: str | dict[str, float],
-    held_out: bool | None,
-    tell: Callable[[str], None],
-) -> Prompts:
-    completions = config.rollouts.samples if config.record_kind == "group" else 2
-    encoder = _prompt_encoder(config, tokenizer)
-    return open_prompts(source, config.data, encoder, config.rollouts, completions, held_out, tell)
-
-
-def _prompt_encoder(config: Config, tokenizer: Tokenizer | None) -> Encoder:
-    """Makes prompts' tokens; the tokenizer's answers end as its chat template has it from then on."""
+    Raises:
+        UserError: there is no tokenizer, a round wants more prompts than there are, there is no such judge, or as
+            `open_prompts`.
+    """
     if tokenizer is None:
         raise UserError(
             f"rollouts.rounds={config.rollouts.rounds} needs a tokenizer, but model.path {config.model.path} has none"
         )
-    encoder = Encoder(tokenizer, config.data, tokenizer_module.vocabulary(config.model)["eos_token_id"])
+    data, rollouts = config.data, config.rollouts
+    encoder = Encoder(tokenizer, data, words["eos_token_id"])
     encoder.stop_generation()
-    return encoder
+    completions = rollouts.samples if config.record_kind == "group" else 2
+
+    def opened(source: str | dict[str, float], held_out: bool | None) -> Prompts:
+        return open_prompts(source, data, encoder, rollouts, completions, held_out, tell, limits_of(words))
+
+    prompts = opened(data.train, False if data.holdout else None)
+    if rollouts.prompts > len(prompts):
+        raise UserError(
+            f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; "
+            f"set rollouts.prompts={len(prompts)}"
+        )
+    held_out = None
+    if data.valid is not None:
+        held_out = opened(data.valid, None)
+    elif data.holdout:
+        held_out = opened(data.train, True)
+    _require_judges(config, prompts, held_out)
+    return prompts, held_out
+
+
+def _require_judges(config: Config, prompts: Prompts, held_out: Prompts | None) -> None:
+    """Raises UserError where a round's answers, or those to held-out prompts, would find no judge."""
+    of_rounds = "evaluate.judge" if config.rollouts.judge is None else "rollouts.judge"
+    judge = config.evaluate.judge if config.rollouts.judge is None else config.rollouts.judge
+    asked = [(of_rounds, judge, prompts)]
+    asked += [] if held_out is None else [("evaluate.judge", config.evaluate.judge, held_out)]
+    for setting, name, of_prompts in asked:
+        judge_checks.require_judge(config.evaluate, name, setting)
+        judge_checks.require_answers(name, setting, of_prompts)
 
 
 def _files(config: Config) -> Iterator[Path]:

@@ -246,9 +246,10 @@ def go_back(logs: Path, progress: Progress, world: World, keeps_disk: bool) -> N
     with world.agreeing("going back in the logs"):
         own_logs = [log for log in sorted(logs.glob("rank-*")) if RANK_LOG.fullmatch(log.name)] if keeps_disk else []
         lived = max((first_missed(log, *history) for log in own_logs), default=progress.step)
+        is_known = bool(progress.step or progress.before)  # rounds have a checkpoint before the first step
         for log in own_logs:
             index = 1 + int(log.stem.removeprefix("rank-"))
-            rewind(log, first_missed(log, *history, index) if progress.step else -1)
-        for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and progress.step else ():
+            rewind(log, first_missed(log, *history, index) if is_known else -1)
+        for path in checkpoints_in(logs.parent / "checkpoints") if own_logs and is_known else ():
             if step_of(path) > lived:  # of steps that are undone: they would be taken for the newest
                 discard(path)
