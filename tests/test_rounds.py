@@ -112,7 +112,7 @@ def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
 def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_hosts: list[Host]) -> None:
     """Killed on all hosts inside a round, and resumed: the bits of a run that nobody stopped, nothing on a shared disk."""
     hosts = fresh_hosts[:2]
-    common = [*tiny.settings(tmp_path, rows=45), "strategy=independent", "plan.shares=[5,3]", "train.steps=24"]
+    common = [*tiny.settings(tmp_path, rows=45), "strategy=independent", "plan.shares=[5,3]", "train.steps=30"]
     common += ["checkpoint.every=4", f"run.dir={hosts[0].disk}/runs", f"--config={tiny.config_file(tmp_path)}"]
 
     def start(words: Sequence[str], port: int) -> list[subprocess.Popen[str]]:
@@ -132,7 +132,8 @@ def test_hosts_with_disks_of_their_own_keep_their_parts(tmp_path: Path, fresh_ho
     finished(start([*common, "run.name=whole"], 5300))
     processes = start([*common, "run.name=run"], 5310)
     log = hosts[1].outside / "runs" / "run" / "logs" / "rank-001.jsonl"
-    while not (log.exists() and len(log.read_bytes().splitlines()) > 10):
+    saved = hosts[0].outside / "runs" / "run" / "checkpoints"
+    while not (log.exists() and len(log.read_bytes().splitlines()) > 12 and any(saved.glob("step-*"))):
         ended = [process.communicate() for process in processes if process.poll() is not None]
         assert not ended, ended
         time.sleep(0.002)
