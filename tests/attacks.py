@@ -25,7 +25,6 @@ import train
 from lib.config.help import accepts, settings
 from lib.dashboard import command as dashboard
 from lib.dashboard import run_report
-from lib.errors import shown
 from lib.evaluate import command as evaluate
 from lib.export import command as export
 from lib.launch import host_ranks
@@ -45,6 +44,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "lib.dashboard": dashboard.main,
 }
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\ud800-\udfff]")  # by a terminal; said here anew
 HALF = "\ud800"  # of a surrogate pair
 BIG = 5_400_000  # letters: 1,024 rows of them are 5.5 GB
 
@@ -75,7 +75,7 @@ def refused(program: str, words: list[str], told: str = "") -> str | None:
     lines = [line for line in errors.splitlines() if line and not line.startswith("warning: ")]
     if status != 2 or len(lines) != 1 or not lines[0].startswith("error: ") or told not in lines[0]:
         return f"status {status}: {errors[-300:]}"
-    return "what a terminal obeys is in the message" if lines[0] != shown(lines[0]) else None
+    return "what a terminal obeys is in the message" if OBEYED.search(lines[0]) else None
 
 
 def training(folder: Path, *words: str) -> list[str]:
@@ -274,7 +274,7 @@ def obeys_on_the_terminal(folder: Path) -> str | None:
         voice.table("t\x1b", ["c"], [["\x1b]0;x\x07"]])
         voice.facts("", [("n", "\x1b[2J")])
     text = out.getvalue()
-    return None if text == shown(text) and "a" in text else f"it obeys {text!r}"
+    return None if not OBEYED.search(text) and "a" in text else f"it obeys {text!r}"
 
 
 def revokes_the_last_key(folder: Path) -> str | None:
