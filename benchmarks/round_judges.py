@@ -23,4 +23,4 @@ def by_length(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -
 def slowly(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:
     """1 where an answer ends with the record's; $JUDGE_SECONDS for each, as a model far away would take."""
     time.sleep(float(os.environ["JUDGE_SECONDS"]) * len(completions))
-    return [float(text.endswith(f"= {record['answer']}")) for text in completions]
+    return [float(text.endswith(str(record["answer"]))) for text in completions]

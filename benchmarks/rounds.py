@@ -87,7 +87,9 @@ def _optimised(rate: float, beta: float) -> list[str]:
 def run(out: Path, name: str, words: list[str]) -> Outcome:
     """One run's figures; what is finished is taken, what was begun goes on, of the same settings and base."""
     base = hashlib.sha256((CONFIG.with_suffix("") / "model/model.safetensors").read_bytes()).hexdigest()
-    key = hashlib.sha256(f"{words} {load.load(CONFIG).model_dump_json()} {base}".encode()).hexdigest()[:8]
+    key = hashlib.sha256(
+        f"{words} {load.load(CONFIG).model_dump_json(exclude_defaults=True)} {base}".encode()
+    ).hexdigest()[:8]
     folder = out / f"{name}-{key}"
     if not (folder / "summary.json").exists():
         command = ["--config", str(CONFIG), f"run.dir={out}", f"run.name={folder.name}", "run.pages=false", *words]

@@ -120,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="fifty steps of SFT: another model, the same files")
+    parser.add_argument("--quick", action="store_true", help="fifty steps of each SFT: another model, the same files")
     arguments = parser.parse_args()
     out: Path = arguments.out
     (out / "model").mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,9 @@ def main() -> int:
             ["--resume", str(run)] if (run / "config.yaml").exists() else ["--config", "configs/rounds.yaml", *words]
         )
         if not (run / "summary.json").exists():
-            subprocess.run([sys.executable, "train.py", *command], cwd=ROOT, check=True)
+            done = subprocess.run([sys.executable, "train.py", *command], cwd=ROOT)
+            if done.returncode:
+                return done.returncode
         base = out / "model"
         shutil.copy(run / "adapters.safetensors", base / "model.safetensors")  # all weights: model.method=full
     summary = json.loads((run / "summary.json").read_text())

@@ -82,6 +82,7 @@ ROUNDS: dict[str, tuple[int, list[str]]] = {
     "rounds, independent": (2, ["strategy=independent", "plan.shares=[3,1]"]),
     "rounds, overlapping": (2, ["strategy=independent", "plan.shares=[3,1]", "rollouts.overlap=true"]),
     "rounds, grpo": (1, ["train.loss=grpo", "train.temperature=1.5"]),
+    "rounds, overlap": (2, ["strategy=synchronous", "plan.shares=[3,1]", "rollouts.overlap=true"]),
 }
 
 

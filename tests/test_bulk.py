@@ -56,6 +56,7 @@ def test_an_output_that_is_whole_is_done_though_its_journal_is_there(tmp_path: P
     first.finish(out)
     content = out.read_bytes()
     partial.write_bytes(whole)
+    (tmp_path / "out.jsonl.4711.unfinished").write_bytes(content[:1])
     again = opened_journal(out, "k", 2)
     again.finish(out)
     assert out.read_bytes() == content and list(tmp_path.iterdir()) == [out]
@@ -337,7 +338,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     for command, why in (
         (f"{shlex.quote(sys.executable)} -c 'import sys; sys.exit(\"no GPU\")'", "ended with status 1: no GPU"),
         ("echo [1]", "wrote 1 lines for 4 questions"),
-        ("nothing-of-this-name", "cannot be started"),
+        ("nothing-of-this-name", "no command 'nothing-of-this-name' here"),
     ):
         status, said = bulk([*words, str(tmp_path / "x"), f"evaluate.judge={command}"], check=False)
         assert status == 2 and why in said and said.count("\n") == 1

@@ -81,7 +81,7 @@ async def asked(connect: Connect, *parts: bytes, tls: ssl.SSLContext | None = No
     return said
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.binary(min_size=1, max_size=5000), st.lists(st.integers(1, 6000), max_size=5), st.booleans(), st.data())
 def test_a_body_comes_whole_however_it_is_cut(body: bytes, cuts: list[int], chunked: bool, data: st.DataObject) -> None:
     if chunked:

@@ -72,8 +72,11 @@ def epoch_of(data: Dataset, make: MicroBatches, epoch: int, sizes: list[list[int
     return batches
 
 
-@pytest.mark.parametrize("data", [PANDALM, GSM8K], ids=["pandalm", "gsm8k"])
-@pytest.mark.parametrize("sizes", [[[8, 8]], [[16]], [[16, 16, 16], [8, 8]]], ids=str)
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [(PANDALM, [[8, 8]]), (GSM8K, [[8, 8]]), (GSM8K, [[16]]), (PANDALM, [[16, 16, 16], [8, 8]])],
+    ids=["pandalm, two of 8", "gsm8k, two of 8", "gsm8k, 16", "pandalm, two ranks"],
+)
 def test_an_epoch_has_few_shapes_the_next_has_none_anew_and_little_is_padded(
     data: Dataset, sizes: list[list[int]]
 ) -> None:

@@ -71,6 +71,7 @@ INSTEAD = {
 def why_no_rounds(
     rollouts: RolloutSettings,
     train: TrainSettings,
+    strategy: str,
     merge: str | None,
     judge: str | None,
     given: Mapping[str, bool],
@@ -109,6 +110,8 @@ def why_no_rounds(
             f"independent.merge={merge} is not for rounds, in which all ranks sample from one adapter of one rank; "
             "take average or svd"
         )
+    if strategy == "sharded":
+        return "strategy=sharded is not for rounds: ranks draw with whole models, or pipelined; take pipelined"
     judge = rollouts.judge or judge
     if rollouts.overlap and judge is not None and judge.startswith(REWARD_MODEL):
         return (

@@ -378,7 +378,7 @@ class Config(Section):
             self._reference_can_move()
         given = {"evaluate.every": self.evaluate.every is not None, "data.streaming": bool(self.data.streaming)}
         merge, judge = self.independent.merge, self.evaluate.judge
-        why_not = why_no_rounds(self.rollouts, self.train, merge, judge, given)
+        why_not = why_no_rounds(self.rollouts, self.train, self.strategy, merge, judge, given)
         if self.rollouts.rounds and why_not:
             raise ValueError(why_not)
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":

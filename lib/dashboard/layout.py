@@ -46,7 +46,7 @@ def page_layout(dash: ModuleType, chosen: Sequence[str]) -> Any:
                     html.Section(id="machines", className="panel"),
                     html.Div(
                         [_panel(dash, name, title) for name, (title, _) in charts.OF_ROUNDS.items()],
-                        className="grid fit low",
+                        className="grid three low",
                     ),
                     html.Section(id="rounds"),
                     html.Div(

@@ -125,7 +125,8 @@ def rounds_svg(run: RunHistory) -> str:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("round", fontsize=9)
         axis.set_ylabel(unit, fontsize=9)
-        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(0.0, low), max(0.0, high + 0.05 * abs(high)))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.tick_params(labelsize=8)
         if len(drawn["data"]) > 1:

@@ -28,8 +28,13 @@ def section(html: ModuleType, run: RunHistory) -> list[Any]:
     )
     hosts = _table(html, ("rank", "host", *PARTS), _seconds(records))
     examples = [
-        html.Li([html.P(one["prompt"], className="note"), html.P(f"+ {one['chosen']}"), html.P(f"− {one['rejected']}")])
-        for one in newest[-1].get("examples") or []
+        html.Li(
+            [
+                html.Span(f"pair {number}"),
+                html.Div([html.Div(one["prompt"]), html.Div(f"+ {one['chosen']}"), html.Div(f"− {one['rejected']}")]),
+            ]
+        )
+        for number, one in enumerate(newest[-1].get("examples") or [], 1)
     ]
     shown = [html.H2("Rounds"), rounds, html.H2("Seconds in rounds"), hosts]
     if examples:

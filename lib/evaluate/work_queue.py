@@ -444,13 +444,14 @@ class SharedQueue:
 
 
 def opened_journal(out: Path, key: str, chunks: int) -> Journal:
-    """What is finished of an output so far.
+    """What is finished of an output so far; what a killed process left of it otherwise goes.
 
     Raises:
         UserError: the output is there, or the journal is of another model, data or settings.
         OSError: it cannot be written.
     """
     partial = out.with_name(f"{out.name}.partial")
+    files.sweep_unfinished(out)
     if not out.exists():
         return Journal(partial, key, chunks)
     if partial.exists():  # of a process that was killed between the two: the output is whole, and is written once more

@@ -153,7 +153,7 @@ class Rounds:
                     path.unlink()
         if finished:
             self.loop.latest = dict(finished[-1].held_out)
-            if finished[-1].undone:  # a fault may have come before that was done
+            if finished[-1].undone and step == len(finished) * self.steps:  # a fault may have come before that was done
                 self._undo()
         return len(finished)
 
@@ -391,6 +391,8 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     prompts, tokenizer, rollouts = inputs.data, inputs.tokenizer, config.rollouts
     assert isinstance(prompts, Prompts) and tokenizer is not None
     with world.agreeing("opening the prompts"):
+        if run.plan.strategy == "sharded":
+            raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
         judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
         is_other = rollouts.judge not in (None, config.evaluate.judge)
         if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores

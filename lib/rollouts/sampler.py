@@ -20,7 +20,6 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from lib.data.text_tokens import Tokenizer
-from lib.distributed.pipelined_world import PipelinedWorld
 from lib.distributed.world import World
 from lib.errors import Stopped
 from lib.model.continuations import PromptArrays, RowArrays, cannot_continue, next_logits
@@ -99,7 +98,7 @@ class Sampler:
 
     Args:
         compiled: whether a step is traced once for every shape of the batch; by default on a GPU.
-        world: whose ranks hold parts of the model, if they do: all of them sample the same at the same time.
+        world: whose ranks hold consecutive blocks of the model, if they do: all sample the same at the same time.
 
     Attributes:
         why_alone: why this model's prompts are answered one after the other; None where they are not.
@@ -115,12 +114,10 @@ class Sampler:
     ):
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
         # To try it, ranks with unlike blocks would have to fail alike.
-        self.why_alone = "it is pipelined" if isinstance(world, PipelinedWorld) else cannot_continue(model)
+        self.why_alone = "it is pipelined" if world.divides_model else cannot_continue(model)
         self.end_tokens = sorted(tokenizer.eos_token_ids)
         self.step: Callable[[RowArrays, PromptArrays, mx.array], tuple[RowArrays, mx.array]] = self._step
-        if compiled is None:  # no collective is traced: ranks may take unlike times
-            compiled = mx.default_device() == mx.gpu and not world.divides_model
-        if compiled:
+        if mx.default_device() == mx.gpu if compiled is None else compiled:
             self.step = mx.compile(self._step, inputs=[model.state])
 
     def sample(
@@ -154,6 +151,7 @@ class Sampler:
     def _draw(self, logits: mx.array, numbers: mx.array) -> tuple[mx.array, mx.array]:
         tokens, logps = draw(logits, numbers, self.settings.temperature, self.settings.top_p)
         if self.world.divides_model:
+            mx.eval(tokens, logps)  # first all ranks pass through the model, then they hear what the last one drew
             tokens, logps = self.world.workers.decide(tokens), self.world.workers.decide(logps)
         return tokens, logps
 

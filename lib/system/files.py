@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,12 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
         raise
     if durable:
         flush_path(path.parent)
+
+
+def sweep_unfinished(path: Path) -> None:
+    """Removes what processes that were killed while they replaced `path` left beside it; for its only writer."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.unfinished"):
+        left.unlink(missing_ok=True)
 
 
 def is_litter(name: str) -> bool:

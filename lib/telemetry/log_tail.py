@@ -25,7 +25,7 @@ class Tail:
         """Whether this is the beginning of the file, and its next whole lines: nothing where there are none yet.
 
         A piece is cut after its last line's end, so half a line waits for its other half; a line longer than the limit
-        comes whole, and of one that is too long what is left of it at its end.
+        comes whole, and with one that is too long all is passed over that is there.
         """
         try:
             with self.path.open("rb") as file:
@@ -36,7 +36,8 @@ class Tail:
                 piece = file.read(limit_bytes)
                 while piece and b"\n" not in piece and (more := file.read(limit_bytes)):
                     if len(piece) >= LONGEST_LINE:
-                        self.offset, piece = self.offset + len(piece), b""
+                        self.offset, piece = status.st_size, b""
+                        break
                     piece += more
         except OSError:  # not there yet, or no longer, or its disk is away
             return False, b""

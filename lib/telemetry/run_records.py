@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Annotated, Any, Protocol, cast
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from lib.system import files
 from lib.system.hardware import sensors
@@ -26,6 +28,7 @@ from lib.telemetry.trackers import Feed
 NETWORK_SECONDS = 10.0  # between records of the network
 SENSORS_SECONDS = 15.0  # between records of temperature and power
 PIECE_BYTES = 2**20  # of a log, in one collective at the end of a run
+_HISTORY = TypeAdapter(tuple[list[Annotated[list[int], Field(min_length=1)]], list[str]])
 GATHERED_PIECES = 64  # the most collectives at the end of a run
 
 
@@ -238,8 +241,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def lines_of(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a log, which may be somebody else's: one that is too long comes in pieces, which are no records."""
-    return iter(lambda: file.readline(LONGEST_LINE), b"")
+    """The lines of a log, which may be somebody else's: up to one that is too long, behind which there is no log."""
+    lines = iter(lambda: file.readline(LONGEST_LINE), b"")
+    return itertools.takewhile(lambda line: len(line) < LONGEST_LINE, lines)
 
 
 def _record_of(line: bytes) -> Record | None:
@@ -272,8 +276,7 @@ def rewind(path: Path, step: int) -> int:
         discarded.parent.mkdir(exist_ok=True)
         with discarded.open("ab") as beside:
             for cut, cut_line in enumerate(itertools.chain([line], lines), 1):
-                if len(cut_line) < LONGEST_LINE:
-                    beside.write(cut_line.rstrip(b"\n") + b"\n")
+                beside.write(cut_line.rstrip(b"\n") + b"\n")
         file.seek(0)
         with files.replacing(path) as shortened:
             while piece := file.read(min(kept_bytes, PIECE_BYTES)):
@@ -294,11 +297,20 @@ def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str
         place: index of this log's steps in such an entry.
     """
     starts = [entry for entry in read_records(path) if entry["kind"] == "start"]
-    own = starts[-1].get("resumes") or [] if starts else []
-    own_ids = starts[-1].get("resume_ids", [""] * len(own)) or [] if starts else []
+    own, own_ids = _history_of(starts[-1]) if starts else ([], [])
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own_ids, ids, strict=False)))
     undone = [*resumes[common:], *own[common:]] or resumes[-1:]
     return min(resume[place] if place < len(resume) else resume[0] for resume in undone)
+
+
+def _history_of(start: Record) -> tuple[list[list[int]], list[str]]:
+    """The resumes of a start's record and their ids; none where it is somebody else's."""
+    own = start.get("resumes") or []
+    ids = start.get("resume_ids", [""] * len(own) if isinstance(own, list) else None) or []
+    try:
+        return _HISTORY.validate_python((own, ids))
+    except ValidationError:
+        return [], []
 
 
 def _finite(value: Any) -> Any:
