@@ -342,7 +342,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     ):
         status, said = bulk([*words, str(tmp_path / "x"), f"evaluate.judge={command}"], check=False)
         assert status == 2 and why in said and said.count("\n") == 1
-        (tmp_path / "x.partial").unlink()
+        (tmp_path / "x.partial").unlink(missing_ok=True)
     tiny.write_jsonl(tmp_path / "bare.jsonl", [{"prompt": "What?"}])
     status, said = bulk(
         [*common(writer), "--data", str(tmp_path / "bare.jsonl"), "--make-pairs", str(tmp_path / "y")], check=False
