@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from lib.config import load
 from lib.config.help import known_settings
+from lib.config.rollout_settings import RolloutSettings
 from lib.config.schema import DataSettings
 from lib.dashboard import charts, rounds, run_report
 from lib.dashboard.figures import figures
@@ -242,12 +243,13 @@ def _pages_of_a_run(data: bytes, folder: Path) -> None:
 
 
 def _round(data: bytes, folder: Path) -> None:
-    (folder / "lines.jsonl").write_bytes(data)
+    for name in ("lines.jsonl", collect.SAMPLES):
+        (folder / name).write_bytes(data)
     for read in (
-        lambda: collect._by_prompt(folder / "lines.jsonl", [0, 1], 2, ModelLimits(48)),
+        lambda: collect._by_prompt(folder / "lines.jsonl", [0, 1], RolloutSettings(samples=2), ModelLimits(48)),
         lambda: list(collect.lines_of(folder / "lines.jsonl", collect.ScoreLine)),
         lambda: rollout_rounds._figures(folder / "lines.jsonl", rollout_rounds._read(folder / "lines.jsonl")),
-        lambda: rollout_rounds._policy_of(folder),
+        lambda: collect.policy_of(folder),
     ):
         try:
             read()

@@ -344,6 +344,42 @@ def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
     assert told["order_decided"] == differ and told["ties"] == PROMPTS and told["win_rate"] == 0.5
 
 
+@pytest.mark.parametrize("removed", [0, 1, 2])
+def test_killed_while_the_parts_go_the_same_comparison_ends_and_another_is_refused(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    removed: int,
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "longest.py").write_text(
+        "def judge(prompt, completions, record):\n    return [*map(len, completions)]\n"
+    )
+    out = tmp_path / "out.jsonl"
+    command = words(folder, out, str(folder / "model"), "evaluate.judge=longest:judge")
+    unlink, gone = Path.unlink, list[Path]()
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if out.exists() and path.name.startswith("out.jsonl."):
+            if len(gone) == removed:
+                raise InterruptedError(path)
+            gone.append(path)
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        evaluate.main(command)
+    whole = out.read_text()
+    assert len(gone) == removed and len(list(tmp_path.glob("out.jsonl.*"))) == 3 - removed
+    capsys.readouterr()
+    assert evaluate.main([*command, "evaluate.answer_pattern=x"]) == 2
+    assert "is there already" in capsys.readouterr().err and out.read_text() == whole
+    monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # no answer is made again
+    assert evaluate.main(command) == 0
+    assert out.read_text() == whole and not list(tmp_path.glob("out.jsonl.*"))
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -26,6 +26,7 @@ from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import instructions_of
 from lib.evaluate.whole_model import WholeModel
 from lib.evaluate.work_queue import Lines
+from lib.system import files
 from lib.training.progress_display import RunConsole
 
 Verdict = Literal["win", "loss", "tie", "unclear"]
@@ -78,35 +79,37 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
         AgreedError, UserError: on one rank, so on all; the judge's, on rank 0.
     """
     settings, data = first.settings, batch_inference.digest_of(records)
-    judge = None
+    named = {"answers": _unjudged(first), "against": _unjudged(second)}
+    models = {_place(model, name, records, out, world): model for name, model in named.items()}
+    judge, key, judged = None, "", out
     with world.agreeing("the comparison"):
         if world.rank == 0:
-            if out.exists() and not _parts(out):
-                raise _there(out)
+            key = batch_inference.key_of(
+                "verdicts", *(path.name for path in models), data, settings.evaluate.model_dump()
+            )
+            key = batch_inference.key_of(key, instructions_of(settings, "", ()) or None)
+            judged = _kept(out, "verdicts", key)
+            if out.exists() and not judged.exists():  # with it, a process was killed before the parts went
+                raise UserError(f"{out} is there already; remove it, or give another name")
             judge = judge_of(settings)
             if not judge.looks_at_order:  # no answer to check by? said now, and not after the answers
                 judge([_question(records, 0, settings, ("", ""))])
-    parts = _parts(out) if judge is not None else []
-    answers = [_answers(each, name, records, out, world) for name, each in (("answers", first), ("against", second))]
+    if not json.loads(world.broadcast_text(json.dumps(judged.exists()))):
+        for path, model in models.items():
+            _write_answers(model, path, records, world)
     if judge is None:
         return None
-    texts = [[json.loads(line)["completions"][0] for line in path.read_text().splitlines()] for path in answers]
-    key = batch_inference.key_of("verdicts", *(path.name for path in answers), data, settings.evaluate.model_dump())
-    key = batch_inference.key_of(key, instructions_of(settings, "", ()) or None)
 
     def verdicts(rows: range) -> Lines:
         return [json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings)]
 
-    unfinished = _kept(out, "verdicts", key)
-    if out.exists():  # a process was killed before the parts went: it is of them, or of another comparison
-        if not {*answers} <= {*parts}:
-            raise _there(out)
-        out.replace(unfinished)
-    if not unfinished.exists():
-        batch_inference.pull("verdicts", key, records, unfinished, settings, world.alone(), verdicts)
-    unfinished.replace(out)
-    for path in _parts(out):
-        path.unlink()
+    if not judged.exists():
+        texts = [[json.loads(line)["completions"][0] for line in path.read_text().splitlines()] for path in models]
+        batch_inference.pull("verdicts", key, records, judged, settings, world.alone(), verdicts)
+    if not out.exists():
+        files.write_atomically(out, judged.read_bytes())
+    for path in sorted(_parts(out), key=lambda path: path == judged):
+        path.unlink()  # the verdicts last: they say of which comparison the output is
     return summarise([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], judge)
 
 
@@ -116,28 +119,31 @@ def _parts(out: Path) -> list[Path]:
     return [path for path in beside if path.name.startswith(out.name) and KEPT.fullmatch(path.name[len(out.name) :])]
 
 
-def _there(out: Path) -> UserError:
-    return UserError(f"{out} is there already; remove it, or give another name")
-
-
-def _answers(model: WholeModel, name: str, records: Records, out: Path, world: World) -> Path:
-    """Writes a model's answers to a file beside `out`, on rank 0's disk, unless they are there already."""
-    # A change of the judge changes no answer.
+def _unjudged(model: WholeModel) -> WholeModel:
+    """Without the settings of the judge: a change of those changes no answer."""
     evaluation = model.settings.evaluate.model_copy(update={"judge": None, "judge_model": None, "judge_prompt": None})
-    model = replace(model, settings=model.settings.model_copy(update={"evaluate": evaluation}))
+    return replace(model, settings=model.settings.model_copy(update={"evaluate": evaluation}))
+
+
+def _place(model: WholeModel, name: str, records: Records, out: Path, world: World) -> Path:
+    """Where a model's answers lie until all is done."""
     with world.agreeing("reading the model"):
+        key = batch_inference.key_of("greedy", model.digest(), batch_inference.digest_of(records))
+    world.require_equal("model, data or settings", key)
+    return _kept(out, name, key)
+
+
+def _write_answers(model: WholeModel, path: Path, records: Records, world: World) -> None:
+    """Writes a model's answers, on rank 0's disk, unless they are there already."""
+    if json.loads(world.broadcast_text(json.dumps(path.exists()))):
+        return
+    with world.agreeing("loading the model"):
         tokenizer = tokenizer_module.load_tokenizer_of(model.settings.model)
         if tokenizer is None:
             raise UserError(f"{model.name} has no tokenizer, which writing answers needs")
-        key = batch_inference.key_of("greedy", model.digest(), batch_inference.digest_of(records))
-    world.require_equal("model, data or settings", key)
-    path = _kept(out, name, key)
-    if not json.loads(world.broadcast_text(json.dumps(path.exists()))):
-        with world.agreeing("loading the model"):
-            loaded = model.load(world)
-        writer = batch_inference.CompletionWriter(loaded, tokenizer, records, model.settings, None)
-        batch_inference.pull(f"answers of {model.name}", key, records, path, model.settings, world, writer)
-    return path
+        loaded = model.load(world)
+    writer = batch_inference.CompletionWriter(loaded, tokenizer, records, model.settings, None)
+    batch_inference.pull(f"answers of {model.name}", path.name, records, path, model.settings, world, writer)
 
 
 def _kept(out: Path, name: str, key: str) -> Path:
