@@ -167,8 +167,11 @@ def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
         "train.learning_rate=0.5",
     ]
     run = tmp_path / "runs" / "run"
-    (run / "checkpoints" / ".unfinished-00000099").mkdir(parents=True)  # a process was killed while it wrote
+    left = [run / "checkpoints" / ".unfinished-00000099", run / "rounds/0001/pairs.jsonl.7.unfinished"]
+    for path in left:
+        path.mkdir(parents=True)  # a process was killed while it wrote
     tiny.train(tmp_path, [*words, "run.name=run"])
+    assert not any(path.exists() for path in left)
     evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation" and r["step"]]
     best = min(evaluations, key=lambda r: r["loss"])["step"]
     assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step-{s:08d}" for s in (10, 12, best)}

@@ -48,7 +48,8 @@ def discard(path: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Removes what a process that was killed left unfinished of a run: its owner alone writes there."""
-    for path in [*folder.glob("*.unfinished"), *folder.glob("checkpoints/**/.unfinished-*")]:
+    files = [*folder.glob("*.unfinished"), *folder.glob("rounds/*/*.unfinished")]
+    for path in [*files, *folder.glob("checkpoints/**/.unfinished-*")]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
