@@ -168,6 +168,7 @@ def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
     ]
     run = tmp_path / "runs" / "run"
     left = [run / "checkpoints" / ".unfinished-00000099", run / "rounds/0001/pairs.jsonl.7.unfinished"]
+    left.append(run / "logs/rank-001.jsonl.7.unfinished")
     for path in left:
         path.mkdir(parents=True)  # a process was killed while it wrote
     tiny.train(tmp_path, [*words, "run.name=run"])

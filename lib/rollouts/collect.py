@@ -239,6 +239,8 @@ class Collector:
                 _drop_of_another(out, key, self.say)
             what = f"round {out.parent.name.lstrip('0')}: prompts {'answered' if out.name == SAMPLES else 'judged'}"
             pull(what, key, rows, out, self.config, self.world, do, self.chunk_rows)
+        elif self.world.rank == 0:  # a process was killed before its journal went
+            out.with_name(f"{out.name}.partial").unlink(missing_ok=True)
         spread(out, self.world, self.keeps_disk)
 
     def _samples(

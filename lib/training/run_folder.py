@@ -48,8 +48,11 @@ def discard(path: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Removes what a process that was killed left unfinished of a run: its owner alone writes there."""
-    files = [*folder.glob("*.unfinished"), *folder.glob("rounds/*/*.unfinished")]
-    for path in [*files, *folder.glob("checkpoints/**/.unfinished-*")]:
+    for path in [
+        found
+        for pattern in ("*.unfinished", "logs/**/*.unfinished", "rounds/*/*.unfinished", "checkpoints/**/.unfinished-*")
+        for found in folder.glob(pattern)
+    ]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
