@@ -273,6 +273,7 @@ def stopped_at(owner: type, method: str, count: int) -> Callable[[pytest.MonkeyP
 
 MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "sampling": stopped_at(Journal, "put", 2),
+    "after the answers, before their journal goes": stopped_at(Journal, "close", 1),
     "judging": stopped_at(Journal, "put", 5),
     "training": stopped_at(Learner, "learn", 4),
     "before the verdict": stopped_at(Rounds, "_judge", 2),
@@ -300,6 +301,7 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
         assert stopped.returncode == 1 and "--resume" in stopped.stderr
     tiny.train(tmp_path, ["--resume", str(tmp_path / "stopped")])
     assert outcome(tmp_path / "stopped") == outcome(run)
+    assert not list((tmp_path / "stopped").glob("rounds/*/*.partial"))
     logs = [read_records(one / "logs" / "rank-000.jsonl") for one in (tmp_path / "stopped", run)]
     evaluated, evaluated_whole = ({record["step"] for record in log if record["kind"] == "evaluation"} for log in logs)
     assert evaluated == evaluated_whole and 0 in evaluated, "the policy before the first round stays in the log"

@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,9 @@ def _train_here(words: list[str]) -> subprocess.CompletedProcess[str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = script.main(words)
+        for thread in threading.enumerate():  # as the end of a process waits for the checkpoint that is being written
+            if thread.name == "checkpoint":
+                thread.join()
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
