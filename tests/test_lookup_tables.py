@@ -106,7 +106,7 @@ def test_rows_are_as_long_as_the_table(tmp_path: Path) -> None:
     words = words_of(tmp_path, **{"data.length_multiple": 128, "data.shared_prompts": "false", "model.method": "full"})
     fitting = {"prompt_ids": [3] * 40, "chosen_ids": [5] * 24 + [1], "rejected_ids": [6, 1]}
     tiny.write_jsonl(tmp_path / "train.jsonl", [fitting] * 8)
-    tiny.train(tmp_path, words)
+    tiny.train(tmp_path, [*words, "run.name=fitting"])
     tiny.write_jsonl(tmp_path / "train.jsonl", [fitting, fitting | {"prompt_ids": [3] * 41}])
     why = (
         "train.jsonl:2: a row of 66 tokens is longer than the 64 positions of the model's table; set data.max_length=64"

@@ -227,9 +227,17 @@ def test_a_host_remembers_the_smallest_even_without_a_calibration_and_old_files_
 # ---- Runs
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests() -> None:
+    """What earlier tests of this process left in MLX's memory goes: limits here are parts of what a step takes."""
+    gc.collect()
+    mx.clear_cache()
+
+
 @pytest.fixture(scope="module")
 def free(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
     """The folder and words of a run in micro-batches of 16, which met nothing."""
+    gc.collect()  # a module's fixture comes before those of a test
     folder = tmp_path_factory.mktemp("free")
     words = [*tiny.settings(folder, **RUN), "plan.micro_batch_sizes=[16]"]
     tiny.train(folder, [*words, "run.name=free"])
