@@ -302,6 +302,7 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
     world.gather_text("checked")
 
 
+@two
 def test_what_compression_left_out_is_in_the_checkpoint(world: World, folder: Path, shares: str) -> None:
     words = [*settings(world, folder), shares, "sync.compression=topk", "train.schedule=constant", "model.dropout=0.1"]
     straight = train(world, folder, [*words, "train.steps=11"], "straight")

@@ -127,10 +127,10 @@ two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is se
 @pytest.mark.parametrize(
     ("rows", "words", "steps"),
     [
-        (45, ["train.epochs=6"], 36),
+        pytest.param(45, ["train.epochs=6"], 36, marks=two),  # on three: the next test, and fewer rows
         (21, ["train.steps=5"], 5),
         (3, ["train.epochs=10"], 10),  # fewer than a batch, and than a round
-        (45, ["train.epochs=4", "data.streaming=true"], 24),
+        pytest.param(45, ["train.epochs=4", "data.streaming=true"], 24, marks=two),  # on three: tests/test_streaming.py
         pytest.param(45, ["train.epochs=3", "model.method=full", "sync.compression=int8"], 18, marks=two),
         pytest.param(
             21,
