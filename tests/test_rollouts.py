@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lib.evaluate.work_queue import Dispatcher, Journal, Local
 from lib.model import load as models
 from lib.rollouts.drawing import JudgingThread
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
-from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, pairs_of
+from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
 from lib.rollouts.rounds import Rounds
 from lib.rollouts.sampler import Sample
 from lib.telemetry.run_records import read_records
@@ -76,6 +77,21 @@ def test_an_answer_that_was_drawn_twice_counts_once() -> None:
     settings = RolloutSettings(pairs="margin", margin=0.5)
     assert chosen_and_rejected(pairs_of(group(0.0, 1.0, 0.0, tokens=same), settings)) == [(1, 0)]
     assert pairs_of(group(1.0, 0.0, tokens=[[2, 1], [2, 1]]), settings) == [], "nothing to prefer between equals"
+
+
+def test_what_was_cut_teaches_nothing_if_asked() -> None:
+    whole = group(0.0, 1.0, 2.0)
+    cut = replace(whole, answers=[*whole.answers[:2], replace(whole.answers[2], finish="length")])
+    assert chosen_and_rejected(pairs_of(cut, RolloutSettings(mask_truncated=True))) == [(1, 0)]
+    (made,) = groups_of([cut], RolloutSettings(mask_truncated=True))
+    assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
+
+
+def test_groups_of_equal_scores_can_be_left_out() -> None:
+    groups = [group(1.0, 1.0), group(0.0, 1.0, None), group(None, None)]
+    assert len(groups_of(groups, RolloutSettings())) == 2
+    assert [made.rewards for made in groups_of(groups, RolloutSettings(filter_groups=True))] == [[0.0, 1.0, None]]
+    assert groups_of([groups[0], groups[2]], RolloutSettings()) == [], "there is nothing to learn"
 
 
 def test_figures_are_sums_over_counts() -> None:

@@ -1,4 +1,4 @@
-"""Scored answers ➜ preference pairs, and what is to be watched of them: pure functions."""
+"""Scored answers ➜ preference pairs or groups, and what is to be watched of them: pure functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lib.config.rollout_settings import RolloutSettings
+from lib.data.groups import Group as SampledGroup
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,13 @@ def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
     """The pairs that a prompt's answers make; none where all scores are the same.
 
     `best_worst`: one of the best and one of the worst answers, of equal scores the first that was drawn. `margin`:
-    every two whose scores differ by the margin. An answer that was drawn several times counts once.
+    every two whose scores differ by the margin. An answer that was drawn several times counts once. With
+    `mask_truncated` one that rollouts.max_tokens cut does not count.
     """
-    distinct = {tuple(answer.tokens): answer for answer in reversed(group.answers) if answer.score is not None}
+    known = [answer for answer in group.answers if answer.score is not None]
+    if settings.mask_truncated:
+        known = [answer for answer in known if answer.finish != "length"]
+    distinct = {tuple(answer.tokens): answer for answer in reversed(known)}
     answers = sorted(distinct.values(), key=lambda answer: answer.k)
     if settings.pairs == "best_worst" and answers:
         best = max(answers, key=_score)
@@ -68,6 +73,31 @@ def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
 def _score(answer: Answer) -> float:
     assert answer.score is not None
     return answer.score
+
+
+def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[SampledGroup]:
+    """What train.loss=grpo learns from: the answers that have a score; nothing where all scores of each prompt agree.
+
+    `filter_groups` leaves out the prompts whose scores agree, `mask_truncated` the tokens of answers that were cut.
+    """
+    kept, differs = [], False
+    for group in groups:
+        scores = {answer.score for answer in group.answers} - {None}
+        differs = differs or len(scores) > 1
+        if scores and (len(scores) > 1 or not settings.filter_groups):
+            kept.append(_sampled(group, settings.mask_truncated))
+    return kept if differs else []
+
+
+def _sampled(group: Group, mask_truncated: bool) -> SampledGroup:
+    answers = group.answers
+    return SampledGroup(
+        prompt=group.prompt_tokens,
+        completions=[answer.tokens for answer in answers],
+        rewards=[answer.score for answer in answers],
+        logps=[answer.logps for answer in answers],
+        mask=[[answer.finish != "length"] * len(answer.tokens) for answer in answers] if mask_truncated else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from typing_extensions import TypedDict
 from lib.config import read_file
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
-from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
+from lib.data.groups import groups_in_memory
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
 from lib.distributed.world import World
@@ -41,7 +41,7 @@ from lib.rollouts.divergence import kl_of
 from lib.rollouts.drawing import Drawing
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
 from lib.rollouts.judged import require_scores, scores_of
-from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
+from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of, groups_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
 from lib.training.local_sgd import LocalSGD
@@ -174,12 +174,13 @@ class Rounds:
         begins = run.progress.step == first_step
         if begins:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
-        if pairs:
-            self._prepare(number, self._data(number, groups, pairs))
+        data = self._data(number, groups, pairs)
+        if data is not None:
+            self._prepare(number, data)
         if self.settings.overlap and begins and number < self.settings.rounds:
             self._draw(number + 1)
         training = time.perf_counter()
-        if pairs:
+        if data is not None:
             self.loop.train()  # a rank goes on to it while others draw: nothing is exchanged in between
         else:
             run.say.warning(
@@ -240,21 +241,14 @@ class Rounds:
         policy = Policy(own, self._kept().number)
         self.drawings[number] = self.collector.draw(number, policy, waits)
 
-    def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset:
-        """What a round trains on: its pairs, or for train.loss=grpo all answers that have a score."""
+    def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset | None:
+        """What a round trains on: its pairs, or for train.loss=grpo its groups; None where it has nothing to learn."""
         folder = self.collector.folder_of(number)
         if self.run.config.record_kind == "group":
-            scored = [
-                groups_module.Group(
-                    group.prompt_tokens,
-                    [answer.tokens for answer in group.answers],
-                    [answer.score for answer in group.answers],
-                    [answer.logps for answer in group.answers],
-                )
-                for group in groups
-                if any(answer.score is not None for answer in group.answers)
-            ]
-            return groups_module.groups_in_memory(str(folder / SAMPLES), scored, [])
+            learnt = groups_of(groups, self.settings)
+            return groups_in_memory(str(folder / SAMPLES), learnt, []) if learnt else None
+        if not pairs:
+            return None
         pieces = [
             np.array(ids, np.int32)
             for pair in pairs
