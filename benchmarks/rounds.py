@@ -45,9 +45,10 @@ from lib.config import load  # noqa: E402
 CONFIG = ROOT / "configs/rounds.yaml"
 BAR, NOTHING = 0.10, 0.03  # what is gained over offline DPO, at least; and by scores that say nothing, at most
 # The best of a sweep (--sweep), each for itself; rounds take those of configs/rounds.yaml.
-BEST = {"offline": (1e-4, 0.1), "grpo": (1e-3, 0.0)}
-RATES = (1e-4, 3e-4, 1e-3)
-BETAS = {"rounds": (0.1,), "offline": (0.1, 0.3), "grpo": (0.0, 0.02)}
+BEST = {"offline": (1e-3, 0.1), "grpo": (1e-3, 0.0)}
+RATES = (3e-4, 1e-3, 2e-3)
+GRPO = ("train.loss=grpo", "train.rpo_alpha=0", "train.global_batch_size=16", "rollouts.filter_groups=true")
+BETAS = {"rounds": (0.1,), "offline": (0.1,), "grpo": (0.0,)}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def variants(rounds: int) -> dict[str, list[str]]:
     return {
         "rounds": [renewed, ungated],
         "offline": [*once, ungated, *_optimised(*BEST["offline"])],
-        "grpo": [renewed, ungated, "train.loss=grpo", *_optimised(*BEST["grpo"])],
+        "grpo": [renewed, ungated, *GRPO, *_optimised(*BEST["grpo"])],
         "shuffled": [renewed, ungated, f"{judge}shuffled"],
         "length": [renewed, f"{judge}by_length", "rollouts.after_undone=stop"],
     }
