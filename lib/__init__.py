@@ -7,6 +7,7 @@ does how much, `lib.training.step` does it, and `lib.distributed.world` is all t
 `lib.training.losses` and `lib.training.merge_adapters` follow their papers. `lib.launch.supervisor` starts ranks.
 """
 
-from lib import environment
+from lib import environment, late_imports
 
 environment.enter()
+late_imports.install()
