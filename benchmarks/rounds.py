@@ -85,6 +85,11 @@ def _optimised(rate: float, beta: float) -> list[str]:
     return [f"train.learning_rate={rate:g}", f"train.beta={beta:g}"]
 
 
+def _last_of_each(words: list[str]) -> list[str]:
+    """The words that count, so that a run at the best settings is the same run, swept or not."""
+    return list({word.partition("=")[0]: word for word in words}.values())
+
+
 def run(out: Path, name: str, words: list[str]) -> Outcome:
     """One run's figures; what is finished is taken, what was begun goes on, of the same settings and base."""
     base = hashlib.sha256((CONFIG.with_suffix("") / "model/model.safetensors").read_bytes()).hexdigest()
@@ -155,7 +160,7 @@ def main() -> int:
     chosen = {name: words for name, words in known.items() if not options.only or name in options.only}
     if options.sweep:
         chosen = {
-            f"{name}, rate {rate:g}, beta {beta:g}": [*known[name], *_optimised(rate, beta)]
+            f"{name}, rate {rate:g}, beta {beta:g}": _last_of_each([*known[name], *_optimised(rate, beta)])
             for name in options.sweep
             for rate, beta in itertools.product(RATES, BETAS[name])
         }

@@ -23,6 +23,7 @@ from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
 from lib.data.prompts import open_prompts
 from lib.errors import UserError
+from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
 from lib.evaluate.judges import CommandJudge, Question
 from lib.evaluate.work_queue import Dispatcher, Journal, Local
@@ -447,6 +448,18 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(whole: tuple[Pat
     assert len(tiny.steps_of(tmp_path / "parts")) == 4
     versions = [{one["version"] for one in lines(tmp_path / f"parts/rounds/{n:04d}/samples.jsonl")} for n in (1, 2)]
     assert versions == [{0}, {0}]
+
+
+def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = whole
+    assert evaluate.main(["--run", str(run)]) == 2
+    assert (
+        "a run of rounds has no held-out pairs; name some with --data, or evaluate.answers" in capsys.readouterr().err
+    )
+    sums = run.parent.parent / "sums.jsonl"
+    tiny.write_jsonl(sums, [{"prompt": "Add 12 and 34.", "answer": "46"}, {"prompt": "Add 58 and 67.", "answer": "-1"}])
+    assert evaluate.main(["--run", str(run), f"evaluate.answers={sums}", "evaluate.max_tokens=1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"questions": 2, "exact_match": 0.0}
 
 
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
