@@ -7,7 +7,10 @@ does how much, `lib.training.step` does it, and `lib.distributed.world` is all t
 `lib.training.losses` and `lib.training.merge_adapters` follow their papers. `lib.launch.supervisor` starts ranks.
 """
 
-from lib import environment, late_imports
+from lib import environment
 
 environment.enter()
+
+from lib import late_imports  # noqa: E402  (by the interpreter that stays, and not by one that is too old)
+
 late_imports.install()

@@ -216,15 +216,11 @@ def second_loses() -> Iterator[None]:
         yield
 
 
-# Long enough for a carry, which is what the judge looks for: drawing is most of what these runs do.
-SHORT = {"rollouts__max_tokens": 12, "evaluate__max_tokens": 12}
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, second_loses: None) -> tuple[Path, list[str]]:
     """A run of rounds that nobody stopped, and its words."""
     folder = tmp_path_factory.mktemp("rounds")
-    words = tiny.rounds(folder, **SHORT)
+    words = tiny.rounds(folder)
     tiny.train(folder, [*words, "run.name=whole"])
     return folder / "runs" / "whole", words
 
@@ -233,7 +229,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, second_loses: None) -> tuple
 def overlapping(tmp_path_factory: pytest.TempPathFactory, second_loses: None) -> tuple[Path, list[str]]:
     """The same run, in which each round's answers are drawn before the round before it is trained."""
     folder = tmp_path_factory.mktemp("overlap")
-    words = [*tiny.rounds(folder, **SHORT), "rollouts.overlap=true"]
+    words = [*tiny.rounds(folder), "rollouts.overlap=true"]
     tiny.train(folder, [*words, "run.name=whole"])
     return folder / "runs" / "whole", words
 
