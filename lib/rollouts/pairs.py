@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from lib.config.rollout_settings import RolloutSettings
 from lib.data.groups import Group as SampledGroup
@@ -113,6 +116,7 @@ class SampleFigures:
         entropy: of the policy, in nats a token: the mean of -log p over what it drew.
         longer_chosen: the part of the pairs whose chosen answer is longer, of those whose lengths differ.
         kl: of the policy to the reference, in nats a token (lib/rollouts/divergence.py).
+        length_correlation: of scores and tokens among the answers to one prompt, over all prompts (Pearson's).
     """
 
     prompts: int
@@ -129,6 +133,7 @@ class SampleFigures:
     chosen_tokens: float | None
     rejected_tokens: float | None
     kl: float | None = None
+    length_correlation: float | None = None
 
 
 def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None = None) -> SampleFigures:
@@ -154,4 +159,17 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None 
         chosen_tokens=sum(chosen for chosen, _ in lengths) / len(pairs) if pairs else None,
         rejected_tokens=sum(rejected for _, rejected in lengths) / len(pairs) if pairs else None,
         kl=kl,
+        length_correlation=length_correlation(groups),
     )
+
+
+def length_correlation(groups: Sequence[Group]) -> float | None:
+    """Pearson's correlation of scores and tokens, each less its mean of the prompt; None of nothing."""
+    products = np.zeros(3)  # scores times tokens, and the squares of either
+    for group in groups:
+        known = [(answer.score, len(answer.tokens)) for answer in group.answers if answer.score is not None]
+        if known:
+            scores, tokens = (np.array(own, np.float64) - np.mean(own) for own in zip(*known, strict=True))
+            products += [scores @ tokens, scores @ scores, tokens @ tokens]
+    both, of_scores, of_tokens = products.tolist()
+    return both / math.sqrt(of_scores * of_tokens) if of_scores * of_tokens > 0 else None
