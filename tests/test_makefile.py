@@ -133,7 +133,14 @@ def test_what_ends_the_tests_ends_their_parts(tmp_path: Path, number: signal.Sig
     first = f"{told}; while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; echo on; while :; do sleep 0.01; done"
     second = ["two ranks", "sh", "-c", f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 100"]
     command = parts("one process", "sh", "-c", first, "--", *second, "--", "three", "touch", str(tmp_path / "third"))
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # which nohup's children do not hear
+    )
     assert process.stdout is not None and process.stdout.readline() and process.stdout.readline() == "on\n"
     if number is signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does it
