@@ -120,7 +120,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     from lib.plan.first_plan import first_plan
     from lib.plan.memory import Rows
     from lib.telemetry.trackers import Feed
-    from lib.training import checkpoint, preload, reference_model, report
+    from lib.training import checkpoint, kernels, preload, reference_model, report
     from lib.training.progress_display import RunConsole
     from lib.training.step import make_optimizer
     from lib.training.training_run import TrainingRun
@@ -133,10 +133,9 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
     with world.agreeing("reading the data"), say.doing("reading the data"):
         feed = Feed(config.run.sinks if world.rank == 0 else (), folder)
         inputs = preload.inputs(config, say.line)
-    data = inputs.data
+    data, steps = inputs.data, config.steps_over(len(inputs.data))
     world.require_equal("tokenised training data", data.digest)
     world.require_equal("held-out data or questions", digest_of(inputs.valid or inputs.held_out, inputs.questions))
-    steps = config.steps_over(len(data))
 
     # ---- Plan: who takes how much ------------------------------------------------------------------------------------
 
@@ -148,7 +147,8 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     # ---- Model: the base, and what is trained of it ------------------------------------------------------------------
 
-    with world.agreeing("loading the model"), say.doing("loading the model"):
+    compiled = kernels.compiled(config, None if dry_run else data, world, hosts, say.line)
+    with world.agreeing("loading the model"), say.doing("loading the model"), compiled:
         model = preload.policy(config, lazy=dry_run or plan.divides_model)
         if plan.checkpoints_blocks(world.rank):
             adapters.checkpoint_blocks(model)

@@ -108,10 +108,9 @@ def main() -> None:
             for name in options.ways or ways:
                 rows.append({"lengths": lengths, "way": name, **timed(ways[name])})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            if options.torch:
-                rows.append(
-                    {"lengths": lengths, "way": "transformers", **of_torch(options, stored, prompts, ends, dtype)}
-                )
+            for way in options.torch_ways if options.torch else ():
+                figures = of_torch(way, options, stored, prompts, ends, dtype)
+                rows.append({"lengths": lengths, "way": f"transformers, {way}", **figures})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         parts = step_parts(model, prompts, settings) if options.profile else {}
     show(rows, parts, options)
@@ -133,6 +132,8 @@ def parse() -> argparse.Namespace:
     add("--ways", nargs="+", default=None, help="only these rows")
     add("--adapters", action="store_true", help="with LoRA of rank 8 on every layer, not merged")
     add("--torch", metavar="PYTHON", default=None, help="an interpreter with torch and transformers")
+    add("--torch-ways", nargs="+", default=["dynamic", "static", "compiled", "continuous"], help="sampling_torch.py's")
+    add("--torch-seconds", type=float, default=600.0, help="for each of them, its start and first time included")
     add("--profile", action="store_true", help="milliseconds of a step's parts, all answers half written")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true")
@@ -193,10 +194,16 @@ def mlx_lm(model: nn.Module, ends: list[int], prompts: list[list[int]], settings
 
 
 def of_torch(
-    options: argparse.Namespace, stored: dict[str, Any], prompts: list[list[int]], ends: list[int], dtype: str
+    way: str,
+    options: argparse.Namespace,
+    stored: dict[str, Any],
+    prompts: list[list[int]],
+    ends: list[int],
+    dtype: str,
 ) -> dict[str, Any]:
     """By another interpreter; TORCH_LD_LIBRARY_PATH takes the place of LD_LIBRARY_PATH, where that is for MLX."""
     work = {
+        "way": way,
         "config": stored,
         "prompts": prompts,
         "ends": ends,
@@ -208,9 +215,18 @@ def of_torch(
     }
     variables = dict(os.environ) | {"LD_LIBRARY_PATH": os.environ.get("TORCH_LD_LIBRARY_PATH", "")}
     mx.clear_cache()
-    result = subprocess.run(
-        [options.torch, str(CHILD)], input=json.dumps(work), capture_output=True, text=True, env=variables
-    )
+    command = [options.torch, str(CHILD)]
+    try:
+        result = subprocess.run(
+            command,
+            input=json.dumps(work),
+            capture_output=True,
+            text=True,
+            env=variables,
+            timeout=options.torch_seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done within {options.torch_seconds:.0f} s"}
     if result.returncode:
         return {"error": (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]}
     figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

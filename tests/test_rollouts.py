@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -532,11 +533,20 @@ def test_a_check_has_something_to_check_by(words: list[str], tmp_path: Path) -> 
     assert result.returncode == 2 and "prompts.jsonl:1: no 'answer' to check completions by" in result.stderr
 
 
-def test_a_server_is_asked_whether_it_is_there(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        ("http://127.0.0.1:1/v1", "no server answers"),
+        ("builtins:print", r"print: \S*prompts.jsonl:1: returned None; it has to be a list of 1 scores"),
+    ],
+)
+def test_a_server_is_asked_whether_it_is_there_and_a_function_tried(
+    judge: str, said: str, words: list[str], tmp_path: Path
+) -> None:
     """Before the first answer is drawn."""
-    own = ["rollouts.judge=http://127.0.0.1:1/v1", "evaluate.judge_model=x", "evaluate.answers_limit=1"]
+    own = [f"rollouts.judge={judge}", "evaluate.judge_model=x", "evaluate.answers_limit=1"]
     result = tiny.train(tmp_path, [*words, *own, "run.name=r"], check=False)
-    assert result.returncode == 2 and "no server answers" in result.stderr
+    assert result.returncode == 2 and re.search(said, result.stderr)
     assert not (tmp_path / "runs/r/rounds").exists()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.errors import UserError
-from lib.evaluate.judges import Question
+from lib.evaluate.judges import NoScores, Question
 from lib.system.worker_process import Ended, NotStarted, WorkerProcess
 
 
@@ -48,7 +48,8 @@ class FunctionJudge:
         """A score for each completion.
 
         Raises:
-            UserError: none comes in time, the process ends, or the function raises or returns something else.
+            UserError: none comes in time, the process ends, or the function raises.
+            NoScores: it returns something else.
         """
         asked = {"prompt": question.prompt, "completions": list(question.completions), "record": question.record}
         where = f"{self.name}: {question.place}"
@@ -62,6 +63,6 @@ class FunctionJudge:
             raise UserError(f"{where}: {answer['fault']}")
         if answer["scores"] is None:
             wanted = f"a list of {len(question.completions)} scores"
-            raise UserError(f"{where}: returned {answer['made']}; it has to be {wanted}")
+            raise NoScores(f"{where}: returned {answer['made']}; it has to be {wanted}")
         scores: list[float] = answer["scores"]
         return scores

@@ -39,6 +39,10 @@ class Question:
     record: Mapping[str, Any]
 
 
+class NoScores(UserError):
+    """What a judge gave is no score for each completion."""
+
+
 class Judge(Protocol):
     """Scores completions."""
 
@@ -121,7 +125,7 @@ class PythonJudge:
                 raise UserError(f"{self.name}: {question.place}: {type(error).__name__}: {error}") from error
             if (of_texts := scores_in(made, len(question.completions))) is None:
                 wanted = f"a list of {len(question.completions)} scores"
-                raise UserError(f"{self.name}: {question.place}: returned {reprlib.repr(made)}; it has to be {wanted}")
+                raise NoScores(f"{self.name}: {question.place}: returned {reprlib.repr(made)}; it has to be {wanted}")
             scores.append(of_texts)
         return scores
 

@@ -27,6 +27,7 @@ from lib.config.schema import Config
 from lib.data.dataset import Dataset, in_memory
 from lib.data.groups import groups_in_memory
 from lib.data.prompts import Prompts
+from lib.data.record_formats import ANSWER
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
@@ -39,7 +40,7 @@ from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Policy, p
 from lib.rollouts.divergence import kl_of
 from lib.rollouts.drawing import Drawing
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
-from lib.rollouts.judged import scores_of
+from lib.rollouts.judged import require_scores, scores_of
 from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of, groups_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
@@ -369,10 +370,14 @@ def _read(path: Path) -> str:
         return "{"
 
 
-def _judge_of(config: Config, section: str) -> Judge:
-    """The judge that rollouts.judge or evaluate.judge names."""
+def _judge_of(config: Config, section: str, prompts: Prompts) -> Judge:
+    """The judge that rollouts.judge or evaluate.judge names, tried on the first prompt with its own answer."""
     named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
-    return guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
+    judge = guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
+    record = prompts.record(0)
+    answer = str(record.get(ANSWER) or "")
+    require_scores(judge, Question(prompts.location(0), prompt_of(record, config.data), [answer], record))
+    return judge
 
 
 def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
@@ -387,10 +392,10 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     with world.agreeing("opening the prompts"):
         if run.plan.strategy == "sharded":
             raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
-        judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
+        judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate", prompts)
         is_other = rollouts.judge not in (None, config.evaluate.judge)
         if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
-            judge_of_held_out = _judge_of(config, "evaluate")
+            judge_of_held_out = _judge_of(config, "evaluate", prompts)
         judges_beside = not (rollouts.judge or config.evaluate.judge or "").startswith(REWARD_MODEL)
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)

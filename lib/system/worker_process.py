@@ -131,7 +131,7 @@ class WorkerProcess:
         )
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
-        self._kill = weakref.finalize(self, _kill, process, self._owner)  # at this process's end, too
+        self._kill = weakref.finalize(self, _end_all, process, self._owner)  # at this process's end, too
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], left: memoryview, seconds: float) -> Any:
@@ -195,7 +195,7 @@ def _given(descriptor: int, left: memoryview) -> memoryview:
         return left[:0]
 
 
-def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
+def _end_all(process: subprocess.Popen[bytes], owner: int) -> None:
     """Ends a process and what it started; nothing in a fork of the process that started it."""
     if owner != os.getpid():
         return

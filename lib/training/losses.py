@@ -110,6 +110,8 @@ def sigmoid_loss(policy: LogProbs, reference: LogProbs, beta: float, label_smoot
     -(1 - epsilon) log sigma(beta h) - epsilon log sigma(-beta h).
     """
     logits = beta * log_ratio_difference(policy, reference)
+    if not label_smoothing:
+        return -log_sigmoid(logits)
     return -(1 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from lib.config.train_settings import TrainSettings
+from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
 from lib.model.token_stream import StreamInputs
 from lib.training import losses
 from lib.training.group_losses import Groups, group_loss
@@ -17,6 +19,34 @@ OF_GROUPS = ("completions", "completion_tokens", "reward", "reward_std", "entrop
 SUMS = ("loss", "count", "pairs", "desirable", *REWARDS, *OF_GROUPS)
 
 Metrics = dict[str, float | None]  # by name; None for what a loss does not have
+Figures = tuple[mx.array, ...]  # log-probabilities; and weights, or entropies, where a loss is made of them, too
+
+
+def figures_of(train: TrainSettings, model: nn.Module, inputs: StreamInputs) -> Figures:
+    """What a loss is made of, of the completions of some examples."""
+    if train.loss == "grpo":
+        return completion_token_logps(model, inputs, train.temperature)
+    if train.use_weighting:
+        return completion_logps_and_weights(model, inputs)
+    return (completion_logps(model, inputs),)
+
+
+def loss_and_sums(
+    train: TrainSettings,
+    figures: Figures,
+    inputs: StreamInputs,
+    reference: mx.array | None,
+    labels: mx.array | None,
+    baseline: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """The loss, summed over some examples, and SUMS: float32. The arguments are those of `objective`."""
+    logps, *others = figures
+    if train.loss == "grpo":
+        _, sums = group_objective(train, inputs, logps, others[0], reference)
+    else:
+        counts = inputs["mask"].sum(axis=-1)
+        _, sums = objective(train, logps, counts, reference, labels, baseline, *others)
+    return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
 
 
 def objective(

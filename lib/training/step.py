@@ -24,13 +24,12 @@ from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, embedding_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
 from lib.training.neftune import noisy
-from lib.training.objective import SUMS, Metrics, group_objective, means_of, objective
+from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
 from lib.training.optimizers import AdamW8bit, apply_gradients, evaluate_in_turn
 
 Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
@@ -261,7 +260,7 @@ class TrainStep:
             self.feedback.update(left_out)
             if ratios is not None:
                 baseline.count_rewards(self.train, ratios, self.rewards)
-            self._apply(gradients, norm, rate)
+            self.take(gradients, norm, rate)
         wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
         return StepResult(
             seconds=time.perf_counter() - started,
@@ -363,11 +362,33 @@ class TrainStep:
         vector = mx.concatenate([own.sums, mx.array([*seconds, *failed_bytes, float(own.tokens), elapsed_seconds])])
         return exchange.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
 
-    def _apply(self, gradients: Tree, norm: mx.array, rate: float) -> None:
+    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
+        """The update by mean gradients, whose norm is known; its evaluation has begun."""
         self.optimizer.learning_rate = rate
         self.optimizer_state[0] = self.optimizer.state  # another object after a resume
         self.model.update(self.update(self.model.trainable_parameters(), gradients, norm))
         evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
+
+
+def _compiled(model: nn.Module, train: TrainSettings) -> GradientsOf:
+    """GradientsOf, compiled, but for the metrics.
+
+    Those are dozens of operations on arrays of a number a row, and cost nothing one by one. Compiled they would be some
+    kernels more, and CUDA takes three seconds for each of these on a machine that does not have them yet.
+    """
+
+    def loss_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, Figures]:
+        figures = figures_of(train, model, inputs)
+        return loss_and_sums(train, figures, inputs, *beside)[0], figures
+
+    state = [model.state, mx.random.state]
+    compiled = mx.compile(nn.value_and_grad(model, loss_of), inputs=state, outputs=state)
+
+    def gradients_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[tuple[mx.array, mx.array], Tree]:
+        (_, figures), gradients = compiled(inputs, *beside)
+        return loss_and_sums(train, figures, inputs, *beside), gradients
+
+    return gradients_of
 
 
 def make_step(
@@ -396,21 +417,8 @@ def make_step(
             "train.neftune_noise_alpha: the model has no embedding that noise could be added to; leave it out"
         )
 
-    def forward(
-        inputs: StreamInputs, reference: mx.array | None, labels: mx.array | None, compared_with: mx.array | None
-    ) -> tuple[mx.array, mx.array]:
-        weights = None
-        if train.loss == "grpo":
-            logps, entropies = completion_token_logps(model, inputs, train.temperature)
-            _, sums = group_objective(train, inputs, logps, entropies, reference)
-            return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
-        if train.use_weighting:
-            logps, weights = completion_logps_and_weights(model, inputs)
-        else:
-            logps = completion_logps(model, inputs)
-        counts = inputs["mask"].sum(axis=-1)
-        _, sums = objective(train, logps, counts, reference, labels, compared_with, weights)
-        return sums["loss"], mx.stack([sums.get(name, mx.array(0.0)) for name in SUMS])
+    def forward(inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, mx.array]:
+        return loss_and_sums(train, figures_of(train, model, inputs), inputs, *beside)
 
     def mean_of(gradients: Tree, count: mx.array) -> tuple[Tree, exchange.Arrays]:
         mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
@@ -425,8 +433,7 @@ def make_step(
     gradients_of = nn.value_and_grad(model, forward)
     optimizer_state: list[Tree] = [optimizer.state]
     if is_compiled(train, world):
-        state = [model.state, mx.random.state]
-        gradients_of = mx.compile(gradients_of, inputs=state, outputs=state)
+        gradients_of = _compiled(model, train)
     if _compiles(train):
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)

@@ -1,0 +1,241 @@
+"""CUDA's kernels, compiled by several processes at once before the first step on a machine.
+
+MLX compiles every fused kernel where it is first used, one after another, three seconds each: the fifty of a step took
+an H200 more than two minutes. Their code does not depend on sizes. So while the model is loaded, each part of a step
+runs in a process of its own, on two blocks of such a model, and MLX keeps on the disk what it compiled
+(MLX_PTX_CACHE_DIR). What none of them needed is compiled in the first step.
+
+`python -m lib.training.kernels PART` is such a process; its work comes on the standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from lib.config.schema import Config, ModelSettings, TrainSettings
+from lib.data.collate import Batch, collate_trained
+from lib.data.dataset import Dataset, Example
+from lib.distributed.world import World
+from lib.model import adapters, load
+from lib.model.logps import completion_logps
+from lib.model.quantised import device
+from lib.model.token_stream import Replaced, arrays_of, backbone_of, hidden_states, length_multiple
+from lib.system import model_folder
+from lib.training import losses
+from lib.training.objective import figures_of, loss_and_sums
+from lib.training.step import TrainStep, is_compiled, make_optimizer, make_step
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS, VOCABULARY = 2, 256  # of the small model
+LIMIT_SECONDS = 300.0  # of all parts together
+
+
+@contextlib.contextmanager
+def compiled(
+    config: Config, data: object, world: World, hosts: Sequence[str], tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Compiles what a step on this host's GPU needs while the block runs, if no run did that here; waits for it then.
+
+    Args:
+        data: whose first rows have the form of all; where they are not known yet nothing is compiled.
+        hosts: of every rank. The first rank of each compiles.
+    """
+    wanted = device() == "cuda" and is_compiled(config.train, world) and isinstance(data, Dataset)
+    if not wanted or hosts.index(hosts[world.rank]) != world.rank:
+        yield
+        return
+    folder = kernel_folder()
+    done = folder / f"tandem-{_digest(config.model, config.train)}"
+    if done.exists():
+        yield
+        return
+    assert isinstance(data, Dataset)
+    tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
+    work = pickle.dumps((config, data.examples(range(min(2, len(data))))))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        processes = {part: _start(part, Path(own, part), work) for part in PARTS}
+        try:
+            yield
+            until = time.monotonic() + LIMIT_SECONDS
+            for process in processes.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, until - time.monotonic()))
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+        for part in processes:
+            _publish(Path(own, part), folder)
+    done.touch()
+
+
+def kernel_folder() -> Path:
+    """Where MLX keeps CUDA kernels that it compiled."""
+    default = Path(tempfile.gettempdir(), "mlx", mx.__version__, "ptx")
+    return Path(os.environ.get("MLX_PTX_CACHE_DIR", default))
+
+
+def _digest(model: ModelSettings, train: TrainSettings) -> str:
+    """Of what the kernels' code may depend on: rates, sizes and names are none of it."""
+    stored = _stored(model)
+    kind = [
+        stored.get("model_type"),
+        stored.get("quantization"),
+        model.dtype,
+        model.method,
+        model.gradient_checkpointing,
+    ]
+    kind += [train.loss, train.optimizer, train.optimizer_options, train.weight_decay, train.max_grad_norm, train.beta]
+    return hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:16]
+
+
+def _stored(model: ModelSettings) -> dict[str, object]:
+    config: dict[str, object] = json.loads(
+        (model_folder.resolve(model.path, model.revision) / "config.json").read_text()
+    )
+    return config
+
+
+def _start(part: str, folder: Path, work: bytes) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lib.training.kernels", part],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        env=os.environ | {"MLX_PTX_CACHE_DIR": str(folder)},
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(work)
+    return process
+
+
+def _publish(own: Path, folder: Path) -> None:
+    """Moves what one process compiled to where all look for it: a kernel's code last, which is looked for first."""
+    files = [path for path in own.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
+        target = folder / path.relative_to(own)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+
+
+# ---- One process
+
+
+def small_model(settings: ModelSettings, seed: int) -> nn.Module:
+    """A model as the settings say, but of random weights, with few blocks and tokens; quantised where theirs is."""
+    stored = _stored(settings)
+    with tempfile.TemporaryDirectory() as folder:
+        few = {"num_hidden_layers": BLOCKS, "vocab_size": VOCABULARY}
+        Path(folder, "config.json").write_text(json.dumps(stored | few))
+        drawn = {"path": folder, "random_init": True, "adapter": None, "blocks": None, "revision": None}
+        dtype = settings.dtype or str(stored.get("torch_dtype") or stored.get("dtype") or "bfloat16")
+        settings = settings.model_copy(update=drawn | {"dtype": dtype})
+        model = load.load(settings, seed, lazy=True)
+        if isinstance(form := stored.get("quantization"), dict):
+            nn.quantize(model, form["group_size"], form["bits"], mode=form.get("mode", "affine"))
+        adapters.make_trainable(model, settings, seed)
+    mx.eval(model.parameters())
+    return model
+
+
+def scoring(step: TrainStep, batch: Batch) -> None:
+    """The reference's pass."""
+    step.model.eval()
+    mx.eval(completion_logps(step.model, arrays_of(batch.inputs)))
+
+
+def blocks(step: TrainStep, batch: Batch) -> None:
+    """Forward and backward through the blocks."""
+    model = step.model
+    run = nn.value_and_grad(model, lambda inputs: mx.square(hidden_states(model, inputs).astype(mx.float32)).sum())
+    mx.eval(mx.compile(run, inputs=[model.state, mx.random.state])(arrays_of(batch.inputs)))
+
+
+def head(step: TrainStep, batch: Batch) -> None:
+    """The head's log-probabilities, and back to what the blocks give."""
+    place, inputs = backbone_of(step.model), arrays_of(batch.inputs)
+    if place is None:
+        return
+
+    def of_states(states: mx.array) -> mx.array:
+        with Replaced(*place, lambda *_, **__: states.reshape(len(states), 1, -1)):
+            return sum(
+                (figures.square().sum() for figures in figures_of(step.train, step.model, inputs)), mx.array(0.0)
+            )
+
+    states = mx.contiguous(hidden_states(step.model, inputs))
+    mx.eval(mx.compile(mx.value_and_grad(of_states), inputs=[step.model.state])(states))
+
+
+def loss(step: TrainStep, batch: Batch) -> None:
+    """The loss of log-probabilities, and its gradient."""
+    inputs = arrays_of(batch.inputs)
+    is_unpaired = step.train.loss in losses.UNPAIRED_LOSSES
+    reference = mx.full(inputs["mask"].shape[:2], -10.0) if losses.needs_reference(step.train) else None
+    labels = mx.array(batch.padded(batch.labels)) if batch.labels is not None else None
+    baseline = mx.array(0.0) if is_unpaired else None
+    step.model.eval()
+    logps, *others = figures_of(step.train, step.model, inputs)
+
+    def of_logps(logps: mx.array) -> mx.array:
+        return loss_and_sums(step.train, (logps, *others), inputs, reference, labels, baseline)[0]
+
+    mx.eval(mx.compile(mx.value_and_grad(of_logps))(mx.contiguous(logps)))
+
+
+def update(step: TrainStep, batch: Batch) -> None:
+    """From the gradients' sums to new parameters."""
+    gradients = tree_map(lambda p: mx.ones(p.shape), step.model.trainable_parameters())
+    mean, squares = step.mean_of(gradients, mx.array(1.0))
+    step.take(mean, mx.sqrt(step.world.sum_of_all(squares)), step.train.learning_rate)
+    mx.eval(step.model.trainable_parameters())
+
+
+PARTS: dict[str, Callable[[TrainStep, Batch], None]] = {
+    "scoring": scoring,
+    "blocks": blocks,
+    "head": head,
+    "loss": loss,
+    "update": update,
+}
+
+
+def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None:
+    """Runs one of PARTS on a small model and these rows."""
+    model = small_model(config.model, config.train.seed)
+    step = make_step(model, make_optimizer(config.train), config.train, World(), config.model.dropout > 0)
+    known = [
+        dataclasses.replace(
+            example,
+            prompt_ids=example.prompt_ids % VOCABULARY,
+            completions=tuple(ids % VOCABULARY for ids in example.completions),
+        )
+        for example in examples
+    ]
+    multiple, mismatched = length_multiple(config.data), losses.needs_mismatched(config.train.loss)
+    model.train()
+    PARTS[part](step, collate_trained(known, multiple, config.data.shared_prompts, mismatched))
+
+
+if __name__ == "__main__":
+    compile_part(sys.argv[1], *pickle.loads(sys.stdin.buffer.read()))
