@@ -45,9 +45,10 @@ from lib.config import load  # noqa: E402
 CONFIG = ROOT / "configs/rounds.yaml"
 BAR, NOTHING = 0.10, 0.03  # what is gained over offline DPO, at least; and by scores that say nothing, at most
 # The best of a sweep (--sweep), each for itself; rounds take those of configs/rounds.yaml.
-BEST = {"offline": (1e-4, 0.1), "grpo": (1e-3, 0.0)}
-RATES = (1e-4, 3e-4, 1e-3)
-BETAS = {"rounds": (0.1,), "offline": (0.1, 0.3), "grpo": (0.0, 0.02)}
+BEST = {"offline": (1e-3, 0.1), "grpo": (1e-3, 0.0)}
+RATES = (3e-4, 1e-3, 2e-3)
+GRPO = ("train.loss=grpo", "train.rpo_alpha=0", "train.global_batch_size=16", "rollouts.filter_groups=true")
+BETAS = {"rounds": (0.1,), "offline": (0.1,), "grpo": (0.0,)}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def variants(rounds: int) -> dict[str, list[str]]:
     return {
         "rounds": [renewed, ungated],
         "offline": [*once, ungated, *_optimised(*BEST["offline"])],
-        "grpo": [renewed, ungated, "train.loss=grpo", *_optimised(*BEST["grpo"])],
+        "grpo": [renewed, ungated, *GRPO, *_optimised(*BEST["grpo"])],
         "shuffled": [renewed, ungated, f"{judge}shuffled"],
         "length": [renewed, f"{judge}by_length", "rollouts.after_undone=stop"],
     }
@@ -82,6 +83,11 @@ def variants(rounds: int) -> dict[str, list[str]]:
 
 def _optimised(rate: float, beta: float) -> list[str]:
     return [f"train.learning_rate={rate:g}", f"train.beta={beta:g}"]
+
+
+def _last_of_each(words: list[str]) -> list[str]:
+    """The words that count, so that a run at the best settings is the same run, swept or not."""
+    return list({word.partition("=")[0]: word for word in words}.values())
 
 
 def run(out: Path, name: str, words: list[str]) -> Outcome:
@@ -154,7 +160,7 @@ def main() -> int:
     chosen = {name: words for name, words in known.items() if not options.only or name in options.only}
     if options.sweep:
         chosen = {
-            f"{name}, rate {rate:g}, beta {beta:g}": [*known[name], *_optimised(rate, beta)]
+            f"{name}, rate {rate:g}, beta {beta:g}": _last_of_each([*known[name], *_optimised(rate, beta)])
             for name in options.sweep
             for rate, beta in itertools.product(RATES, BETAS[name])
         }

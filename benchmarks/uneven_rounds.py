@@ -59,7 +59,8 @@ def words_of(options: argparse.Namespace, folder: Path) -> list[str]:
             f"rollouts.samples={samples}",
             f"rollouts.batch_size={prompts * samples // 32}",
         ),
-        *("rollouts.steps=8", "train.learning_rate=1e-4", f"evaluate.answers_limit={limit}", "strategy=synchronous"),
+        *("rollouts.steps=8", "train.learning_rate=1e-4", "train.global_batch_size=32"),
+        *(f"evaluate.answers_limit={limit}", "strategy=synchronous"),
         *(f"rollouts.overlap={str(options.overlap).lower()}", "rollouts.tolerance=null"),
         *(["rollouts.judge=benchmarks.round_judges:slowly"] if options.judge else []),
     ]

@@ -278,18 +278,18 @@ def changed_message(bits: int, dtype: mx.Dtype, numbers: int) -> Attack:
 
         def note(change: int) -> Callable[[CheckedSums, int], None]:
             def noted(checks: CheckedSums, rank: int) -> None:
-                for number, array in enumerate(arrays[:6]):
+                for number, array in enumerate(arrays[:6], 1):
                     if rank == 0:
                         checks.note_sent(array, number, 1)
                     else:
                         checks.note_received(array, number, 0)
                 if rank == 0:  # which are not there yet when ranks compare
-                    checks.note_sent(arrays[6], 6, 1)
+                    checks.note_sent(arrays[6], 7, 1)
                 checks.compare()
                 came = bytearray(np.array(mx.view(arrays[6].reshape(-1), mx.uint8)))
                 came[numbers] ^= change
                 if rank == 1:
-                    checks.note_received(mx.array(np.frombuffer(bytes(came), np.uint8)), 6, 0)
+                    checks.note_received(mx.array(np.frombuffer(bytes(came), np.uint8)), 7, 0)
 
             return noted
 

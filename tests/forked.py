@@ -134,7 +134,8 @@ def import_all() -> None:
     from lib.system import mpi_and_blas
 
     mpi_and_blas.prepare()
-    import mlx_lm.models.llama  # noqa: F401
+    import mlx_lm.models.llama
+    import mlx_lm.tokenizer_utils  # noqa: F401
 
     from lib.dashboard import run_report  # noqa: F401
     from lib.evaluate import command as evaluate_command  # noqa: F401

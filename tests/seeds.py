@@ -22,7 +22,7 @@ IDS = [
 ]
 GROUPS = [
     {"prompt_ids": [3, 4], "completion_ids": [[5, 1], [6, 7]], "rewards": [1.0, None], "logps": [[-0.5, -1], [-2, 0]]},
-    {"prompt_ids": [3], "completion_ids": [[5], [6], [7]], "rewards": [1, 0.5, 0]},
+    {"prompt_ids": [3], "completion_ids": [[5], [6], [7]], "rewards": [1, 0.5, 0], "completion_mask": [[1], [0], [1]]},
 ]
 CHATS = [
     {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "temperature": 0.5, "stop": ["a"]},

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lib.config import help
+from lib.config import help, read_file
 from lib.config import load as load_module
 from lib.config.schema import Config
 from lib.errors import UserError
@@ -108,3 +108,23 @@ def test_help_lists_every_setting_with_its_meaning() -> None:
     text = help.help_text()
     for key, _, _, meaning in help.settings():
         assert key in text and meaning, key
+
+
+def test_a_link_of_ones_own_leads_to_ones_own_folder_of_checkpoints_and_nowhere_else(tmp_path: Path) -> None:
+    run, disk, other = tmp_path / "run", tmp_path / "disk", tmp_path / "other"
+    for folder in (run, disk / "step-00000004", disk / "ranks", other / "checkpoints", tmp_path / "papers"):
+        folder.mkdir(parents=True)
+    (other / "config.yaml").touch()
+    (tmp_path / "papers" / "step-1.txt").touch()
+    checkpoints = run / "checkpoints"
+    checkpoints.symlink_to(disk)
+    read_file.require_own(run)
+    for target in (other / "checkpoints", tmp_path / "papers", tmp_path / "nowhere", Path("/")):
+        checkpoints.unlink()
+        checkpoints.symlink_to(target)
+        with pytest.raises(UserError, match="checkpoints is a link.*or a link to a folder of yours"):
+            read_file.require_own(run)
+    checkpoints.unlink()
+    (run / "logs").symlink_to(disk)
+    with pytest.raises(UserError, match="logs is a link.*put a copy in its place$"):
+        read_file.require_own(run)

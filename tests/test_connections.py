@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.serve.connections import AT_ONCE, LONGEST_DELAY_SECONDS, Connection, Connections, Pace, network_of
+from lib.serve.connections import (
+    AT_ONCE,
+    LONGEST_DELAY_SECONDS,
+    PROBE_DELAY_SECONDS,
+    Connection,
+    Connections,
+    Pace,
+)
+from lib.system.network import network_of
 
 
 def taken(connections: Connections, closed: list[str], name: str, address: str = "a") -> Connection:
@@ -58,6 +66,8 @@ def test_an_address_has_its_part_and_who_has_most_makes_room() -> None:
     # The IPv6 addresses of one customer are one address.
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1%eth0") != network_of("2001:db8:0:1::1")
     assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1" and network_of("") == ""
+    # Neighbours on a link are many machines of one network.
+    assert network_of("fe80::1%eth0") == "fe80::1" != network_of("fe80::2%eth0") and network_of("::1") == "::1"
 
 
 @settings(max_examples=100)
@@ -81,10 +91,20 @@ def test_every_connection_is_counted_once_whatever_happens(acts: list[tuple[str,
 
 def test_refusals_come_at_once_and_then_one_after_the_other() -> None:
     now: list[Any] = [100.0]
-    pace = Pace(lambda: now[0])
+    pace = Pace(clock=lambda: now[0])
     delays = [pace.delay_seconds("a") for _ in range(AT_ONCE + 100)]
     assert delays[:AT_ONCE] == [0.0] * AT_ONCE and delays[AT_ONCE] == pytest.approx(0.05)
     assert max(delays) == LONGEST_DELAY_SECONDS and delays == sorted(delays)
     assert pace.delay_seconds("b") == 0.0
     now[0] += 60.0
     assert pace.delay_seconds("a") == 0.0
+
+
+def test_a_load_balancer_is_answered_whoever_else_asks_from_its_address() -> None:
+    """A probe a second at once; beside a flood from the same address within what a probe waits."""
+    now: list[Any] = [100.0]
+    probes, flooded = (Pace(PROBE_DELAY_SECONDS, lambda: now[0]) for _ in range(2))
+    for _ in range(100):
+        now[0] += 1.0
+        assert probes.delay_seconds("10.0.0.1") == 0.0
+        assert max(flooded.delay_seconds("10.0.0.1") for _ in range(200)) <= PROBE_DELAY_SECONDS

@@ -29,7 +29,8 @@ from tests.test_step import means_of as finite_means
 from tests.test_world import train
 
 LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo")
-ADVANTAGES = ("standardized", "centered", "leave_one_out")
+ADVANTAGES = ("standardized", "batch_standardized", "centered", "leave_one_out")
+RATIOS = ("token", "geometric_mean", "completion")
 Ragged = list[list[list[float]]]  # of tokens, of completions, of groups
 FIGURES = ["loss", "kl", "entropy", "reward"]  # that equal runs share
 
@@ -37,8 +38,8 @@ FIGURES = ["loss", "kl", "entropy", "reward"]  # that equal runs share
 # ---- The formulas
 
 
-def advantages64(rewards: list[float | None], kind: str) -> list[float]:
-    """From the papers; 0 for what is left out."""
+def advantages64(rewards: list[float | None], kind: str, deviation: float) -> list[float]:
+    """From the papers; 0 for what is left out. deviation: of the rewards of all groups."""
     known = np.array([reward for reward in rewards if reward is not None])
     made = []
     for reward in rewards:
@@ -47,8 +48,14 @@ def advantages64(rewards: list[float | None], kind: str) -> list[float]:
         elif kind == "leave_one_out":
             made.append(reward - (known.sum() - reward) / (len(known) - 1))
         else:
-            made.append((reward - known.mean()) / (known.std(ddof=1) + 1e-4 if kind == "standardized" else 1))
+            scales = {"standardized": known.std(ddof=1) + 1e-4, "batch_standardized": deviation + 1e-4}
+            made.append((reward - known.mean()) / scales.get(kind, 1.0))
     return made
+
+
+def deviation64(rewards: list[list[float | None]]) -> float:
+    """Of all rewards that there are."""
+    return float(np.std([reward for group in rewards for reward in group if reward is not None], ddof=1))
 
 
 def loss64(
@@ -59,17 +66,18 @@ def loss64(
     total, completions, tokens = 0.0, 0, 0
     upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
     for i, of_group in enumerate(rewards):
-        for k, advantage in enumerate(advantages64(of_group, train.advantages)):
+        for k, advantage in enumerate(advantages64(of_group, train.advantages, deviation64(rewards))):
             if of_group[k] is None:
                 continue
-            own = 0.0
-            for t, (new, old) in enumerate(zip(policy[i][k], sampling[i][k], strict=True)):
-                ratio = np.exp(new - old)
+            own, changes = 0.0, [new - old for new, old in zip(policy[i][k], sampling[i][k], strict=True)]
+            whole = {"geometric_mean": sum(changes) / max(len(changes), 1), "completion": sum(changes)}
+            for t, (new, change) in enumerate(zip(policy[i][k], changes, strict=True)):
+                ratio = np.exp(whole.get(train.ratio, change))
                 own -= min(ratio * advantage, min(max(ratio, 1 - train.epsilon), 1 + upper) * advantage)
                 if reference is not None:
                     difference = reference[i][k][t] - new
                     own += train.beta * (np.exp(difference) - difference - 1)
-            total += own / len(policy[i][k]) if kind == "grpo" else own
+            total += own / max(len(policy[i][k]), 1) if kind == "grpo" else own
             completions, tokens = completions + 1, tokens + len(policy[i][k])
     divisor = {"grpo": completions, "dr_grpo": completions * (train.max_completion_length or 0)}
     return total / divisor.get(kind, tokens)
@@ -93,13 +101,15 @@ def groups_of(
     policy: mx.array, sampling: Ragged, reference: Ragged | None, rewards: list[list[float | None]]
 ) -> Groups:
     lengths = np.zeros(policy.shape[:2], np.int64)
-    known = np.zeros(policy.shape[:2], np.float32)
+    known = np.full(policy.shape[:2], np.nan, np.float32)
     for (i, k), _ in np.ndenumerate(lengths):
         if k < len(rewards[i]) and (reward := rewards[i][k]) is not None:
             lengths[i, k], known[i, k] = len(sampling[i][k]), reward
     mask = mx.array(np.arange(policy.shape[2]) < lengths[..., None])
     compared = None if reference is None else mx.array(rectangle(reference))
-    return Groups(policy, mx.array(rectangle(sampling)), compared, mx.zeros_like(policy), mask, mx.array(known))
+    deviation = mx.full(len(known), deviation64(rewards))
+    old, entropies = mx.array(rectangle(sampling)), mx.zeros_like(policy)
+    return Groups(policy, old, compared, entropies, mask, mx.array(known), deviation)
 
 
 def drawn(seed: int) -> tuple[Ragged, Ragged, Ragged, list[list[float | None]]]:
@@ -116,13 +126,20 @@ def drawn(seed: int) -> tuple[Ragged, Ragged, Ragged, list[list[float | None]]]:
     rewards: list[list[float | None]] = np.float32(rng.normal(0, 2, (4, 5))).tolist()
     rewards[0][1] = rewards[2][0] = rewards[2][4] = None
     rewards[3] = [None, None, 1.5, None, None]  # nobody to compare with
+    policy[1][2] = []  # it is masked: its reward counts
     return policy, near(policy, 0.3), near(policy, 0.5), rewards
 
 
-@pytest.mark.parametrize(("loss_type", "kind"), [*itertools.product(LOSS_TYPES, ADVANTAGES)])
+CASES = [
+    *itertools.product(LOSS_TYPES, ADVANTAGES, ["token"]),
+    *itertools.product(LOSS_TYPES, ADVANTAGES[:1], RATIOS[1:]),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "kind", "ratio"), CASES)
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_values_and_gradients_match_float64(loss_type: str, kind: str, beta: float) -> None:
-    train = settings_of(loss_type, advantages=kind, beta=beta, epsilon_high=0.28)
+def test_values_and_gradients_match_float64(loss_type: str, kind: str, ratio: str, beta: float) -> None:
+    train = settings_of(loss_type, advantages=kind, ratio=ratio, beta=beta, epsilon_high=0.28)
     policy, sampling, reference, rewards = drawn(3)
     compared = reference if beta else None
 
@@ -146,54 +163,66 @@ def test_values_and_gradients_match_float64(loss_type: str, kind: str, beta: flo
     assert np.linalg.norm(np.array(slopes) - gradient) <= 1e-5 * np.linalg.norm(gradient)
 
 
+OF_TRL = {"group": "standardized", "batch": "batch_standardized", "none": "centered", "rloo": "leave_one_out"}
 TRL = json.loads((Path(__file__).parent / "trl_groups.json").read_text())  # tests/trl_groups.py
+
+
+def in_threes(of_completions: list[Any]) -> list[list[Any]]:
+    return [of_completions[start : start + 3] for start in range(0, len(of_completions), 3)]
 
 
 @pytest.mark.parametrize("case", TRL["figures"])
 def test_loss_gradients_and_figures_are_those_of_trl(case: str) -> None:
-    loss_type, scale = case.split()
+    loss_type, scale, level = case.split()
     given = {name: TRL[name] for name in ("beta", "epsilon", "epsilon_high")}
-    train = settings_of(loss_type, advantages={"group": "standardized", "none": "centered"}[scale], **given)
-    policy, sampling, reference, rewards = (
-        [TRL[name][:3], TRL[name][3:]] for name in ("policy", "sampling", "reference", "rewards")
+    if scale == "rloo":
+        given["beta"] = 0  # TRL's RLOO takes the divergence off the rewards
+    kind, ratio = OF_TRL[scale], {"sequence": "geometric_mean"}.get(level, level)
+    train = settings_of(loss_type, advantages=kind, ratio=ratio, **given)
+    masked = [] if scale == "rloo" else TRL["masked"]
+    policy, sampling, reference = (
+        in_threes([[] if i in masked else own for i, own in enumerate(TRL[name])])
+        for name in ("policy", "sampling", "reference")
     )
+    rewards = in_threes(TRL["rewards"])
+    compared = reference if train.beta else None
 
     def mean(policy: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        _, sums = group_loss(train, groups_of(policy, sampling, reference, rewards))
+        _, sums = group_loss(train, groups_of(policy, sampling, compared, rewards))
         return sums["loss"] / sums["count"], sums
 
     (value, sums), slopes = mx.value_and_grad(mean)(mx.array(rectangle(policy)))
     wanted = TRL["figures"][case]
     assert value.item() == pytest.approx(wanted["loss"], rel=1e-5)
-    gradient = rectangle([wanted["gradients"][:3], wanted["gradients"][3:]])
+    gradient = rectangle(in_threes(wanted["gradients"]))
     np.testing.assert_allclose(np.array(slopes), gradient, rtol=1e-5, atol=1e-7)
     means = means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, train)
-    assert means["kl"] == pytest.approx(wanted["kl"], rel=1e-5)
-    assert means["clip_fraction"] == pytest.approx(wanted["clip_fraction"], rel=1e-6)
+    assert means["kl"] == (pytest.approx(wanted["kl"], rel=1e-5) if train.beta else None)
+    if ratio == "token":  # TRL counts completions elsewhere
+        assert means["clip_fraction"] == pytest.approx(wanted["clip_fraction"], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_rewards_that_are_alike_and_groups_of_one_have_no_advantage(kind: str) -> None:
     rewards, counted = mx.array([[0.3, 0.3, 0.3], [5.0, 0.0, 0.0]]), mx.array([[1.0, 1, 1], [1, 0, 0]])
-    found = np.array(advantages(rewards, counted, kind))
-    assert np.abs(found).max() <= 1e-3  # 0.3 is not quite a third of three times itself
+    assert not np.array(advantages(rewards, counted, kind, mx.zeros(2))).any()
 
 
 # ---- A step of a model
 
 
 def rows_of(count: int, seed: int = 3, samples: int = 3) -> list[Example]:
-    """Groups of a vocabulary of 20, one completion in five left out."""
+    """Groups of a vocabulary of 20; of five completions one is left out, and one is masked."""
     rng = np.random.default_rng(seed)
     rows = []
     for row in range(count):
         completions = tuple(rng.integers(0, 20, rng.integers(1, 5)).astype(np.int32) for _ in range(samples))
-        is_known = rng.random(samples) < 0.8
-        rewards = np.where(is_known, rng.normal(0, 1, samples), 0).astype(np.float32)
+        chance = rng.random(samples)
+        rewards = np.where(chance < 0.8, rng.normal(0, 1, samples), np.nan).astype(np.float32)
         sampled = tuple((-3 + 0.1 * rng.normal(size=len(own))).astype(np.float32) for own in completions)
-        learnt = tuple(np.full(len(own), known) for own, known in zip(completions, is_known, strict=True))
+        learnt = tuple(np.full(len(own), is_learnt) for own, is_learnt in zip(completions, chance < 0.6, strict=True))
         prompt = rng.integers(0, 20, rng.integers(1, 6)).astype(np.int32)
-        rows.append(Example(row, prompt, completions, None, learnt, rewards, sampled))
+        rows.append(Example(row, prompt, completions, None, learnt, rewards, sampling_logps=sampled))
     return rows
 
 
@@ -228,10 +257,12 @@ def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
     reference = [reference_of(collate([row], 4, True))[0] for row in rows]
     learnt = [[bool(mask[0]) for mask in row.learnt or ()] for row in rows]
-    rewards = [
-        [r if known else None for r, known in zip(row.rewards.tolist(), own, strict=True)]
-        for row, own in zip(rows, learnt, strict=True)
-    ]
+    rewards = [[None if np.isnan(r) else float(r) for r in row.rewards] for row in rows if row.rewards is not None]
+    assert any(
+        r is not None and not own
+        for of, are in zip(rewards, learnt, strict=True)
+        for r, own in zip(of, are, strict=True)
+    )
 
     def logps(row: Example, completion: np.ndarray, weights: float64.Weights) -> list[float]:
         prompt = row.prompt_ids.tolist()
@@ -242,8 +273,14 @@ def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
 
     def loss_now() -> float:
         weights = merged(parameters, settings.model.scale)
-        policy = [[logps(row, own, weights) for own in row.completions] for row in rows]
-        sampling = [[own.tolist() for own in row.sampling_logps or ()] for row in rows]
+        policy = [
+            [logps(row, own, weights) if is_learnt else [] for own, is_learnt in zip(row.completions, of, strict=True)]
+            for row, of in zip(rows, learnt, strict=True)
+        ]
+        sampling = [
+            [own.tolist() if is_learnt else [] for own, is_learnt in zip(row.sampling_logps or (), of, strict=True)]
+            for row, of in zip(rows, learnt, strict=True)
+        ]
         compared = [
             [own[: len(ids)].tolist() for own, ids in zip(made, row.completions, strict=True)]
             for made, row in zip(reference, rows, strict=True)
@@ -342,6 +379,21 @@ def test_what_nobody_could_judge_changes_nothing(tmp_path: Path) -> None:
     rounding.assert_equal_runs(tmp_path / "null/runs/run", [tmp_path / "without/runs/run"], ["loss", "kl", "reward"])
 
 
+def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tmp_path: Path) -> None:
+    record = {
+        "completion_ids": [[7, 8, 1], [9, 1], [3]],
+        "rewards": [1.0, 0.5, None],
+        "logps": [[-1, -2, -3], [-4, -5], [0]],
+    }
+    made = [{"prompt_ids": [5, 6], **record, "completion_mask": [[1, 0, 1], [0, 0], [1]]}]
+    settings = DataSettings(train=str(tiny.write_jsonl(tmp_path / "groups.jsonl", made)), max_length=64)
+    batch = collate([load_groups(settings, ModelLimits(48))[0]], 4, True)
+    assert batch.mask is not None and batch.mask.sum(axis=-1).tolist() == [[2, 0, 0]]
+    assert batch.sampling_logps is not None and batch.sampling_logps[0, 0, :2].tolist() == [-1, -3]
+    assert batch.rewards is not None and batch.rewards[0, :2].tolist() == [1.0, 0.5] and np.isnan(batch.rewards[0, 2])
+    assert batch.reward_deviations is not None and batch.reward_deviations[0] == np.float32(np.sqrt(0.125))
+
+
 def test_without_logps_the_policy_itself_counts_as_the_one_that_sampled(tmp_path: Path) -> None:
     made = [{name: own for name, own in record.items() if name != "logps"} for record in records(8)]
     tiny.train(tmp_path, [*run_words(tmp_path, made), "train.steps=2", "run.name=run", "train.beta=0"])
@@ -407,6 +459,9 @@ GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 
         ({"rewards": [1e39, 0.0]}, "rewards[0] is 1e+39"),
         ({"logps": [[-1.0], [0]]}, "logps[0] is not a list of 2 numbers"),
         ({"logps": [[-1.0, 0.5], [0]]}, "logps[0] has what is no log-probability"),
+        ({"completion_mask": [[1, 0]]}, "completion_mask is not a list with one list for each"),
+        ({"completion_mask": [[1, 0], [1, 1]]}, "completion_mask[1] is not a list of 1 numbers"),
+        ({"completion_mask": [[1, 0], ["1"]]}, "completion_mask[1] has what is neither 0 nor 1"),
         ({"prompt_ids": [5] * 63}, "data.max_length=64"),
     ],
     ids=str,

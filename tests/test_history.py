@@ -19,6 +19,7 @@ from lib.dashboard import figures as figures_module
 from lib.dashboard.figures import figures
 from lib.dashboard.history import COLUMNS, INDEX, RunHistory, Series
 from lib.plan.calibration import BatchCurve
+from lib.telemetry import run_records
 from lib.telemetry.log_tail import Copy, Tail
 from lib.telemetry.run_records import PerformanceTracker, rewind
 
@@ -312,6 +313,21 @@ def test_a_copy_follows_its_log_and_writes_nothing_where_the_disk_is_the_same(tm
     ]
     Copy(here, "../../etc").write(1, 0, b"x\n")
     assert (here / "______etc" / "rank-001.jsonl").exists()
+
+
+def test_a_log_is_cut_at_a_line_that_is_too_long_for_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads beyond it, so what is written next would be lost."""
+    monkeypatch.setattr(run_records, "LONGEST_LINE", 1000)
+    log = tmp_path / "logs" / "rank-000.jsonl"
+    write(log, [step(n) for n in range(1, 4)])
+    whole = log.read_bytes()
+    behind = b'{"x": "' + b"y" * 2500 + b'"}\n' + json.dumps(step(4)).encode()
+    log.write_bytes(whole + behind)
+    assert rewind(log, 9) == 2
+    assert log.read_bytes() == whole
+    assert (log.parent / "discarded" / log.name).read_bytes() == behind + b"\n"
+    write(log, [step(4)])
+    assert [record["step"] for record in run_records.read_records(log)] == [1, 2, 3, 4]
 
 
 def test_a_warning_is_told_once_whoever_says_it(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from lib.config.schema import Config
 from lib.errors import UserError
 from lib.evaluate.choose_judge import guarded_scorer_of, scorer_of
 from lib.evaluate.judges import Question
-from lib.rollouts.judged import scores_of
+from lib.evaluate.scores import scores_in
+from lib.rollouts.judged import require_scores, scores_of
 from tests.tiny import ROOT
 
 
@@ -40,6 +41,13 @@ def frail(prompt, completions, record):
     if "bad" in completions:
         raise KeyError("grade")
     return [1.0 for text in completions]
+def of_words(prompt, completions, record):
+    return ["good" for text in completions]
+def of_one(prompt, completions, record):
+    return 1.0
+def of_arrays(prompt, completions, record):
+    import numpy
+    return numpy.arange(len(completions))
 def broken(prompt, completions, record):
     raise ValueError("no key")
 """
@@ -66,6 +74,19 @@ def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) ->
     assert "KeyError: 'grade'" in scored[1][0].fault
     assert "no answer within 0.5 s (evaluate.judge_seconds)" in scored[2][0].fault
     assert "its process ended with status 3" in scored[3][0].fault
+
+
+def test_a_function_that_gives_no_scores_is_refused_before_answers_are_sampled_for_it(functions: None) -> None:
+    for name, made in (("of_words", r"\['good'\]"), ("of_one", "1.0")):
+        with pytest.raises(UserError, match=f"{name}: q.jsonl:1: returned {made}; it has to be a list of 1 scores"):
+            require_scores(guarded_scorer_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
+    for name in ("broken", "of_arrays"):  # the first may be about that answer alone
+        require_scores(guarded_scorer_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
+
+
+@pytest.mark.parametrize("made", ["12", b"12", {1: 2, 2: 3}, [1, None], [10**400, 1], [math.nan, 1], 3, [1.0]])
+def test_what_is_no_score_for_each_answer(made: object) -> None:
+    assert scores_in(made, 2) is None and scores_in((1, True), 2) == [1.0, 1.0]
 
 
 def test_a_judge_that_fails_on_every_answer_ends_the_round(functions: None) -> None:

@@ -48,17 +48,6 @@ def test_a_search_without_end_ends_and_the_next_one_works(monkeypatch: pytest.Mo
     assert patterns.last_match("(a+)$", "aab a") == "a"
 
 
-def test_a_worker_that_is_gone_is_said_and_another_one_starts() -> None:
-    assert patterns.is_match("a", "a")
-    process = patterns._searcher()._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    with pytest.raises(UserError, match="takes more than"):
-        patterns.is_match("a", "a")
-    assert patterns.is_match("a", "a")
-
-
 def test_a_call_that_takes_too_long_is_left_behind() -> None:
     released = threading.Event()
     with pytest.raises(UserError, match=r"it takes more than 0.1 s"):

@@ -79,6 +79,20 @@ class Offset(nn.Module):
         return self.words(tokens) + self.places(mx.arange(tokens.shape[1]) + 2)
 
 
+def test_a_model_is_loaded_once_for_its_tables_until_its_files_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, loaded, load = tmp_path / "model", list[str](), load_module.load
+    shutil.copytree(tiny.ROOT / "configs/quickstart/model", folder)
+    monkeypatch.setattr(load_module, "load", lambda *given, **how: loaded.append("once") or load(*given, **how))
+    settings = ModelSettings(path=str(folder))
+    sizes = [load_module.table_sizes(settings) for _ in range(3)]
+    assert len(loaded) == 1 and len(set(sizes)) == 1
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"changed": True}))
+    assert load_module.table_sizes(settings) == sizes[0] and len(loaded) == 2
+
+
 def test_rows_before_the_first_position_are_none() -> None:
     model = Offset()
     assert bounded(model) == TableSizes(48, 10)

@@ -118,13 +118,28 @@ def test_all_parts_of_the_tests_run_and_the_end_says_what_failed_in_which(tmp_pa
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "passed: a, b")
 
 
-def test_ctrl_c_ends_the_parts_that_run_beside(tmp_path: Path) -> None:
-    first = ["one process", "sh", "-c", f"while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; echo on; exec sleep 100"]
+def test_a_part_that_cannot_be_started_has_failed_and_the_next_one_runs(tmp_path: Path) -> None:
+    command = parts("one process", "true", "--", "two ranks", "/no/mpirun", "--", "three ranks", "echo", "third")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "third" in done.stdout.splitlines()
+    assert "error: /no/mpirun cannot be started: No such file" in done.stderr and "status 127" in done.stderr
+    done = subprocess.run(parts("a", "/no/python", "--", "b", "true"), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "failed in a, status 127:" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_tests_ends_their_parts(tmp_path: Path, number: signal.Signals) -> None:
+    told = "trap 'echo ended; exit 1' INT" if number is not signal.SIGINT else "trap 'exit 1' INT"
+    first = f"{told}; while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; echo on; while :; do sleep 0.01; done"
     second = ["two ranks", "sh", "-c", f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 100"]
-    command = parts(*first, "--", *second, "--", "three ranks", "touch", str(tmp_path / "third"))
+    command = parts("one process", "sh", "-c", first, "--", *second, "--", "three", "touch", str(tmp_path / "third"))
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None and process.stdout.readline() and process.stdout.readline() == "on\n"
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
-    assert process.wait(60) == 130 and not (tmp_path / "third").exists()
+    if number is signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does it
+    else:
+        os.kill(process.pid, number)  # as make does it
+    assert process.wait(60) == 128 + number and not (tmp_path / "third").exists()
+    assert process.stdout.read() == ("" if number is signal.SIGINT else "ended\n")
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
 from lib.data.prompts import open_prompts
 from lib.errors import UserError
+from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
 from lib.evaluate.judges import CommandJudge, Question
 from lib.evaluate.work_queue import Dispatcher, Journal, Local
 from lib.model import load as models
 from lib.rollouts.drawing import JudgingThread
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
-from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, pairs_of
+from lib.rollouts.pairs import Answer, Group, Pair, SampleFigures, figures_of, groups_of, pairs_of
 from lib.rollouts.rounds import Rounds
 from lib.rollouts.sampler import Sample
 from lib.telemetry.run_records import read_records
@@ -77,6 +80,21 @@ def test_an_answer_that_was_drawn_twice_counts_once() -> None:
     assert pairs_of(group(1.0, 0.0, tokens=[[2, 1], [2, 1]]), settings) == [], "nothing to prefer between equals"
 
 
+def test_what_was_cut_teaches_nothing_if_asked() -> None:
+    whole = group(0.0, 1.0, 2.0)
+    cut = replace(whole, answers=[*whole.answers[:2], replace(whole.answers[2], finish="length")])
+    assert chosen_and_rejected(pairs_of(cut, RolloutSettings(mask_truncated=True))) == [(1, 0)]
+    (made,) = groups_of([cut], RolloutSettings(mask_truncated=True))
+    assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
+
+
+def test_groups_of_equal_scores_can_be_left_out() -> None:
+    groups = [group(1.0, 1.0), group(0.0, 1.0, None), group(None, None)]
+    assert len(groups_of(groups, RolloutSettings())) == 2
+    assert [made.rewards for made in groups_of(groups, RolloutSettings(filter_groups=True))] == [[0.0, 1.0, None]]
+    assert groups_of([groups[0], groups[2]], RolloutSettings()) == [], "there is nothing to learn"
+
+
 def test_figures_are_sums_over_counts() -> None:
     groups = [group(0.0, 1.0, None, tokens=[[2, 1], [3, 4, 5, 1], [2, 1]]), group(1.0, 1.0, tokens=[[2], [3]])]
     pairs = [pair for one in groups for pair in pairs_of(one, RolloutSettings())]
@@ -84,6 +102,25 @@ def test_figures_are_sums_over_counts() -> None:
     assert (figures.prompts, figures.samples, figures.failed, figures.pairs) == (2, 5, 1, 1)
     assert (figures.score, figures.accepted, figures.duplicates, figures.tokens) == (0.75, 0.5, 1 / 5, 2)
     assert (figures.entropy, figures.longer_chosen, figures.unended) == (0.5, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "lengths", "expected"),
+    [
+        ([[1, 2, 3], [50, 60]], [[5, 6, 7], [1, 11]], 1.0),
+        ([[1, 2], [7, 7]], [[6, 5], [1, 9]], -0.5 / np.sqrt(0.5 * 32.5)),
+        ([[1, 1], [None, 2]], [[6, 5], [1, 9]], None),
+        ([[0, 1, None]], [[3, 3, 9]], None),
+    ],
+    ids=str,
+)
+def test_scores_that_follow_length_correlate_with_it(
+    scores: list[list[float | None]], lengths: list[list[int]], expected: float | None
+) -> None:
+    groups = [
+        group(*own, tokens=[[2] * count for count in of_group]) for own, of_group in zip(scores, lengths, strict=True)
+    ]
+    assert figures_of(groups, []).length_correlation == (None if expected is None else pytest.approx(expected))
 
 
 # ---- The gate
@@ -121,6 +158,11 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
     assert (
         "the judge prefers the longer answer in 90% of the pairs (60 against 40 tokens)" in said(longer, longer, 0.5)[0]
     )
+    following = samples(length_correlation=0.85)
+    assert "the judge's scores follow length: their correlation is 0.85" in said(following, following, 0.5)[0]
+    assert said(following, samples(length_correlation=0.75), 0.5) == []
+    few = samples(length_correlation=0.85, pairs=15)
+    assert said(few, few, 0.5) == []
     assert "rewards rise while held-out falls" in said(samples(), samples(score=0.6), 0.4)[0]
     assert said(samples(), samples(score=0.3), 0.4) == []
     assert said(samples(), samples(score=0.6), 0.46) == said(samples(), samples(score=0.6), 0.46, None) == []
@@ -405,6 +447,18 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(whole: tuple[Pat
     assert versions == [{0}, {0}]
 
 
+def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = whole
+    assert evaluate.main(["--run", str(run)]) == 2
+    assert (
+        "a run of rounds has no held-out pairs; name some with --data, or evaluate.answers" in capsys.readouterr().err
+    )
+    sums = run.parent.parent / "sums.jsonl"
+    tiny.write_jsonl(sums, [{"prompt": "Add 12 and 34.", "answer": "46"}, {"prompt": "Add 58 and 67.", "answer": "-1"}])
+    assert evaluate.main(["--run", str(run), f"evaluate.answers={sums}", "evaluate.max_tokens=1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"questions": 2, "exact_match": 0.0}
+
+
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
     _, words = whole
     own = ["run.name=grpo", f"run.dir={tmp_path}", "train.loss=grpo", "train.temperature=1.5", "rollouts.rounds=1"]
@@ -479,11 +533,20 @@ def test_a_check_has_something_to_check_by(words: list[str], tmp_path: Path) -> 
     assert result.returncode == 2 and "prompts.jsonl:1: no 'answer' to check completions by" in result.stderr
 
 
-def test_a_server_is_asked_whether_it_is_there(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        ("http://127.0.0.1:1/v1", "no server answers"),
+        ("builtins:print", r"print: \S*prompts.jsonl:1: returned None; it has to be a list of 1 scores"),
+    ],
+)
+def test_a_server_is_asked_whether_it_is_there_and_a_function_tried(
+    judge: str, said: str, words: list[str], tmp_path: Path
+) -> None:
     """Before the first answer is drawn."""
-    own = ["rollouts.judge=http://127.0.0.1:1/v1", "evaluate.judge_model=x", "evaluate.answers_limit=1"]
+    own = [f"rollouts.judge={judge}", "evaluate.judge_model=x", "evaluate.answers_limit=1"]
     result = tiny.train(tmp_path, [*words, *own, "run.name=r"], check=False)
-    assert result.returncode == 2 and "no server answers" in result.stderr
+    assert result.returncode == 2 and re.search(said, result.stderr)
     assert not (tmp_path / "runs/r/rounds").exists()
 
 

@@ -376,6 +376,7 @@ def test_killed_while_the_parts_go_the_same_comparison_ends_and_another_is_refus
     assert evaluate.main([*command, "evaluate.answer_pattern=x"]) == 2
     assert "is there already" in capsys.readouterr().err and out.read_text() == whole
     monkeypatch.setattr("lib.evaluate.whole_model.WholeModel.load", None)  # no answer is made again
+    (tmp_path / "out.jsonl.4711.unfinished").write_text("what a process began to write that was killed")
     assert evaluate.main(command) == 0
     assert out.read_text() == whole and not list(tmp_path.glob("out.jsonl.*"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import random
@@ -167,6 +168,8 @@ def _train_here(words: list[str]) -> subprocess.CompletedProcess[str]:
         for thread in threading.enumerate():  # as the end of a process waits for the checkpoint that is being written
             if thread.name == "checkpoint":
                 thread.join()
+    if status:
+        gc.collect()  # an error's frames may hold the run's lock, in a circle
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 

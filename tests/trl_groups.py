@@ -2,9 +2,10 @@
 
     python tests/trl_groups.py > tests/trl_groups.json        with trl==1.16.0
 
-`python` is that of an environment with TRL and PyTorch. TRL's own GRPOTrainer is asked, without a model: the log-probabilities of six completions,
-two groups of three, are made up, under the policy, the one that sampled them and a reference. Computed in float64. Prints one JSON object: for each
-loss_type and way to scale rewards the loss, its derivative by each token's log-probability, and TRL's figures.
+`python` is that of an environment with TRL and PyTorch. TRL's own GRPOTrainer and RLOOTrainer are asked, without a model: the log-probabilities of nine
+completions, three groups of three, are made up, under the policy, the one that sampled them and a reference. One group has equal rewards, one has a
+completion that is masked, as mask_truncated_completions does: its reward counts. Computed in float64. Prints one JSON object: for each loss_type, way to
+scale rewards and level of importance sampling the loss, its derivative by each token's log-probability, and TRL's figures.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from typing import Any
 sys.path.pop(0)  # the other files here are tests
 
 import torch  # noqa: E402
-from trl import GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 from trl.trainer.utils import nanstd  # noqa: E402
 
 POLICY = [[-0.5, -1.25, -2.0], [-0.75], [-3.0, -0.125], [-1.0, -1.5, -0.25, -2.5], [-0.375, -4.0], [-2.25, -0.5, -1.75]]
 SAMPLING = [[-0.625, -1.0, -2.5], [-1.25], [-2.5, -0.25], [-1.0, -1.25, -0.5, -2.0], [-0.25, -3.5], [-2.75, -0.5, -1.5]]
 REFERENCE = [[-0.75, -1.5, -1.75], [-1.0], [-2.0, -0.5], [-1.25, -1.0, -0.5, -3.0], [-0.5, -3.0], [-2.0, -1.0, -1.25]]
-REWARDS = [1.0, 0.25, -0.5, 0.0, 2.0, 0.5]
+POLICY += [[-0.25, -1.0, -0.75, -0.5, -3.25], [-2.0], [-0.5, -0.625]]
+SAMPLING += [[-0.5, -0.875, -0.75, -1.0, -2.75], [-1.5], [-0.25, -0.75]]
+REFERENCE += [[-0.5, -1.0, -1.25, -0.75, -2.5], [-1.0], [-0.75, -1.0]]
+REWARDS = [1.0, 0.25, -0.5, 0.3, 0.3, 0.3, 0.0, 2.0, 0.5]
+MASKED = [7]
 BETA, EPSILON, EPSILON_HIGH, LONGEST = 0.3, 0.2, 0.28, 8
 
 
@@ -34,17 +39,23 @@ def padded(rows: list[list[float]]) -> torch.Tensor:
 
 
 def advantages(scale: str) -> torch.Tensor:
-    """As GRPOTrainer._generate_and_score_completions has them, with scale_rewards="group" or "none"."""
+    """As GRPOTrainer._generate_and_score_completions has them, by scale_rewards; "rloo": as RLOOTrainer's."""
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
     grouped = rewards.view(-1, 3)
+    if scale == "rloo":
+        return (grouped - (grouped.sum(dim=1, keepdim=True) - grouped) / 2).view(-1)
     centered = rewards - grouped.mean(dim=1).repeat_interleave(3)
-    return centered / (nanstd(grouped, dim=1).repeat_interleave(3) + 1e-4) if scale == "group" else centered
+    if scale == "none":
+        return centered
+    std = nanstd(grouped, dim=1).repeat_interleave(3) if scale == "group" else nanstd(rewards)
+    return centered / (std + 1e-4)
 
 
-def figures(loss_type: str, scale: str) -> dict[str, Any]:
-    """By GRPOTrainer's own code."""
+def figures(loss_type: str, scale: str, level: str) -> dict[str, Any]:
+    """By GRPOTrainer's own code, or with "rloo" by RLOOTrainer's."""
     logps = padded(POLICY).requires_grad_()
-    mask = padded([[1.0] * len(row) for row in POLICY])
+    masked = [] if scale == "rloo" else MASKED  # RLOO counts a masked completion as one of ratio 1: a constant
+    mask = padded([[float(i not in masked)] * len(row) for i, row in enumerate(POLICY)])
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x),
@@ -52,7 +63,7 @@ def figures(loss_type: str, scale: str) -> dict[str, Any]:
         _get_per_token_logps_and_entropies=lambda *_, **__: (logps, -logps.detach(), None),
         _metrics={"train": defaultdict(list)},
         current_gradient_accumulation_steps=1,
-        importance_sampling_level="token",
+        importance_sampling_level=level,
         loss_type=loss_type,
         beta=BETA,
         epsilon_low=EPSILON,
@@ -73,30 +84,35 @@ def figures(loss_type: str, scale: str) -> dict[str, Any]:
         "advantages": advantages(scale),
         "old_per_token_logps": padded(SAMPLING),
         "ref_per_token_logps": padded(REFERENCE),
+        "old_logps": (padded(SAMPLING) * mask).sum(dim=1),
         "num_items_in_batch": mask.sum(),
     }
-    loss = GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+    loss = (RLOOTrainer if scale == "rloo" else GRPOTrainer)._compute_loss(trainer, trainer.model, inputs)
     loss.backward()
     of_tokens = [row[: len(own)] for row, own in zip(logps.grad.tolist(), POLICY, strict=True)]
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     return {
         "loss": loss.item(),
         "gradients": of_tokens,
-        "kl": metrics["kl"],
+        "kl": metrics.get("kl"),
         "clip_fraction": metrics["clip_ratio/region_mean"],
     }
 
 
 if __name__ == "__main__":
-    cases = [(loss_type, scale) for loss_type in ("grpo", "dr_grpo", "bnpo", "dapo") for scale in ("group", "none")]
+    levels = {"token": ("group", "batch", "none"), "sequence": ("group",)}
+    loss_types = ("grpo", "dr_grpo", "bnpo", "dapo")
+    cases = [(one, scale, level) for one in loss_types for level, scales in levels.items() for scale in scales]
+    cases.append(("grpo", "rloo", "completion"))
     given = {
         "policy": POLICY,
         "sampling": SAMPLING,
         "reference": REFERENCE,
         "rewards": REWARDS,
+        "masked": MASKED,
         "beta": BETA,
         "epsilon": EPSILON,
         "epsilon_high": EPSILON_HIGH,
         "max_completion_length": LONGEST,
     }
-    print(json.dumps({**given, "figures": {f"{one} {scale}": figures(one, scale) for one, scale in cases}}))
+    print(json.dumps({**given, "figures": {" ".join(case): figures(*case) for case in cases}}))

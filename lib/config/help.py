@@ -37,7 +37,13 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> list[Settin
 @functools.cache
 def known_settings() -> tuple[str, ...]:
     """The dotted keys of all settings."""
-    return tuple(setting.key for setting in settings())
+    return tuple(setting_types())
+
+
+@functools.cache
+def setting_types() -> dict[str, Any]:
+    """The type of every setting, by its dotted key."""
+    return {setting.key: setting.annotation for setting in settings()}
 
 
 def help_text(only: str = "") -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lib.config import guarded, hints, read_file
-from lib.config.help import accepts, known_settings, settings, type_parts
+from lib.config.help import accepts, known_settings, setting_types, type_parts
 from lib.config.plain_yaml import PlainLoader
 from lib.config.schema import Config, TrainSettings
 from lib.errors import UserError
@@ -217,7 +217,7 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
 
 def _parse_value(key: str, text: str) -> Any:
     """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is."""
-    annotation = _annotation(key)
+    annotation = setting_types().get(key)  # None: there is no such setting
     try:
         value = yaml.load(text, Loader=PlainLoader)
     except yaml.YAMLError as error:
@@ -230,15 +230,10 @@ def _parse_value(key: str, text: str) -> Any:
     return value
 
 
-def _annotation(key: str) -> Any:
-    """A setting's type; None of a key that is none."""
-    return next((setting.annotation for setting in settings() if setting.key == key), None)
-
-
 def _not_key_value(word: str, key: str, has_sign: bool) -> str:
     name = key.strip().rstrip(":")
     if has_sign and key in known_settings():
-        none = f", or {key}=null for none" if accepts(_annotation(key), type(None)) else ""
+        none = f", or {key}=null for none" if accepts(setting_types()[key], type(None)) else ""
         return f"{word} has no value; write it right after the sign, without a blank{none}"
     if not has_sign and name in known_settings():
         return f"argument {word!r} is not of the form key=value; write {name}=VALUE in one word, without blanks"

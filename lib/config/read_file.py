@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
 from lib.errors import UserError
+
+OF_CHECKPOINTS = re.compile(r"step-\d+|\.unfinished-.*|ranks")  # names in a folder of checkpoints
 
 
 def require_regular(path: Path, what: str) -> None:
@@ -31,7 +35,8 @@ def require_own(folder: Path) -> None:
 
     Raises:
         UserError: there is a pipe or a device; the lock, a log or a file of a round is a link, perhaps to a file of
-            yours, or has a second name; or a folder of checkpoints, where old ones are removed, is a link.
+            yours, or has a second name; or a folder of checkpoints, where old ones are removed, is a link to one that
+            may have another use.
     """
     for path in folder.iterdir():
         require_regular(path, "the run's")
@@ -41,11 +46,28 @@ def require_own(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()
             is_file = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
-            if not is_file and not stat.S_ISDIR(facts.st_mode):
-                raise UserError(
-                    f"{path} is a link, has a second name or is no file, and a run writes there; "
-                    "put a copy in its place"
-                )
+            is_checkpoints = path == folder / "checkpoints"
+            if is_file or stat.S_ISDIR(facts.st_mode) or (is_checkpoints and _is_for_checkpoints(path)):
+                continue
+            link = ", or a link to a folder of yours that holds its checkpoints alone" * is_checkpoints
+            raise UserError(
+                f"{path} is a link, has a second name or is no file, and a run writes there; "
+                f"put a copy in its place{link}"
+            )
+
+
+def _is_for_checkpoints(link: Path) -> bool:
+    """Whether a link of one's own leads to one's own folder, in no other run, with checkpoints or nothing in it.
+
+    Whose the link is says little: a run that came in an archive was unpacked by its new owner.
+    """
+    try:
+        target = link.resolve(strict=True)
+        is_own = link.lstat().st_uid == target.stat().st_uid == os.geteuid()
+        is_of_another = target.parent != link.parent.resolve() and (target.parent / "config.yaml").exists()
+        return is_own and not is_of_another and all(OF_CHECKPOINTS.fullmatch(one.name) for one in target.iterdir())
+    except OSError:  # it leads nowhere, or to a file
+        return False
 
 
 def read_text(path: Path, what: str, limit_bytes: int) -> str:

@@ -40,6 +40,12 @@ class RolloutSettings(Section):
     """Which answers to a prompt become pairs: the best and the worst, or all whose scores differ by rollouts.margin."""
     margin: NonNegative = 0.0
     """Least difference of two scores that makes a pair; answers of equal scores never do."""
+    filter_groups: bool = False
+    """Of grpo: leave out prompts whose answers all have the same score. They have no advantage, only a pass each, and
+    with train.beta the divergence from the reference (DAPO)."""
+    mask_truncated: bool = False
+    """Learn nothing from answers that rollouts.max_tokens cut: they are in no pair; of a group of grpo their scores
+    count, and their tokens do not."""
     reference_every: Positive | None = None
     """Rounds after which the reference becomes the policy; by default it stays what it was before training."""
     overlap: bool = False

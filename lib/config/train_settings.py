@@ -68,9 +68,13 @@ class TrainSettings(Section):
     loss_type: Literal["grpo", "dr_grpo", "bnpo", "dapo"] | None = None
     """What grpo divides the loss of all tokens by: each completion's length, then their number (grpo, the default); the
     number times train.max_completion_length (dr_grpo); the number of tokens of the step (bnpo, dapo)."""
-    advantages: Literal["standardized", "centered", "leave_one_out"] = "standardized"
-    """What grpo makes of a completion's reward: less the mean of its group, divided by their deviation
-    (standardized) or not (centered, Dr. GRPO); less the mean of the others (leave_one_out, RLOO)."""
+    advantages: Literal["standardized", "batch_standardized", "centered", "leave_one_out"] = "standardized"
+    """What grpo makes of a completion's reward: less the mean of its group, divided by their deviation (standardized),
+    by that of the whole round or file (batch_standardized), or not (centered, Dr. GRPO); less the mean of the others
+    (leave_one_out, RLOO)."""
+    ratio: Literal["token", "geometric_mean", "completion"] = "token"
+    """What of grpo is compared with the sampling policy, and clipped: each token, the geometric mean of a completion's
+    tokens (GSPO), or the completion as a whole (RLOO)."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Of grpo: a ratio to the sampling policy below 1 - epsilon, or above 1 + train.epsilon_high, is clipped."""
     epsilon_high: PositiveFloat | None = None
@@ -185,8 +189,8 @@ class TrainSettings(Section):
         if self.record_kind != "group":
             if self.beta == 0:
                 raise ValueError(f"train.beta=0 is for grpo alone, not {self.loss_name}; give a number above 0")
-            names = ("loss_type", "advantages", "epsilon", "epsilon_high", "temperature", "max_completion_length")
-            for name in names:
+            of_groups = ("loss_type", "advantages", "ratio", "epsilon", "epsilon_high", "temperature")
+            for name in (*of_groups, "max_completion_length"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"train.{name} is for train.loss=grpo, not {self.loss_name}; leave it out")
             return

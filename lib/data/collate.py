@@ -62,7 +62,9 @@ class Batch:
     noise_scales: np.ndarray | None = None
     """float32 [N]: of the noise."""
     rewards: np.ndarray | None = None
-    """float32 [b, K], of groups (lib/data/groups.py); 0 for completions without a scored token."""
+    """float32 [b, K], of groups (lib/data/groups.py); NaN for completions that are left out."""
+    reward_deviations: np.ndarray | None = None
+    """float32 [b], of groups: the deviation of all rewards of the data set, in every row."""
     sampling_logps: np.ndarray | None = None
     """float32 [b, K, C], of groups: of the scored tokens, under the policy that sampled them; 0 where masked."""
 
@@ -82,6 +84,7 @@ class Batch:
             "noise_keys",
             "noise_scales",
             "rewards",
+            "reward_deviations",
             "sampling_logps",
         )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -146,6 +149,7 @@ def collate(
         real_tokens=int(need["tokens"]),
         labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
         rewards=_rewards(examples, mask),
+        reward_deviations=_reward_deviations(examples, mask),
         sampling_logps=_sampling_logps(examples, sequences, mask),
     )
 
@@ -252,9 +256,15 @@ def _rewards(examples: Sequence[Example], mask: np.ndarray) -> np.ndarray | None
     """Batch's `rewards`."""
     if examples[0].rewards is None:
         return None
-    rewards = np.zeros(mask.shape[:2], np.float32)
+    rewards = np.full(mask.shape[:2], np.nan, np.float32)
     rewards[: len(examples)] = np.stack([e.rewards for e in examples if e.rewards is not None])
     return rewards
+
+
+def _reward_deviations(examples: Sequence[Example], mask: np.ndarray) -> np.ndarray | None:
+    """Batch's `reward_deviations`."""
+    deviation = examples[0].reward_deviation
+    return None if deviation is None else np.full(len(mask), deviation, np.float32)
 
 
 def _sampling_logps(examples: Sequence[Example], sequences: _Sequences, mask: np.ndarray) -> np.ndarray | None:

@@ -48,7 +48,9 @@ class Example:
     learnt: tuple[np.ndarray, ...] | None = None
     """bool [C_k] each: the tokens that are trained on; None for all."""
     rewards: np.ndarray | None = None
-    """float32 [K], of a group (lib/data/groups.py); 0 for a completion of which no token is learnt."""
+    """float32 [K], of a group (lib/data/groups.py); NaN for a completion that is left out."""
+    reward_deviation: float | None = None
+    """Of a group: the deviation of all rewards of the data set."""
     sampling_logps: tuple[np.ndarray, ...] | None = None
     """float32 [C_k] each, of a group: the log-probability of each token under the policy that sampled it."""
 

@@ -5,7 +5,9 @@ A record is tokenised, since the log-probabilities belong to tokens:
     {"prompt_ids": [...], "completion_ids": [[...], ...], "rewards": [1.0, null, ...], "logps": [[...], ...]}
 
 `logps` are the sampling policy's, one a token; without them the policy in training counts as the one that sampled. A
-reward of null says that nobody could judge a completion: it is left out, from its group's mean to the last count.
+reward of null says that nobody could judge a completion: it is left out, from its group's mean to the last count. With
+`"completion_mask": [[1, 0, ...], ...]` only tokens with a 1 are learnt; a completion of which none is still counts, and
+so does its reward.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from lib.errors import UserError
 COLUMNS = ("prompt_ids", "completion_ids", "rewards")
 LARGEST = float(np.finfo(np.float32).max)
 ROUNDED = 1e-4  # what another sampler's log-probability of a certain token may be rounded to
-LEFT_OUT = ~0  # the one token, which is not learnt, of a completion without a reward
+LEFT_OUT = ~0  # the one token, which is not learnt, of a completion of which none is
 
 
 class Group(NamedTuple):
@@ -37,6 +39,7 @@ class Group(NamedTuple):
     completions: list[list[int]]
     rewards: list[float | None]
     logps: list[list[float]] | None
+    mask: list[list[bool]] | None = None  # of the tokens, which are learnt; None for all
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +48,14 @@ class GroupedDataset(Dataset):
 
     Args:
         samples: K.
-        rewards: float32 [n, K]; 0 where there is none.
+        rewards: float32 [n, K]; NaN where there is none.
+        deviation: of all rewards, that of a sample, with n - 1; 0 of a single one.
         logps: float32, one for each of `tokens` (prompts have some number); None where the records have none.
     """
 
     samples: int = 1
     rewards: np.ndarray | None = None
+    deviation: float = 0.0
     logps: np.ndarray | None = None
 
     @property
@@ -68,7 +73,7 @@ class GroupedDataset(Dataset):
         if self.logps is not None:
             bounds = self.bounds[row * width + 1 : (row + 1) * width + 1]
             logps = tuple(self.logps[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
-        return replace(example, rewards=self.rewards[row], sampling_logps=logps)
+        return replace(example, rewards=self.rewards[row], reward_deviation=self.deviation, sampling_logps=logps)
 
 
 def load_groups(settings: DataSettings, limits: ModelLimits) -> GroupedDataset:
@@ -128,7 +133,14 @@ def _parse(record: JSON, max_length: int, limits: ModelLimits) -> Group:
     for k, reward in enumerate(rewards):
         if reward is not None and not _is_finite(reward):
             raise Unusable(f"rewards[{k}] is {repr(reward)[:40]}, neither a number nor null")
-    return Group(prompt, completions, rewards, _logps_of(record.get("logps"), completions))
+    logps, mask = (_of_tokens(record.get(name), name, completions) for name in ("logps", "completion_mask"))
+    for k, own in enumerate(logps or ()):
+        if not all(_is_finite(logp) and logp <= ROUNDED for logp in own):
+            raise Unusable(f"logps[{k}] has what is no log-probability: a number up to 0")
+    for k, own in enumerate(mask or ()):
+        if any(one not in (0, 1) for one in own):
+            raise Unusable(f"completion_mask[{k}] has what is neither 0 nor 1")
+    return Group(prompt, completions, rewards, logps, mask and [[*map(bool, own)] for own in mask])
 
 
 def _check_ids(ids: object, where: str, limit: int) -> None:
@@ -139,17 +151,16 @@ def _check_ids(ids: object, where: str, limit: int) -> None:
             raise Unusable(f"{where} has {repr(token)[:40]}, which is no token id below {limit}")
 
 
-def _logps_of(logps: object, completions: list[list[int]]) -> list[list[float]] | None:
-    if logps is None:
+def _of_tokens(value: object, name: str, completions: list[list[int]]) -> list[list[Any]] | None:
+    """A list for each completion, with something for each of its tokens."""
+    if value is None:
         return None
-    if not isinstance(logps, list) or len(logps) != len(completions):
-        raise Unusable("logps is not a list with one list for each of completion_ids")
-    for k, (own, ids) in enumerate(zip(logps, completions, strict=True)):
+    if not isinstance(value, list) or len(value) != len(completions):
+        raise Unusable(f"{name} is not a list with one list for each of completion_ids")
+    for k, (own, ids) in enumerate(zip(value, completions, strict=True)):
         if not isinstance(own, list) or len(own) != len(ids):
-            raise Unusable(f"logps[{k}] is not a list of {len(ids)} numbers, one a token of completion_ids[{k}]")
-        if not all(_is_finite(logp) and logp <= ROUNDED for logp in own):
-            raise Unusable(f"logps[{k}] has what is no log-probability: a number up to 0")
-    return logps
+            raise Unusable(f"{name}[{k}] is not a list of {len(ids)} numbers, one a token of completion_ids[{k}]")
+    return value
 
 
 def _is_finite(value: object) -> bool:
@@ -161,20 +172,24 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
     samples = max(len(group.completions) for group in groups)
     pieces: Pieces = []
     logps: list[list[float]] = []
-    rewards = np.zeros((len(groups), samples), np.float32)
+    rewards = np.full((len(groups), samples), np.nan, np.float32)
     for group, own in zip(groups, rewards, strict=True):
         pieces.append(np.array(group.prompt, np.int32))
         logps.append([0.0] * len(group.prompt))
         for k in range(samples):
             reward = group.rewards[k] if k < len(group.rewards) else None
-            is_left_out = reward is None
-            own[k] = 0.0 if reward is None else reward
-            pieces.append(np.array([LEFT_OUT] if is_left_out else group.completions[k], np.int32))
-            logps.append([0.0] if is_left_out or group.logps is None else group.logps[k])
+            own[k] = np.nan if reward is None else reward
+            piece = np.array([LEFT_OUT] if reward is None else group.completions[k], np.int32)
+            if reward is not None and group.mask is not None:
+                piece = np.where(group.mask[k], piece, ~piece) if any(group.mask[k]) else np.array([LEFT_OUT], np.int32)
+            pieces.append(piece)
+            is_whole = reward is not None and len(piece) == len(group.completions[k])
+            logps.append(group.logps[k] if is_whole and group.logps is not None else [0.0] * len(piece))
     packed = pack("group", pieces, None)
     flat = None if groups[0].logps is None else np.concatenate([np.array(own, np.float32) for own in logps])
     digest = hashlib.sha256(packed.digest.encode() + rewards.tobytes())
     digest.update(b"" if flat is None else flat.tobytes())
+    known = rewards[~np.isnan(rewards)].astype(np.float64)
     columns = " + ".join(COLUMNS + (("logps",) if flat is not None else ()))
     return GroupedDataset(
         path=name,
@@ -187,5 +202,6 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
         bounds=packed.bounds,
         samples=samples,
         rewards=rewards,
+        deviation=float(known.std(ddof=1)) if len(known) > 1 else 0.0,
         logps=flat,
     )

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.errors import UserError
-from lib.system.worker_process import WorkerProcess
+from lib.errors import Stopped, UserError
+from lib.system.worker_process import Ended, NotStarted, WorkerProcess
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RENDERER, KNOWN_VERSION = "render_jinja_template", "5"  # what transformers' tokenizers call
 RENDER_SECONDS = 30.0  # for some conversations, each of which takes a millisecond
 RENDER_BYTES = 2**30
 TOGETHER_BYTES = 2**22  # of conversations that are rendered at a time
@@ -34,10 +35,20 @@ class NoTemplate(Refused):
 
 
 def install() -> None:
-    """Makes every tokenizer of transformers render here, from now on."""
+    """Makes every tokenizer of transformers render here, from now on.
+
+    Raises:
+        Stopped: this version of transformers renders in another way.
+    """
+    import transformers
     from transformers import tokenization_utils_base
 
-    tokenization_utils_base.render_jinja_template = render  # type: ignore[assignment]
+    if not hasattr(tokenization_utils_base, RENDERER):  # else templates would be rendered there, without limits
+        raise Stopped(
+            f"transformers {transformers.__version__} renders chat templates by another name than {RENDERER}, which "
+            f"Tandem knows of transformers {KNOWN_VERSION}: make setup installs one that it knows"
+        )
+    setattr(tokenization_utils_base, RENDERER, render)
 
 
 def pin_date(template: str, date: datetime.date) -> None:
@@ -53,6 +64,7 @@ def render(
     Raises:
         Refused: by the template.
         UserError: it takes more than RENDER_SECONDS or RENDER_BYTES.
+        Stopped: what renders cannot be started.
     """
     rest = _json({"chat_template": chat_template, **options})
     date = _json(_dates.get(chat_template))
@@ -70,13 +82,13 @@ def _asked(question: bytes, count: int) -> Any:
     what = f"the chat template, on {count:,} conversation{'s' * (count != 1)},"
     try:
         answer = _renderer().ask(question, RENDER_SECONDS)
+    except NotStarted as error:
+        raise Stopped(f"the process that renders chat templates does not start: {error}") from None
     except TimeoutError:
         raise UserError(f"{what} takes more than {RENDER_SECONDS:g} s") from None
-    except EOFError:
-        answer = {"has_memory": False}
-    if not answer.get("has_memory", True):
-        _renderer().end()  # what it still holds would be missing for the next one
-        raise UserError(f"{what} takes more than {RENDER_BYTES:,} bytes")
+    except Ended as error:
+        why = f"takes more than {RENDER_BYTES:,} bytes" if error.lacked_memory else f"is not rendered: {error}"
+        raise UserError(f"{what} {why}") from None
     if "refused" in answer:
         raise (Refused if answer["is_template"] else NoTemplate)(answer["refused"])
     return answer
@@ -108,4 +120,5 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _renderer() -> WorkerProcess:
-    return WorkerProcess([sys.executable, "-m", "lib.data.template_worker", str(RENDER_BYTES)], ROOT)
+    limits = [str(RENDER_BYTES), str(RENDER_SECONDS)]
+    return WorkerProcess([sys.executable, "-m", "lib.data.template_worker", *limits], ROOT)

@@ -1,40 +1,38 @@
-"""The process that renders for lib/data/template_process.py: `python -m lib.data.template_worker BYTES`.
+"""The process that renders for lib/data/template_process.py: `python -m lib.data.template_worker BYTES SECONDS`.
 
-A line of JSON for each question, {"date", "options", "conversations"}, and one for its answer: {"texts", "marked"},
-{"refused", "is_template"} with what the template raised, or {"has_memory": false}. BYTES is what it may take beyond
-what it has at its start, where the system has such a limit (not on macOS).
+A question is {"date", "options", "conversations"}; its answer {"texts", "marked"}, or {"refused", "is_template"} with
+what the template raised. BYTES is what it may take beyond what it has at its start, where the system has such a limit
+(not on macOS); SECONDS is what an answer may take.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import importlib.util
-import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lib.system.limits import limit_memory
+from lib.system.worker_loop import Answer, answer_questions
 
 LONGEST_COMPLAINT = 2000  # letters
 
 
-def main() -> None:
-    """Renders until standard input ends."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+def prepare() -> Answer:
+    """What answers, once transformers is imported.
+
+    Raises:
+        AttributeError: this version of it renders in another way.
+    """
     transformers = _rendering()
+    answer = functools.partial(_answer, transformers._compile_jinja_template, transformers.render_jinja_template)
     limit_memory(int(sys.argv[1]))
-    _say(answers, {})
-    for line in sys.stdin.buffer:
-        try:
-            answer = _answer(transformers, json.loads(line))
-        except MemoryError:
-            answer = {"has_memory": False}
-        _say(answers, answer)
+    return answer
 
 
 def _rendering() -> Any:
@@ -56,16 +54,16 @@ def _rendering() -> Any:
         return importlib.import_module(name)
 
 
-def _answer(transformers: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def _answer(compiled_of: Callable[[str], Any], render: Callable[..., Any], asked: dict[str, Any]) -> dict[str, Any]:
     """A question's answer."""
     is_template = False
     try:
-        compiled = transformers._compile_jinja_template(asked["options"]["chat_template"])  # kept by its text
+        compiled = compiled_of(asked["options"]["chat_template"])  # kept by its text
         is_template = True
         if asked["date"] is not None:
             date = datetime.date.fromisoformat(asked["date"])
             compiled.globals["strftime_now"] = lambda format: date.strftime(format)
-        texts, marked = transformers.render_jinja_template(asked["conversations"], **asked["options"])
+        texts, marked = render(asked["conversations"], **asked["options"])
     except MemoryError:
         raise
     except Exception as error:  # a template raises whatever its author chose
@@ -73,10 +71,5 @@ def _answer(transformers: Any, asked: dict[str, Any]) -> dict[str, Any]:
     return {"texts": texts, "marked": marked}
 
 
-def _say(answers: Any, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-    answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer_questions(prepare, float(sys.argv[2]))

@@ -34,6 +34,7 @@ BLOCK = 2**16  # values that share a factor of r
 SAMPLE = 64  # blocks of an array that are looked at
 MESSAGE_SAMPLE = 8  # of what one rank sends another, which is as large as that, and more often
 EVERY = 64  # sums between two comparisons
+FOLDED = 64  # messages from one rank to another that are compared as one
 ROUNDOFF = {mx.float32: 2.0**-24, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}  # the half ones twice: some truncate
 SLACK = 2.0**-29  # of a product of 2^24 float64 values
 TINY = 2.0**-126  # below it float32 has fewer digits
@@ -53,10 +54,13 @@ class Record(TypedDict):
 
 
 class Messages(TypedDict):
-    """What a rank notes of messages, by the other rank and the message's number among those of the two."""
+    """What a rank notes of messages, by the other rank and the number of a group of FOLDED that follow each other.
 
-    sent: dict[str, dict[str, int]]
-    received: dict[str, dict[str, int]]
+    Of a group the messages so far, and the sum of their words modulo 2^64: both ends note them in the same order.
+    """
+
+    sent: dict[str, dict[str, list[int]]]
+    received: dict[str, dict[str, list[int]]]
 
 
 @dataclass
@@ -97,15 +101,15 @@ class CheckedSums:
     def note_sent(self, array: mx.array, number: int, rank: int) -> None:
         """Notes the n-th message to another rank, an evaluated array."""
         word = self._word_of_message(array, f"message {number} of rank {self.peers.rank} to rank {rank}")
-        self.messages["sent"].setdefault(str(rank), {})[str(number)] = word
+        _fold(self.messages["sent"].setdefault(str(rank), {}), number, word)
 
     def note_received(self, array: mx.array, number: int, rank: int) -> None:
         """Notes what came as the n-th message from another rank."""
         word = self._word_of_message(array, f"message {number} of rank {rank} to rank {self.peers.rank}")
-        self.messages["received"].setdefault(str(rank), {})[str(number)] = word
+        _fold(self.messages["received"].setdefault(str(rank), {}), number, word)
 
     def compare(self) -> None:
-        """Compares all that was noted; a message once both of its ranks have noted it.
+        """Compares all that was noted; messages once both of their ranks have noted as many of a group.
 
         Raises:
             Stopped: something was changed on its way; names it and the first rank that got it so.
@@ -205,23 +209,32 @@ def wrong_at(every: Sequence[Record | None]) -> int | None:
 
 
 def wrong_message(every: Sequence[Messages]) -> tuple[int, int] | None:
-    """Sender and receiver of the first message that did not come as it was sent, by every rank's notes; None: none."""
+    """Sender and receiver of the first messages that did not come as they were sent, by every rank's notes."""
     for receiver, noted in enumerate(every):
         for sender, came in noted["received"].items():
             sent = every[int(sender)]["sent"].get(str(receiver), {})
-            if any(sent[number] != came[number] for number in sent.keys() & came.keys()):
+            if any(sent[group][0] == came[group][0] and sent[group] != came[group] for group in sent.keys() & came):
                 return int(sender), receiver
     return None
 
 
 def without_compared(every: Sequence[Messages], rank: int) -> Messages:
-    """What a rank noted of messages that the other rank has not noted yet."""
+    """What a rank noted of messages, without the groups that are full at both of their ends."""
     left: Messages = {"sent": {}, "received": {}}
     for way, back in (("sent", "received"), ("received", "sent")):
         for other, noted in every[rank][way].items():  # type: ignore[literal-required]
             theirs = every[int(other)][back].get(str(rank), {})  # type: ignore[literal-required]
-            left[way][other] = {number: word for number, word in noted.items() if number not in theirs}  # type: ignore[literal-required]
+            left[way][other] = {  # type: ignore[literal-required]
+                group: folded for group, folded in noted.items() if folded[0] < FOLDED or folded != theirs.get(group)
+            }
     return left
+
+
+def _fold(groups: dict[str, list[int]], number: int, word: int) -> None:
+    """Adds the word of a message, counted from 1, to those of its group."""
+    group = str((number - 1) // FOLDED)
+    count, words = groups.get(group, (0, 0))
+    groups[group] = [count + 1, (words + word) % 2**64]
 
 
 def different(what: str, rank: int, host: str) -> str:

@@ -46,7 +46,6 @@ class Links:
     streams: dict[tuple[str, int], mx.ThreadLocalStream] = field(default_factory=dict)
     sent: dict[int, deque[mx.array]] = field(default_factory=dict)  # by receiver: what may not have arrived
     counts: Counter[tuple[str, int]] = field(default_factory=Counter)  # of messages, by way and rank
-    numbers: dict[int, int] = field(default_factory=dict)  # by identity: of what is expected, among a rank's messages
 
     @property
     def receives_ahead(self) -> bool:
@@ -77,9 +76,7 @@ class Links:
 
     def expect(self, shape: Sequence[int], dtype: mx.Dtype, rank: int) -> mx.array:
         """What a rank will send next, in this order; `begin` or `wait` receives it."""
-        array = self.ranks.receive(shape, dtype, rank, self._stream("from", rank))
-        self.numbers[id(array)] = self._next("from", rank)
-        return array
+        return self.ranks.receive(shape, dtype, rank, self._stream("from", rank))
 
     def begin(self, *arrays: mx.array) -> None:
         """Begins to receive what is expected, and goes on."""
@@ -87,12 +84,14 @@ class Links:
             mx.async_eval(array)
 
     def wait(self, *arrays: mx.array, rank: int, what: str) -> None:
-        """Returns when what is expected of a rank can be computed with. `what` names the wait if it never ends."""
+        """Returns when what is expected of a rank can be computed with. `what` names the wait if it never ends.
+
+        What is expected of a rank is waited for once each, in the order in which it was expected.
+        """
         for array in arrays:
             self._wait(array, f"{what} from {self._name(rank)}")
-            number = self.numbers.pop(id(array), None)
-            if number is not None and self.ranks.checks is not None:
-                self.ranks.checks.note_received(array, number, rank)
+            if self.ranks.checks is not None:
+                self.ranks.checks.note_received(array, self._next("from", rank), rank)
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, rank: int, what: str) -> mx.array:
         """What a rank sends."""

@@ -21,6 +21,8 @@ class PeerMessages:
     def gather(self, text: bytes) -> list[bytes]:
         """Every rank's text, in rank order. Each hands on what came last, so that all have been round once.
 
+        Rank 0 receives before it sends: if all sent first, texts beyond what the system buffers would wait for ever.
+
         Raises:
             Stopped: what came is not what a rank sent.
             RuntimeError: a neighbour is gone; it says so as MLX's ring does.
@@ -29,8 +31,12 @@ class PeerMessages:
         texts[self.rank] = text
         try:
             for hop in range(self.size - 1):
-                self.after.send(texts[(self.rank - hop) % self.size])
-                texts[(self.rank - hop - 1) % self.size] = self.before.receive()
+                held, missing = (self.rank - hop) % self.size, (self.rank - hop - 1) % self.size
+                if self.rank == 0:
+                    texts[missing] = self.before.receive()
+                self.after.send(texts[held])
+                if self.rank != 0:
+                    texts[missing] = self.before.receive()
         except NotTrusted as error:
             raise Stopped(
                 f"rank {self.rank} on {host_name()}: what came from rank {(self.rank - 1) % self.size} cannot be "

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from lib.config import (
     command_line,
     load,
@@ -28,16 +30,17 @@ from lib.config import (
 )
 from lib.config.schema import Config
 from lib.data import tokenizer as tokenizer_module
-from lib.data.answer_questions import load_questions
+from lib.data.answer_questions import Question, load_questions
 from lib.data.dataset import load_dataset
 from lib.data.mismatched import with_mismatched
+from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import limits_of
 from lib.distributed import sharded_model
 from lib.distributed.world import World, host_names, start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, harness_tasks, win_rate
 from lib.evaluate.answers import exact_match, greedy
-from lib.evaluate.divided_inference import DividedModel, divides, in_step, parts_of_model
+from lib.evaluate.divided_inference import DividedModel, Parts, divides, in_step, parts_of_model
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, policy_logps, write_per_pair
 from lib.evaluate.whole_model import WholeModel
 from lib.model import (
@@ -50,6 +53,7 @@ from lib.system import command_errors, mpi_and_blas
 from lib.training import losses
 from lib.training.find_checkpoint import find
 from lib.training.known_tokens import vocabulary
+from lib.training.objective import Metrics
 from lib.training.progress_display import RunConsole, describe
 from lib.training.reference_model import dataset_logps
 
@@ -80,6 +84,9 @@ def _work_of(options: argparse.Namespace) -> Callable[[Config, argparse.Namespac
 
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
+    if settings.rollouts.rounds and options.data is None:
+        _answer(settings, options, world)
+        return
     say = RunConsole(world)
     with world.agreeing("reading the data"):
         _require_records_loss(settings)
@@ -108,21 +115,11 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         with say.counting("reference log-probabilities", len(dataset)) as progress:
             reference = dataset_logps(reference_model, dataset, world, shares, settings, progress)
         del reference_model  # two models need not lie in memory at once
-    with world.agreeing("loading the model"):
-        model = load_module.load(settings.model, settings.train.seed, lazy=parts is not None)
-        if options.run is not None:
-            adapters.make_trainable(model, settings.model, settings.train.seed)
-            adapter_files.load_trained(model, Path(options.run), "--run")
-        elif settings.model.adapter is not None:
-            adapters.make_trainable(model, settings.model, settings.train.seed)
-    world = sharded_model.divided(model, parts, world, settings.metal.wired)
+    model, world = _policy(settings, options, parts, world)
     policy = policy_logps(model, dataset, settings, world, shares)
     values = metrics_of(dataset, policy, reference, settings)
     if questions:
-        assert tokenizer is not None  # where there are questions
-        prompts = [question.prompt_ids for question in questions]
-        texts = greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world)
-        values["exact_match"] = exact_match(questions, texts, settings)
+        values["exact_match"] = _exact_match(questions, model, tokenizer, settings, world)
     with world.agreeing("writing the pairs"):
         if options.per_pair is not None and world.rank == 0:
             if reference is None:
@@ -131,6 +128,47 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
     say.line(f"{options.run or settings.model.path} on {dataset.path}, {len(dataset):,} rows", "bold")
     say.line(describe(values))
     say.record({"rows": len(dataset), **values})
+
+
+def _answer(settings: Config, options: argparse.Namespace, world: World) -> None:
+    """Of a run of rounds, which has no held-out pairs: the exact match of its questions."""
+    say = RunConsole(world)
+    with world.agreeing("reading the questions"):
+        if options.per_pair is not None:
+            raise UserError("--per-pair needs held-out pairs, and a run of rounds has none; name a file with --data")
+        tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
+        questions = load_questions(settings, tokenizer, limits_of(vocabulary(settings.model)))
+        if not questions:
+            raise UserError("a run of rounds has no held-out pairs; name some with --data, or evaluate.answers=FILE")
+    world.require_equal("questions", digest_of(None, questions))
+    parts, world = parts_of_model(settings, world)
+    model, world = _policy(settings, options, parts, world)
+    values: Metrics = {"exact_match": _exact_match(questions, model, tokenizer, settings, world)}
+    say.line(f"{options.run} on {settings.evaluate.answers}, {len(questions):,} questions", "bold")
+    say.line(describe(values))
+    say.record({"questions": len(questions), **values})
+
+
+def _policy(
+    settings: Config, options: argparse.Namespace, parts: Parts | None, world: World
+) -> tuple[nn.Module, World]:
+    """The model that is evaluated, or this rank's part of it, and the world that holds it."""
+    with world.agreeing("loading the model"):
+        model = load_module.load(settings.model, settings.train.seed, lazy=parts is not None)
+        if options.run is not None:
+            adapters.make_trainable(model, settings.model, settings.train.seed)
+            adapter_files.load_trained(model, Path(options.run), "--run")
+        elif settings.model.adapter is not None:
+            adapters.make_trainable(model, settings.model, settings.train.seed)
+    return model, sharded_model.divided(model, parts, world, settings.metal.wired)
+
+
+def _exact_match(
+    questions: list[Question], model: nn.Module, tokenizer: Tokenizer | None, settings: Config, world: World
+) -> float:
+    assert tokenizer is not None  # where there are questions
+    prompts = [question.prompt_ids for question in questions]
+    return exact_match(questions, greedy(model, tokenizer, prompts, settings.evaluate.max_tokens, world), settings)
 
 
 def _require_records_loss(settings: Config) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import reprlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from lib.data.record_formats import ANSWER
 from lib.errors import UserError
+from lib.evaluate.scores import scores_in
 from lib.system import os_commands, patterns
 
 LINE_BYTES, SCORE_BYTES = 2**20, 2**10  # of what a command may write: in all, and for each score
@@ -37,6 +37,10 @@ class Question:
     prompt: Any
     completions: Sequence[str]
     record: Mapping[str, Any]
+
+
+class NoScores(UserError):
+    """What a judge gave is no score for each completion."""
 
 
 class Judge(Protocol):
@@ -121,7 +125,7 @@ class PythonJudge:
                 raise UserError(f"{self.name}: {question.place}: {type(error).__name__}: {error}") from error
             if (of_texts := scores_in(made, len(question.completions))) is None:
                 wanted = f"a list of {len(question.completions)} scores"
-                raise UserError(f"{self.name}: {question.place}: returned {made!r}; it has to be {wanted}")
+                raise NoScores(f"{self.name}: {question.place}: returned {reprlib.repr(made)}; it has to be {wanted}")
             scores.append(of_texts)
         return scores
 
@@ -171,12 +175,3 @@ def _json(line: str) -> Any:
         return json.loads(line)
     except ValueError:
         return None
-
-
-def scores_in(made: Any, count: int) -> list[float] | None:
-    """So many finite numbers, or None where it is anything else."""
-    try:
-        scores = [float(score) for score in made]
-    except (ValueError, TypeError):
-        return None
-    return scores if len(scores) == count and np.isfinite(scores).all() else None

@@ -106,6 +106,7 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
     if not judged.exists():
         texts = [[json.loads(line)["completions"][0] for line in path.read_text().splitlines()] for path in models]
         batch_inference.pull("verdicts", key, records, judged, settings, world.alone(), verdicts)
+    files.sweep_unfinished(out)
     if not out.exists():
         files.write_atomically(out, judged.read_bytes())
     for path in sorted(_parts(out), key=lambda path: path == judged):

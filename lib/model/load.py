@@ -65,6 +65,14 @@ def table_sizes(settings: schema.ModelSettings) -> TableSizes:
     Raises:
         UserError: as `load`.
     """
+    folder = resolve(settings.path, settings.revision)
+    files = (path.stat() for path in sorted(folder.iterdir()) if path.is_file())
+    return _table_sizes(settings, tuple((facts.st_mtime_ns, facts.st_size) for facts in files))
+
+
+@functools.lru_cache(8)
+def _table_sizes(settings: schema.ModelSettings, files: tuple[tuple[int, int], ...]) -> TableSizes:
+    """`table_sizes`, loaded once; files: as they are now."""
     return bounded(load(settings, 0, lazy=True))
 
 

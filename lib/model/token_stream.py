@@ -42,6 +42,7 @@ class StreamInputs(TypedDict, total=False):
     noise_keys: mx.array
     noise_scales: mx.array
     rewards: mx.array
+    reward_deviations: mx.array
     sampling_logps: mx.array
 
 

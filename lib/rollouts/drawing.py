@@ -7,6 +7,7 @@ answers, and learn while a judge in another process, or on another machine, scor
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -113,9 +114,8 @@ class Drawing:
             UserError: the judge failed on a chunk.
         """
         self.end()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.scores.close, timeout_seconds)
+            stack.callback(self.samples.close, timeout_seconds)
             if self.thread is not None:
                 self.thread.join()
-        finally:
-            self.samples.close(timeout_seconds)
-            self.scores.close(timeout_seconds)

@@ -11,6 +11,7 @@ HELD_OUT = {"exact_match": "held-out exact match", "held_out_score": "held-out s
 GROWTH = 1.5  # times the tokens of the first round's answers: they grow
 LEAST_PAIRS = 16  # of unequal lengths, of which a share means something
 MOSTLY = 0.8  # of the pairs
+FOLLOWS = 0.8  # correlation of scores and lengths: two thirds of the differences of scores are those of length
 LONGER = 1.2  # times the tokens of the rejected answers: length itself may be what is preferred
 LEAST_FALL = 0.05  # of a held-out figure, where there is no rollouts.tolerance: less may be chance
 LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same then
@@ -68,6 +69,11 @@ def warnings_of(rounds: Sequence[RoundFigures], tolerance: float | None) -> list
         warnings.append(
             f"the judge prefers the longer answer in {last.longer_chosen:.0%} of the pairs "
             f"({last.chosen_tokens:.4g} against {last.rejected_tokens:.4g} tokens)"
+        )
+    if last.pairs >= LEAST_PAIRS and (last.length_correlation or 0) >= FOLLOWS:
+        warnings.append(
+            f"the judge's scores follow length: their correlation is {last.length_correlation:.2f} among the answers "
+            "to a prompt"
         )
     if last.entropy < LEAST_ENTROPY * first.entropy:
         warnings.append(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lib.errors import UserError
-from lib.evaluate.judges import Judge, Question
+from lib.evaluate.function_judge import FunctionJudge
+from lib.evaluate.judges import Judge, NoScores, Question
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,23 @@ class Scored:
 
     score: float | None
     fault: str = ""
+
+
+def require_scores(judge: Judge, question: Question) -> None:
+    """Makes sure that a function gives scores, before a round of answers is sampled for it.
+
+    What it raises may be about this answer alone: that is left to the round.
+
+    Raises:
+        NoScores: it gives something else.
+    """
+    if isinstance(judge, FunctionJudge):
+        try:
+            judge([question])
+        except NoScores:
+            raise
+        except UserError:
+            return
 
 
 def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:

@@ -1,12 +1,16 @@
-"""Scored answers ➜ preference pairs, and what is to be watched of them: pure functions."""
+"""Scored answers ➜ preference pairs or groups, and what is to be watched of them: pure functions."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lib.config.rollout_settings import RolloutSettings
+from lib.data.groups import Group as SampledGroup
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,13 @@ def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
     """The pairs that a prompt's answers make; none where all scores are the same.
 
     `best_worst`: one of the best and one of the worst answers, of equal scores the first that was drawn. `margin`:
-    every two whose scores differ by the margin. An answer that was drawn several times counts once.
+    every two whose scores differ by the margin. An answer that was drawn several times counts once. With
+    `mask_truncated` one that rollouts.max_tokens cut does not count.
     """
-    distinct = {tuple(answer.tokens): answer for answer in reversed(group.answers) if answer.score is not None}
+    known = [answer for answer in group.answers if answer.score is not None]
+    if settings.mask_truncated:
+        known = [answer for answer in known if answer.finish != "length"]
+    distinct = {tuple(answer.tokens): answer for answer in reversed(known)}
     answers = sorted(distinct.values(), key=lambda answer: answer.k)
     if settings.pairs == "best_worst" and answers:
         best = max(answers, key=_score)
@@ -70,6 +78,31 @@ def _score(answer: Answer) -> float:
     return answer.score
 
 
+def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[SampledGroup]:
+    """What train.loss=grpo learns from: the answers that have a score; nothing where all scores of each prompt agree.
+
+    `filter_groups` leaves out the prompts whose scores agree, `mask_truncated` the tokens of answers that were cut.
+    """
+    kept, differs = [], False
+    for group in groups:
+        scores = {answer.score for answer in group.answers} - {None}
+        differs = differs or len(scores) > 1
+        if scores and (len(scores) > 1 or not settings.filter_groups):
+            kept.append(_sampled(group, settings.mask_truncated))
+    return kept if differs else []
+
+
+def _sampled(group: Group, mask_truncated: bool) -> SampledGroup:
+    answers = group.answers
+    return SampledGroup(
+        prompt=group.prompt_tokens,
+        completions=[answer.tokens for answer in answers],
+        rewards=[answer.score for answer in answers],
+        logps=[answer.logps for answer in answers],
+        mask=[[answer.finish != "length"] * len(answer.tokens) for answer in answers] if mask_truncated else None,
+    )
+
+
 @dataclass(frozen=True)
 class SampleFigures:
     """What is to be watched of a round's answers; None where nothing was scored, or made pairs.
@@ -83,6 +116,7 @@ class SampleFigures:
         entropy: of the policy, in nats a token: the mean of -log p over what it drew.
         longer_chosen: the part of the pairs whose chosen answer is longer, of those whose lengths differ.
         kl: of the policy to the reference, in nats a token (lib/rollouts/divergence.py).
+        length_correlation: of scores and tokens among the answers to one prompt, over all prompts (Pearson's).
     """
 
     prompts: int
@@ -99,6 +133,7 @@ class SampleFigures:
     chosen_tokens: float | None
     rejected_tokens: float | None
     kl: float | None = None
+    length_correlation: float | None = None
 
 
 def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None = None) -> SampleFigures:
@@ -124,4 +159,17 @@ def figures_of(groups: Sequence[Group], pairs: Sequence[Pair], kl: float | None 
         chosen_tokens=sum(chosen for chosen, _ in lengths) / len(pairs) if pairs else None,
         rejected_tokens=sum(rejected for _, rejected in lengths) / len(pairs) if pairs else None,
         kl=kl,
+        length_correlation=length_correlation(groups),
     )
+
+
+def length_correlation(groups: Sequence[Group]) -> float | None:
+    """Pearson's correlation of scores and tokens, each less its mean of the prompt; None of nothing."""
+    products = np.zeros(3)  # scores times tokens, and the squares of either
+    for group in groups:
+        known = [(answer.score, len(answer.tokens)) for answer in group.answers if answer.score is not None]
+        if known:
+            scores, tokens = (np.array(own, np.float64) - np.mean(own) for own in zip(*known, strict=True))
+            products += [scores @ tokens, scores @ scores, tokens @ tokens]
+    both, of_scores, of_tokens = products.tolist()
+    return both / math.sqrt(of_scores * of_tokens) if of_scores * of_tokens > 0 else None

@@ -24,9 +24,10 @@ from typing_extensions import TypedDict
 from lib.config import read_file
 from lib.config.evaluate_settings import REWARD_MODEL
 from lib.config.schema import Config
-from lib.data import groups as groups_module
 from lib.data.dataset import Dataset, in_memory
+from lib.data.groups import groups_in_memory
 from lib.data.prompts import Prompts
+from lib.data.record_formats import ANSWER
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
 from lib.evaluate import answers
@@ -39,8 +40,8 @@ from lib.rollouts.collect import PAIRS, SAMPLES, Collected, Collector, Policy, p
 from lib.rollouts.divergence import kl_of
 from lib.rollouts.drawing import Drawing
 from lib.rollouts.gate import RoundFigures, losses_of, warnings_of
-from lib.rollouts.judged import scores_of
-from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of
+from lib.rollouts.judged import require_scores, scores_of
+from lib.rollouts.pairs import Group, Pair, SampleFigures, figures_of, groups_of
 from lib.rollouts.sampler import Sampler
 from lib.system import files
 from lib.training.local_sgd import LocalSGD
@@ -173,12 +174,13 @@ class Rounds:
         begins = run.progress.step == first_step
         if begins:  # an order of its own
             run.progress.epoch, run.progress.cursor = run.progress.epoch + 1, 0
-        if pairs:
-            self._prepare(number, self._data(number, groups, pairs))
+        data = self._data(number, groups, pairs)
+        if data is not None:
+            self._prepare(number, data)
         if self.settings.overlap and begins and number < self.settings.rounds:
             self._draw(number + 1)
         training = time.perf_counter()
-        if pairs:
+        if data is not None:
             self.loop.train()  # a rank goes on to it while others draw: nothing is exchanged in between
         else:
             run.say.warning(
@@ -239,21 +241,14 @@ class Rounds:
         policy = Policy(own, self._kept().number)
         self.drawings[number] = self.collector.draw(number, policy, waits)
 
-    def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset:
-        """What a round trains on: its pairs, or for train.loss=grpo all answers that have a score."""
+    def _data(self, number: int, groups: list[Group], pairs: list[Pair]) -> Dataset | None:
+        """What a round trains on: its pairs, or for train.loss=grpo its groups; None where it has nothing to learn."""
         folder = self.collector.folder_of(number)
         if self.run.config.record_kind == "group":
-            scored = [
-                groups_module.Group(
-                    group.prompt_tokens,
-                    [answer.tokens for answer in group.answers],
-                    [answer.score for answer in group.answers],
-                    [answer.logps for answer in group.answers],
-                )
-                for group in groups
-                if any(answer.score is not None for answer in group.answers)
-            ]
-            return groups_module.groups_in_memory(str(folder / SAMPLES), scored, [])
+            learnt = groups_of(groups, self.settings)
+            return groups_in_memory(str(folder / SAMPLES), learnt, []) if learnt else None
+        if not pairs:
+            return None
         pieces = [
             np.array(ids, np.int32)
             for pair in pairs
@@ -375,10 +370,14 @@ def _read(path: Path) -> str:
         return "{"
 
 
-def _judge_of(config: Config, section: str) -> Judge:
-    """The judge that rollouts.judge or evaluate.judge names."""
+def _judge_of(config: Config, section: str, prompts: Prompts) -> Judge:
+    """The judge that rollouts.judge or evaluate.judge names, tried on the first prompt with its own answer."""
     named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
-    return guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
+    judge = guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
+    record = prompts.record(0)
+    answer = str(record.get(ANSWER) or "")
+    require_scores(judge, Question(prompts.location(0), prompt_of(record, config.data), [answer], record))
+    return judge
 
 
 def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
@@ -393,10 +392,10 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     with world.agreeing("opening the prompts"):
         if run.plan.strategy == "sharded":
             raise UserError("the plan is sharded, and ranks draw with whole models, or pipelined; take pipelined")
-        judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate")
+        judge = judge_of_held_out = _judge_of(config, "rollouts" if rollouts.judge is not None else "evaluate", prompts)
         is_other = rollouts.judge not in (None, config.evaluate.judge)
         if inputs.held_out is not None and (is_other or rollouts.overlap):  # it may be asked while the first one scores
-            judge_of_held_out = _judge_of(config, "evaluate")
+            judge_of_held_out = _judge_of(config, "evaluate", prompts)
         judges_beside = not (rollouts.judge or config.evaluate.judge or "").startswith(REWARD_MODEL)
     loop = TrainingLoop.over(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)

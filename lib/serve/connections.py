@@ -8,17 +8,18 @@ idle one.
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-IPV6_PREFIX = 64  # of a network whose addresses one customer has all of
+from lib.system.network import network_of
+
 REFUSAL_SECONDS = 0.05  # between two refusals, or answers that take no place, of the same key or address
 AT_ONCE = 50  # that do not wait
 LONGEST_DELAY_SECONDS = 2.0
+PROBE_DELAY_SECONDS = 0.5  # at most, of an answer to a load balancer's probe, which gives up after a second or more
 REMEMBERED = 4096  # keys and addresses
 
 
@@ -109,30 +110,21 @@ class Connections:
 
 class Pace:
     """How fast refusals go out, and answers that take no place: the first at once, and then each later than the one
-    before, so that who asks for nothing else is as slow as that, over each of its connections."""
+    before, so that who asks for nothing else is as slow as that, over each of its connections.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    Args:
+        longest_seconds: that one waits.
+    """
+
+    def __init__(self, longest_seconds: float = LONGEST_DELAY_SECONDS, clock: Callable[[], float] = time.monotonic):
+        self._longest, self._clock = longest_seconds, clock
         self._free_at: OrderedDict[str, float] = OrderedDict()  # by who it is; in the past: some are still free
 
     def delay_seconds(self, who: str) -> float:
         """How long the next refusal has to wait."""
         now = self._clock()
         free_at = max(self._free_at.pop(who, 0.0), now - AT_ONCE * REFUSAL_SECONDS) + REFUSAL_SECONDS
-        self._free_at[who] = min(free_at, now + LONGEST_DELAY_SECONDS)
+        self._free_at[who] = min(free_at, now + self._longest)
         while len(self._free_at) > REMEMBERED:
             self._free_at.popitem(last=False)
         return max(0.0, self._free_at[who] - now)
-
-
-def network_of(address: str) -> str:
-    """What counts as one address: of IPv6 the network that one customer has."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if parsed.version == 4:
-        return address
-    if parsed.ipv4_mapped:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((parsed, IPV6_PREFIX), strict=False))

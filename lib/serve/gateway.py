@@ -21,11 +21,12 @@ from lib.serve import openai_requests, prometheus_metrics
 from lib.serve.api_keys import Keys
 from lib.serve.backend_pool import Pool
 from lib.serve.completions import Completions, Read
-from lib.serve.connections import Pace, network_of
+from lib.serve.connections import PROBE_DELAY_SECONDS, Pace
 from lib.serve.event_log import Log
 from lib.serve.feedback import LABEL_BYTES, Feedback, Label
 from lib.serve.http_exchange import JSON_HEADERS, ClientGone, Exchange, read_body, send_answer, send_refusal
 from lib.serve.openai_requests import RequestError
+from lib.system.network import network_of
 
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -54,6 +55,7 @@ class Gateway:
         self.is_closed = False  # every new request is refused
         self.active = 0
         self.pace, self.turns = Pace(), Pace()  # of refusals, and of answers that take no place
+        self.probes = Pace(PROBE_DELAY_SECONDS)  # of whoever asks whether this server is up
         self.routes: dict[str, dict[str, Callable[[Exchange], Coroutine[Any, Any, None]]]] = {
             "/healthz": {"GET": self._healthz},
             "/readyz": {"GET": self._readyz},
@@ -125,7 +127,8 @@ class Gateway:
 
     async def _in_turn(self, exchange: Exchange) -> None:
         """Waits where somebody asks too often for what takes no place, and so waits for nobody."""
-        if delay := self.turns.delay_seconds(self._who(exchange)):
+        pace = self.turns if exchange.owner else self.probes
+        if delay := pace.delay_seconds(self._who(exchange)):
             exchange.client.rest()
             await asyncio.sleep(delay)
             exchange.client.work()

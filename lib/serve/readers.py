@@ -143,8 +143,12 @@ class Reader:
         )
         assert self._process.stdin is not None
         self._process.stdin.write(self.told.line())
-        async with asyncio.timeout(START_SECONDS):
-            fields, _ = await self._answer()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                fields, _ = await self._answer()
+        except BaseException:  # the server's end among them, which the process would learn from a broken pipe
+            self._kill()
+            raise
         if "failed" in fields:
             raise Stopped(fields["failed"])
 

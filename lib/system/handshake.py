@@ -30,6 +30,8 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from lib.system.network import network_of
+
 Key = TypeVar("Key")
 
 GREETING = b"tandem handshake 1\n"
@@ -211,14 +213,6 @@ def connect(address: tuple[str, int], secret: bytes, purpose: str, seconds: floa
 # ---- Listening
 
 
-def network_of(address: tuple[Any, ...]) -> str:
-    """What counts as one address of strangers: of IPv6 a network of 64 bits, as one machine may have all of it."""
-    host = str(address[0]).partition("%")[0]
-    if ":" not in host or host.startswith(("fe80:", "::ffff:")):
-        return host
-    return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8))
-
-
 def to_push_out(strangers: Mapping[Key, str]) -> Key:
     """Who makes room for one more: of the network that has most strangers, the one that came first.
 
@@ -312,7 +306,7 @@ class Listener:
         steps = answering(self._secret, self._purpose)
         _, wanted = next(steps)
         until = time.monotonic() + STRANGER_SECONDS
-        self._strangers[connection.fileno()] = _Stranger(connection, network_of(address), steps, wanted, until)
+        self._strangers[connection.fileno()] = _Stranger(connection, network_of(str(address[0])), steps, wanted, until)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, stranger: _Stranger) -> Channel | None:
@@ -441,7 +435,7 @@ class StreamListener:
             longest = to_push_out(self._strangers)
             del self._strangers[longest]
             longest.close()
-        self._strangers[writer] = network_of(writer.get_extra_info("peername") or ("",))
+        self._strangers[writer] = network_of(str((writer.get_extra_info("peername") or ("",))[0]))
         try:
             channel = await over_streams(answering(self._secret, self._purpose), reader, writer)
             self._strangers.pop(writer, None)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 LIMIT_SECONDS = 10.0
 PIECE_BYTES = 2**16
@@ -71,10 +71,12 @@ def run(
             output, errors = process.communicate(timeout=limit_seconds)
             return Completed(process.returncode, output, errors)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             output, errors = process.communicate()
             return Completed(None, output, errors)
+        except BaseException:  # Ctrl-C reaches us alone: the command has a session of its own
+            _kill(process)
+            raise
 
 
 def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes: int) -> Completed:
@@ -93,8 +95,7 @@ def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes
 
     def kill() -> None:
         killed.set()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
 
     def give() -> None:
         assert process.stdin is not None
@@ -113,12 +114,17 @@ def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes
     reads = (process.stdout, output, None), (process.stderr, errors, ERROR_BYTES)
     threads = [threading.Thread(target=give, daemon=True)]
     threads += [threading.Thread(target=take, args=arguments, daemon=True) for arguments in reads]
-    for thread in threads:
-        thread.start()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, deadline - time.monotonic()))
-    for thread in threads:  # what it started may have its pipes still
-        thread.join(max(0.0, deadline - time.monotonic()))
+    try:
+        for thread in threads:
+            thread.start()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        for thread in threads:  # what it started may have its pipes still
+            thread.join(max(0.0, deadline - time.monotonic()))
+    except BaseException:  # as in `run`
+        kill()
+        process.wait()
+        raise
     if process.poll() is None or any(thread.is_alive() for thread in threads):
         kill()
     status = process.wait()
@@ -126,6 +132,12 @@ def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes
         thread.join(1.0)
     texts = [bytes(kept).decode(errors="replace") for kept in (output[: most_bytes + 1], errors)]
     return Completed(None if killed.is_set() else status, *texts)
+
+
+def _kill(process: subprocess.Popen[Any]) -> None:
+    """Kills a command with all that it started, whose session it leads."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def sysctl(name: str) -> str:

@@ -1,39 +1,41 @@
-"""The process that searches for lib/system/patterns.py: a line of JSON for each question, and one for its answer.
+"""The process that searches for lib/system/patterns.py: `python -m lib.system.pattern_worker BYTES SECONDS`.
 
-Started by its path, without site packages, so nothing of ours is imported. Its first argument is how many bytes it may
-take.
+A question is [pattern, text, is_full]; its answer {"found": ...}, or {"fault": ...} where that is no pattern. BYTES is
+what it may take beyond what it has at its start, SECONDS what a search may take.
 """
 
-import contextlib
-import json
+from __future__ import annotations
+
 import re
-import resource
 import sys
+from typing import Any
+
+from lib.system.limits import limit_memory
+from lib.system.worker_loop import Answer, answer_questions
 
 
-def found(pattern, text, is_full):  # type: ignore[no-untyped-def]
+def found(pattern: str, text: str, is_full: bool) -> bool | str | None:
     """Whether the pattern matches all of the text; else the first group of its last match, or None."""
     if is_full:
         return re.fullmatch(pattern, text) is not None
-    last = None
+    last: re.Match[str] | None = None
     for last in re.finditer(pattern, text, re.MULTILINE):
         pass
     return None if last is None else last.group(min(1, last.re.groups))
 
 
-def main() -> None:
-    limit = int(sys.argv[1])
-    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    print("{}", flush=True)  # ready
-    for line in sys.stdin.buffer:
-        try:
-            answer = {"found": found(*json.loads(line))}
-        except (re.error, MemoryError, RecursionError, OverflowError) as error:
-            answer = {"fault": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+def answer(asked: list[Any]) -> dict[str, Any]:
+    """What a question gets."""
+    try:
+        return {"found": found(*asked)}
+    except (re.error, RecursionError, OverflowError) as error:
+        return {"fault": f"{type(error).__name__}: {error}"}
+
+
+def prepare() -> Answer:
+    limit_memory(int(sys.argv[1]))
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    answer_questions(prepare, float(sys.argv[2]))

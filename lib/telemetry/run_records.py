@@ -242,8 +242,12 @@ def read_records(path: Path) -> list[Record]:
 
 def lines_of(file: IO[bytes]) -> Iterator[bytes]:
     """The lines of a log, which may be somebody else's: up to one that is too long, behind which there is no log."""
-    lines = iter(lambda: file.readline(LONGEST_LINE), b"")
-    return itertools.takewhile(lambda line: len(line) < LONGEST_LINE, lines)
+    return itertools.takewhile(lambda line: len(line) < LONGEST_LINE, _pieces_of(file))
+
+
+def _pieces_of(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a log; one that is too long in pieces."""
+    return iter(lambda: file.readline(LONGEST_LINE), b"")
 
 
 def _record_of(line: bytes) -> Record | None:
@@ -260,23 +264,28 @@ def _record_of(line: bytes) -> Record | None:
 def rewind(path: Path, step: int) -> int:
     """Cuts a log back to a checkpoint's step, so that it holds the history of the weights that training goes on with.
 
-    What is cut (steps that a crash undid, and half a line, maybe) is kept beside it in `discarded/`. Returns the number
-    of records cut.
+    What is cut (steps that a crash undid, and half a line, maybe) is kept beside it in `discarded/`. A line that is no
+    record, or too long for one, is cut with all that follows: nobody reads beyond it. Returns the number of lines cut.
     """
     with path.open("rb") as file:
-        lines, kept_bytes = lines_of(file), 0
-        for line in lines:
-            entry = _record_of(line)
-            if entry is None or not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
+        pieces, kept_bytes = _pieces_of(file), 0
+        for piece in pieces:
+            entry = _record_of(piece)
+            if entry is None or not piece.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
                 break
-            kept_bytes += len(line)
+            kept_bytes += len(piece)
         else:
             return 0
         discarded, cut = path.parent / "discarded" / path.name, 0
         discarded.parent.mkdir(exist_ok=True)
         with discarded.open("ab") as beside:
-            for cut, cut_line in enumerate(itertools.chain([line], lines), 1):
-                beside.write(cut_line.rstrip(b"\n") + b"\n")
+            while piece:
+                beside.write(piece)
+                cut += (is_end := piece.endswith(b"\n"))
+                piece = next(pieces, b"")
+            if not is_end:
+                beside.write(b"\n")
+                cut += 1
         file.seek(0)
         with files.replacing(path) as shortened:
             while piece := file.read(min(kept_bytes, PIECE_BYTES)):

@@ -25,8 +25,9 @@ class Groups:
     logps, sampling_logps: float32 [b, K, C], of the tokens under the policy, and under the one that sampled them.
     reference_logps: the same of the reference; None without one.
     entropies: float32 [b, K, C], of the policy, where each token was chosen.
-    mask: bool [b, K, C], tokens; a completion without any is left out.
-    rewards: float32 [b, K].
+    mask: bool [b, K, C], the tokens that are learnt; a masked completion has none, and its reward counts.
+    rewards: float32 [b, K]; NaN for a completion that is left out.
+    deviation: float32 [b], of all rewards of the round or the file; for `batch_standardized`.
     """
 
     logps: mx.array
@@ -35,6 +36,7 @@ class Groups:
     entropies: mx.array
     mask: mx.array
     rewards: mx.array
+    deviation: mx.array | None = None
 
     @property
     def tokens(self) -> mx.array:
@@ -44,25 +46,28 @@ class Groups:
     @property
     def counted(self) -> mx.array:
         """float32 [b, K]: 1 for a completion, 0 for one that is left out."""
-        return (self.tokens > 0).astype(mx.float32)
+        return mx.logical_not(mx.isnan(self.rewards)).astype(mx.float32)
 
 
 def deviations(rewards: mx.array, counted: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Rewards less the mean of their group, [b, K]; the group's deviation and its completions, [b, 1]; float32.
 
-    The deviation is that of a sample, with n - 1; of a group of one it is 0.
+    The deviation is that of a sample, with n - 1; of a group of one it is 0. Rewards are compared with the largest of
+    their group first, so that those of equal rewards are 0, whatever the rewards are.
     """
     count = counted.sum(axis=1, keepdims=True)
-    mean = (counted * rewards).sum(axis=1, keepdims=True) / mx.maximum(count, 1)
-    centered = counted * (rewards - mean)
+    largest = mx.where(counted > 0, rewards, -mx.inf).max(axis=1, keepdims=True)
+    below = mx.where(counted > 0, rewards - largest, 0.0)
+    centered = counted * (below - below.sum(axis=1, keepdims=True) / mx.maximum(count, 1))
     variance = mx.square(centered).sum(axis=1, keepdims=True) / mx.maximum(count - 1, 1)
     return centered, mx.sqrt(variance), count
 
 
-def advantages(rewards: mx.array, counted: mx.array, kind: str) -> mx.array:
-    """A_i, float32 [b, K]; 0 for what is left out, and in a group whose rewards are all alike.
+def advantages(rewards: mx.array, counted: mx.array, kind: str, deviation: mx.array | None = None) -> mx.array:
+    """A_i, float32 [b, K]; 0 for what is left out, and in a group of equal rewards.
 
     standardized: (r_i - mean) / (std + 1e-4), GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
+    batch_standardized: the same, with `deviation`, float32 [b], for std: Hu et al. 2025, arXiv:2501.03262, section 3.
     centered: r_i - mean, Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2.
     leave_one_out: r_i less the mean of the others, RLOO, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2.
     """
@@ -70,10 +75,29 @@ def advantages(rewards: mx.array, counted: mx.array, kind: str) -> mx.array:
     match kind:
         case "standardized":
             return centered / (std + STD_FLOOR)
+        case "batch_standardized":
+            assert deviation is not None
+            return centered / (deviation[:, None] + STD_FLOOR)
         case "centered":
             return centered
         case _:
             return centered * count / mx.maximum(count - 1, 1)
+
+
+def ratios(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
+    """rho, pi / pi_sampling: float32 [b, K, C] for `token`, else one for all tokens of a completion, [b, K, 1].
+
+    token: GRPO. geometric_mean: that of a completion's tokens, GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7.
+    completion: their product, the ratio of the completion itself, as RLOO has it.
+
+    Args:
+        log_ratios: float32 [b, K, C], 0 where masked.
+        tokens: float32 [b, K].
+    """
+    if of == "token":
+        return mx.exp(log_ratios)
+    total = log_ratios.sum(axis=-1, keepdims=True)
+    return mx.exp(total / mx.maximum(tokens[..., None], 1) if of == "geometric_mean" else total)
 
 
 def divergence(logps: mx.array, reference_logps: mx.array) -> mx.array:
@@ -97,11 +121,11 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     """
     mask, tokens, counted = groups.mask, groups.tokens, groups.counted
     upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
-    scale = advantages(groups.rewards, counted, train.advantages)[..., None]
-    ratio = mx.exp(mx.where(mask, groups.logps - groups.sampling_logps, 0.0))
+    scale = advantages(groups.rewards, counted, train.advantages, groups.deviation)[..., None]
+    ratio = ratios(mx.where(mask, groups.logps - groups.sampling_logps, 0.0), tokens, train.ratio)
     clipped = mx.clip(ratio, 1 - train.epsilon, 1 + upper)
     per_token = -mx.minimum(ratio * scale, clipped * scale)
-    kl = mx.zeros_like(per_token)
+    kl = mx.zeros_like(groups.logps)
     if groups.reference_logps is not None:
         kl = mx.where(mask, divergence(groups.logps, groups.reference_logps), 0.0)
         per_token = per_token + train.beta * kl
@@ -123,7 +147,7 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
         "pairs": has_any.sum(),
         "completions": completions,
         "completion_tokens": tokens.sum(),
-        "reward": (counted * groups.rewards).sum(),
+        "reward": mx.where(counted > 0, groups.rewards, 0.0).sum(),
         "reward_std": std.sum(),
         "kl": kl.sum(),
         "entropy": groups.entropies.sum(),

@@ -122,8 +122,8 @@ def group_objective(
         logps, entropies, reference_logps: float32 [b, K, C], of the tokens.
     """
     sampling_logps = inputs.get("sampling_logps", mx.stop_gradient(logps))
-    rewards = inputs["rewards"]
-    groups = Groups(logps, sampling_logps, reference_logps, entropies, inputs["mask"], rewards)
+    rewards, deviation = inputs["rewards"], inputs.get("reward_deviations")
+    groups = Groups(logps, sampling_logps, reference_logps, entropies, inputs["mask"], rewards, deviation)
     return group_loss(train, groups)
 
 

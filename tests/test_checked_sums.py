@@ -1,0 +1,55 @@
+"""What ranks tell each other of their messages: as much of it as there is, and in little room."""
+
+import threading
+
+import mlx.core as mx
+import pytest
+
+from lib.distributed import checked_sums
+from lib.distributed.checked_sums import CheckedSums
+from lib.distributed.peer_messages import PeerMessages
+from tests.attacks_network import channels, compared
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_texts_longer_than_what_the_system_buffers_go_round(size: int) -> None:
+    links = [channels() for _ in range(size)]  # from each rank to the next
+    for channel in (end for link in links for end in link):
+        channel.connection.settimeout(30)
+    texts = [bytes([rank]) * 2**23 for rank in range(size)]
+    got: dict[int, list[bytes]] = {}
+
+    def run(rank: int) -> None:
+        got[rank] = PeerMessages(rank, size, links[rank - 1][1], links[rank][0]).gather(texts[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == dict.fromkeys(range(size), texts)
+
+
+@pytest.mark.parametrize("changed", [None, 70, 999])
+def test_notes_of_many_messages_take_little_room_and_one_that_was_changed_is_seen(changed: int | None) -> None:
+    count, arrays = 1000, [mx.array([1.0]), mx.array([1.5])]
+    mx.eval(arrays)
+    left: list[int] = []
+
+    def note(checks: CheckedSums, rank: int) -> None:
+        for number in range(1, count + 1):
+            if rank == 0:
+                checks.note_sent(arrays[0], number, 1)
+            elif number != count:  # the last one is on its way yet
+                checks.note_received(arrays[number == changed], number, 0)
+        (noted,) = checks.messages["received" if rank else "sent"].values()
+        assert len(noted) == -(-count // checked_sums.FOLDED)
+        checks.compare()
+        if rank == 1:
+            checks.note_received(arrays[0], count, 0)
+        checks.compare()
+        left.append(sum(len(groups) for way in checks.messages.values() for groups in way.values()))  # type: ignore[attr-defined]
+
+    ends = compared(note)
+    assert all("rank 1 on" in end and "than rank 0 sent" in end for end in ends) if changed else ends == ["", ""]
+    assert left == ([] if changed else [1, 1])

@@ -1,0 +1,162 @@
+"""Processes that answer questions: whatever ends one is said as it was, and none outlives who asked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import tokenization_utils_base
+
+from lib.data import template_process
+from lib.errors import Stopped
+from lib.system import os_commands, worker_process
+from lib.system.worker_process import Ended, NotStarted, WorkerProcess
+from tests.tiny import ROOT
+
+WORKER = """
+import os, re, signal, sys
+answers = os.dup(1)
+from lib.system import worker_loop
+worker_loop.GRACE_SECONDS = 0
+def answer(asked):
+    what, *given = asked
+    if what == "leave":
+        print("not a letter more", file=sys.stderr)
+        os._exit(given[0])
+    if what == "die":
+        os.kill(os.getpid(), given[0])
+    if what == "fill":
+        return bytearray(2**62)
+    if what == "spin":
+        re.match("(a+)+$", "a" * 40 + "b")
+    return [os.getpid(), os.getsid(0), *given]
+def prepare():
+    print("a word on the way", flush=True)
+    exec(sys.argv[1])
+    return answer
+worker_loop.answer_questions(prepare, 1.0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "worker.py").write_text(WORKER)
+    return tmp_path / "worker.py"
+
+
+def worker_of(script: Path, start: str = "") -> WorkerProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return WorkerProcess([sys.executable, str(script), start], environment=environment)
+
+
+def asked(worker: WorkerProcess, *question: Any, seconds: float = 60.0) -> Any:
+    return worker.ask(json.dumps(question).encode(), seconds)
+
+
+def test_how_a_process_ended_is_said_and_the_next_question_has_another_one(script: Path) -> None:
+    worker = worker_of(script)
+    process, session, *_ = asked(worker, "say")
+    assert session == process != os.getsid(0), "Ctrl-C in our terminal would end it"
+    with pytest.raises(Ended, match="^its process ended with status 3: not a letter more$") as ended:
+        asked(worker, "leave", 3)
+    assert not ended.value.lacked_memory
+    with pytest.raises(Ended, match="^its process was ended by SIGSEGV$"):
+        asked(worker, "die", signal.SIGSEGV)
+    with pytest.raises(Ended, match="SIGKILL, perhaps by the system, for want of memory") as ended:
+        asked(worker, "die", signal.SIGKILL)
+    with pytest.raises(Ended) as ended:
+        asked(worker, "fill")
+    assert ended.value.lacked_memory
+    process, *_ = asked(worker, "say")
+    os.kill(process, signal.SIGKILL)  # while nobody asks
+    while _runs(process):
+        time.sleep(0.01)
+    assert asked(worker, "say", "ä" * 2**20)[2:] == ["ä" * 2**20]
+
+
+def test_a_process_that_reads_nothing_ends_the_question_in_time(script: Path) -> None:
+    worker = worker_of(script)
+    process, *_ = asked(worker, "say")
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        asked(worker, "say", "x" * 2**20, seconds=0.1)
+    assert asked(worker, "say")[0] != process
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("os.write(2, b'no room\\n'); os._exit(4)", "its process ended with status 4: no room"),
+        ("os.write(answers, b'hello\\n')", "it says 'hello', which is no answer"),
+        ("import time; time.sleep(60)", "it is not ready after 0.5 s"),
+    ],
+)
+def test_a_process_that_does_not_start_says_why(
+    script: Path, start: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "START_SECONDS", 0.5 if "sleep" in start else 60.0)
+    with pytest.raises(NotStarted, match=f"^{said}$"):
+        asked(worker_of(script, start), "say")
+    with pytest.raises(NotStarted, match="No such file or directory"):
+        asked(WorkerProcess(["/nowhere/worker"]), "say")
+
+
+def test_a_busy_process_ends_when_who_asked_is_killed(script: Path) -> None:
+    asking = (
+        "import sys; from lib.system.worker_process import WorkerProcess; "
+        f"worker = WorkerProcess([sys.executable, {str(script)!r}, '']); "
+        "print(worker.ask(b'[\"say\"]', 60)[0], flush=True); worker.ask(b'[\"spin\"]', 60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", asking], env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process = int(parent.stdout.readline())
+        time.sleep(0.2)  # it has its next question
+        parent.kill()
+    until = time.monotonic() + 30
+    while time.monotonic() < until and _runs(process):
+        time.sleep(0.05)
+    assert not _runs(process)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of somebody's is there, and no zombie."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout
+    return state.strip() != "" and not state.startswith("Z")
+
+
+@pytest.mark.parametrize("run", [os_commands.run, lambda *given: os_commands.filtered(given[0], "", given[1], 99)])
+def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run: Callable[..., Any]) -> None:
+    """Its session is its own, so the terminal tells us alone."""
+    note, ended = tmp_path / "process", tmp_path / "ended"
+
+    here = threading.get_ident()
+
+    def interrupt() -> None:
+        while not note.exists():
+            time.sleep(0.01)
+        signal.pthread_kill(here, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(["sh", "-c", f"(sleep 30; touch {ended}) & echo $! > {note}.new; mv {note}.new {note}; wait"], 60.0)
+    process, until = int(note.read_text()), time.monotonic() + 30
+    while time.monotonic() < until and _runs(process):
+        time.sleep(0.01)
+    assert not _runs(process) and not ended.exists()
+
+
+def test_templates_end_with_their_limits_and_never_render_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = template_process._renderer().command[-2:]
+    assert limits == [str(template_process.RENDER_BYTES), str(template_process.RENDER_SECONDS)]
+    monkeypatch.delattr(tokenization_utils_base, template_process.RENDERER)
+    with pytest.raises(Stopped, match=r"transformers \S+ renders chat templates by another name than render_jinja_te"):
+        template_process.install()
