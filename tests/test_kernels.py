@@ -32,7 +32,9 @@ def fused(*arrays: object) -> set[str]:
 def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    settings = load.load(None, [f"model.path={tiny.model(tmp_path)}", "data.train=-", "train.compile=true", *words])
+    settings = load.load(
+        None, [f"model.path={tiny.model_folder(tmp_path)}", "data.train=-", "train.compile=true", *words]
+    )
     count = 1 if settings.train.loss == "sft" else 2
     tokens = [np.arange(20 + n, dtype=np.int32) for n in range(count + 1)]
     rows = [Example(row, tokens[0], tuple(tokens[1:])) for row in range(2)]

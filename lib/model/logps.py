@@ -223,7 +223,9 @@ def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[
     """Pieces whose logits are small enough."""
     pieces = -(-len(targets) * vocabulary * 4 // LOGITS_BYTES)
     size = -(-len(targets) // pieces)
-    return [(hidden[i : i + size], targets[i : i + size]) for i in range(0, len(targets), size)]
+    # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
+    starts = list(range(size, len(targets), size))
+    return list(zip(mx.split(hidden, starts), mx.split(targets, starts), strict=True))
 
 
 def _logps(logits: mx.array, targets: mx.array) -> mx.array:

@@ -32,7 +32,6 @@ from lib.data.collate import Batch, collate_trained
 from lib.data.dataset import Dataset, Example
 from lib.distributed.world import World
 from lib.model import adapters, load
-from lib.model.logps import completion_logps
 from lib.model.quantised import device
 from lib.model.token_stream import Replaced, arrays_of, backbone_of, hidden_states, length_multiple
 from lib.system import model_folder
@@ -158,12 +157,6 @@ def small_model(settings: ModelSettings, seed: int) -> nn.Module:
     return model
 
 
-def scoring(step: TrainStep, batch: Batch) -> None:
-    """The reference's pass."""
-    step.model.eval()
-    mx.eval(completion_logps(step.model, arrays_of(batch.inputs)))
-
-
 def blocks(step: TrainStep, batch: Batch) -> None:
     """Forward and backward through the blocks."""
     model = step.model
@@ -190,11 +183,10 @@ def head(step: TrainStep, batch: Batch) -> None:
 def loss(step: TrainStep, batch: Batch) -> None:
     """The loss of log-probabilities, and its gradient."""
     inputs = arrays_of(batch.inputs)
-    is_unpaired = step.train.loss in losses.UNPAIRED_LOSSES
     reference = mx.full(inputs["mask"].shape[:2], -10.0) if losses.needs_reference(step.train) else None
     labels = mx.array(batch.padded(batch.labels)) if batch.labels is not None else None
-    baseline = mx.array(0.0) if is_unpaired else None
-    step.model.eval()
+    baseline = mx.array(0.0) if step.train.loss in losses.UNPAIRED_LOSSES else None
+    step.model.eval()  # so that this has the reference's pass, too
     logps, *others = figures_of(step.train, step.model, inputs)
 
     def of_logps(logps: mx.array) -> mx.array:
@@ -212,7 +204,6 @@ def update(step: TrainStep, batch: Batch) -> None:
 
 
 PARTS: dict[str, Callable[[TrainStep, Batch], None]] = {
-    "scoring": scoring,
     "blocks": blocks,
     "head": head,
     "loss": loss,

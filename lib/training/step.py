@@ -245,7 +245,8 @@ class TrainStep:
 
         # Names are bound anew: a rank has no room for its own gradients beside the sum.
         gradients, totals, left_out = self._sum_over_ranks(gradients, own, compute_seconds, elapsed)
-        gradients, squares = self.mean_of(gradients, totals[SUMS.index("count")])
+        at = SUMS.index("count")  # a slice: with an index CUDA would compile a gathering kernel for it
+        gradients, squares = self.mean_of(gradients, totals[at : at + 1].squeeze())
         norm = mx.sqrt(self.world.sum_of_all(squares))
         mx.eval(norm, totals)
         sync_seconds = time.perf_counter() - started - compute_seconds
