@@ -44,6 +44,7 @@ from lib.config import load  # noqa: E402
 
 CONFIG = ROOT / "configs/rounds.yaml"
 BAR, NOTHING = 0.10, 0.03  # what is gained over offline DPO, at least; and by scores that say nothing, at most
+ANSWERS = 300  # held-out, all that there are: a standard error of 3 points
 # The best so far of a sweep (--sweep), each for itself; rounds take those of configs/rounds.yaml.
 BEST = {"offline": (2e-3, 0.1), "grpo": (1e-3, 0.0)}
 RATES = (1e-3, 2e-3, 4e-3)
@@ -72,13 +73,14 @@ def variants(rounds: int) -> dict[str, list[str]]:
     renewed, ungated = f"rollouts.rounds={rounds}", "rollouts.tolerance=null"
     once = ["rollouts.rounds=1", f"rollouts.prompts={rounds * prompts}", f"rollouts.steps={rounds * steps}"]
     judge = "rollouts.judge=benchmarks.round_judges:"
-    return {
+    named = {
         "rounds": [renewed, ungated],
         "offline": [*once, ungated, *_optimised(*BEST["offline"])],
         "grpo": [renewed, ungated, *GRPO, *_optimised(*BEST["grpo"])],
         "shuffled": [renewed, ungated, f"{judge}shuffled"],
         "length": [renewed, f"{judge}by_length", "rollouts.after_undone=stop"],
     }
+    return {name: [*words, f"evaluate.answers_limit={ANSWERS}"] for name, words in named.items()}
 
 
 def _optimised(rate: float, beta: float) -> list[str]:
