@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from lib.config import load
 from lib.data.collate import collate
-from lib.data.dataset import Example
+from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
 from lib.model.token_stream import arrays_of
 from lib.training import kernels, losses
@@ -53,3 +56,45 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     reference = mx.full((len(batch.rows), count), -10.0) if losses.needs_reference(settings.train) else None
     whole = fused(step.gradients_of(arrays_of(batch.inputs), reference, None, None))
     assert whole and whole <= of_parts
+
+
+@pytest.fixture
+def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that would compile kernels: the folder where MLX would keep them. A part says that it ran."""
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(folder))
+    monkeypatch.setattr(kernels, "device", lambda: "cuda")
+    monkeypatch.setattr(kernels, "is_compiled", lambda *_: True)
+    return folder
+
+
+def compiled_once(tmp_path: Path, words: Sequence[str] = ()) -> list[str]:
+    """What a run of one rank is told while it loads its model."""
+    model, data = tiny.model_folder(tmp_path / "model"), tmp_path / "train.jsonl"
+    tiny.write_jsonl(data, list(tiny.pairs(4)))
+    settings, told = load.load(None, [f"model.path={model}", f"data.train={data}", *words]), list[str]()
+    rows = load_dataset(str(data), settings.data, "preference", None)
+    with kernels.compiled(settings, rows, World(), ["one"], told.append):
+        pass
+    return told
+
+
+def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
+    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
+    (tmp_path / "python").write_text('#!/bin/sh\ncat > "$MLX_PTX_CACHE_DIR/$3.ptx"\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (told,) = compiled_once(tmp_path)
+    assert "compiling CUDA kernels" in told
+    config, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())
+    assert config.train.loss == "sigmoid" and len(rows) == 2
+    assert len(list(on_cuda.iterdir())) == 2  # and what says that it is done
+    assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"])) == 1
+
+
+def test_a_folder_that_cannot_be_written_stops_no_run(on_cuda: Path, tmp_path: Path) -> None:
+    on_cuda.write_text("no folder")
+    told = compiled_once(tmp_path)
+    assert len(told) == 2 and "compiled in the first step" in told[1] and str(on_cuda) in told[1]

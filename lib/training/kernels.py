@@ -66,22 +66,33 @@ def compiled(
     assert isinstance(data, Dataset)
     tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
     work = pickle.dumps((config, data.examples(range(min(2, len(data))))))
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        processes = {part: _start(part, Path(own, part), work) for part in PARTS}
-        try:
-            yield
-            until = time.monotonic() + LIMIT_SECONDS
-            for process in processes.values():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, until - time.monotonic()))
-        finally:
-            for process in processes.values():
-                process.kill()
-                process.wait()
-        for part in processes:
-            _publish(Path(own, part), folder)
-    done.touch()
+    with contextlib.ExitStack() as stack:
+        own, processes = None, list[subprocess.Popen[bytes]]()
+        with _telling_disk_faults(tell):
+            folder.mkdir(parents=True, exist_ok=True)
+            own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+            processes += [stack.enter_context(_running(part, own / part, work)) for part in PARTS]
+        yield
+        until = time.monotonic() + LIMIT_SECONDS
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        if own is not None:
+            with _telling_disk_faults(tell):
+                for part in PARTS:
+                    _publish(own / part, folder)
+                done.touch()
+
+
+@contextlib.contextmanager
+def _telling_disk_faults(tell: Callable[[str], None]) -> Iterator[None]:
+    """Says what the disk refuses, and goes on: the first step compiles what is missing."""
+    try:
+        yield
+    except OSError as error:
+        tell(
+            f"CUDA kernels are compiled in the first step: {error}; MLX_PTX_CACHE_DIR names a folder of yours for them"
+        )
 
 
 def kernel_folder() -> Path:
@@ -94,6 +105,7 @@ def _digest(model: ModelSettings, train: TrainSettings) -> str:
     """Of what the kernels' code may depend on: rates, sizes and names are none of it."""
     stored = _stored(model)
     kind = [
+        mx.__version__,
         stored.get("model_type"),
         stored.get("quantization"),
         model.dtype,
@@ -111,7 +123,9 @@ def _stored(model: ModelSettings) -> dict[str, object]:
     return config
 
 
-def _start(part: str, folder: Path, work: bytes) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def _running(part: str, folder: Path, work: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that compiles a part into a folder of its own, which the block does not outlive."""
     folder.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "lib.training.kernels", part],
@@ -122,9 +136,13 @@ def _start(part: str, folder: Path, work: bytes) -> subprocess.Popen[bytes]:
         env=os.environ | {"MLX_PTX_CACHE_DIR": str(folder)},
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(work)
-    return process
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(work)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _publish(own: Path, folder: Path) -> None:
