@@ -78,6 +78,8 @@ USUAL_SECONDS = 15.0  # of a start with compiled kernels
 PAST_THE_KNEE = 0.97  # of the best rate: two sizes in a row below it end the climb
 GIVE_UP = 2  # points lost in a row
 ROUNDS, QUICK_ROUNDS = 7, 5  # of all sizes
+LEAST_SHARES, CERTAIN_SHARE = 3, 0.04  # rounds; and the standard error of a share, of a time, that is of use
+DEPTHS_SECONDS = 4.0  # of measuring them
 TIMES_AGAIN = 2  # that what breaks the curve's shape is measured once more
 ROWS = 64  # of the data's, whose lengths are measured with
 LAUNCHERS = (
@@ -172,20 +174,30 @@ class Measured:
                 return min(max(once, 0.0), 0.9 * medians[1])
         return 0.0
 
-    def outside_blocks(self, seconds: dict[str, dict[str, list[float]]]) -> float | None:
-        """The share of a micro-batch's time that is no block's: by a straight line through few and all blocks.
+    def size_in(self, seconds: float) -> int:
+        """The largest size, up to the fastest, with which the least rounds of `outside_blocks` take so long at most."""
+        of_one = {size: float(np.median(answer["seconds"]["1"])) for size, answer in self.answers.items()}
+        # A round: 1 and 3 micro-batches, through all blocks and through a quarter of them.
+        fits = [size for size, once in of_one.items() if LEAST_SHARES * 5 * once <= seconds]
+        return min(self.best, max(fits, default=min(of_one)))
 
-        seconds: of steps, {number of blocks: {number of micro-batches: [...]}}; of two numbers of either kind, or empty.
+    def outside_blocks(self, seconds: dict[str, dict[str, list[float]]]) -> float | None:
+        """The share of a micro-batch's time that is no block's: the median of rounds; None where they do not agree.
+
+        seconds: of steps, {number of blocks: {number of micro-batches: [of each round]}}; of two numbers of either kind,
+            or empty.
         """
         if not seconds:
             return None
-        of_micro_batch = {}
-        for blocks, by_count in seconds.items():
-            (one, once), (more, longer) = sorted((int(n), float(np.median(times))) for n, times in by_count.items())
-            of_micro_batch[int(blocks)] = (longer - once) / (more - one)
-        (few, of_few), (whole, of_whole) = sorted(of_micro_batch.items())
-        outside = of_few - few * (of_whole - of_few) / (whole - few)
-        return min(max(outside / of_whole, 0.0), 0.9) if of_whole > 0 else 0.0
+        shares = []
+        for times in zip(*(times for by_count in seconds.values() for times in by_count.values()), strict=False):
+            of_round = iter(times)
+            shares.append(
+                _outside({blocks: {count: next(of_round) for count in seconds[blocks]} for blocks in seconds})
+            )
+        if len(shares) < LEAST_SHARES or np.std(shares, ddof=1) / np.sqrt(len(shares)) > CERTAIN_SHARE:
+            return None
+        return min(max(float(np.median(shares)), 0.0), 0.9)
 
     def points(self) -> list[BatchPoint]:
         """tau(b), without what a step costs once: the rounds' median and spread; without rounds, of all steps of a size."""
@@ -207,6 +219,17 @@ class Measured:
                 )
             )
         return points
+
+
+def _outside(seconds: dict[str, dict[str, float]]) -> float:
+    """The share of a micro-batch's time that is no block's: by a straight line through few and all blocks."""
+    of_micro_batch = {}
+    for blocks, by_count in seconds.items():
+        (one, once), (more, longer) = sorted((int(count), time) for count, time in by_count.items())
+        of_micro_batch[int(blocks)] = (longer - once) / (more - one)
+    (few, of_few), (whole, of_whole) = sorted(of_micro_batch.items())
+    outside = of_few - few * (of_whole - of_few) / (whole - few)
+    return outside / of_whole if of_whole > 0 else 0.0
 
 
 def ladder(largest: int, growth: int) -> list[int]:
@@ -463,16 +486,19 @@ def measure_host(
             speeds = ask("reference, generation", "passes", seconds=1.0, batch_size=found.best, **row)
             if isinstance(speeds, str):
                 say.labelled("warning", f"the reference pass and generation could not be measured: {speeds}")
-            deep = {"seconds": 4.0, "batch_size": found.best, "micro_batches": [1, 3]}
-            depths = ask(f"{found.best} pairs, fewer blocks", "depths", **deep, **row)
-            if isinstance(depths, str):
-                say.labelled("warning", f"what is no block's time could not be measured: {depths}")
+            size = found.size_in(DEPTHS_SECONDS)
+            deep = {"seconds": DEPTHS_SECONDS, "batch_size": size, "micro_batches": [1, 3]}
+            depths = ask(f"{size} pairs, fewer blocks", "depths", **deep, **row)
+            outside = None if isinstance(depths, str) else found.outside_blocks(depths["seconds"])
+            if outside is None:
+                fault = depths if isinstance(depths, str) else "its rounds were too few, or too different"
+                say.labelled("warning", f"what is no block's time could not be measured: {fault}")
             curves[one] = BatchCurve(
                 points=tuple(found.points()),
                 key=one,
                 memory_limit_bytes=limit,
                 step_overhead_seconds=found.overhead_seconds,
-                outside_blocks=None if isinstance(depths, str) else found.outside_blocks(depths["seconds"]),
+                outside_blocks=outside,
                 gradient_bytes=next(iter(found.answers.values()))["gradient_bytes"],
                 quick=options.quick,
                 measured_at=calibrator.time_now(),

@@ -216,9 +216,9 @@ import train
 from lib.system import mpi_and_blas
 mpi_and_blas.prepare()
 import mlx.core as mx
-from lib.training import step
+from lib.training import objective
 
-plain, calls = step.completion_logps, []
+plain, calls = objective.completion_logps, []
 
 def failing(*arguments):
     calls.append("")
@@ -226,7 +226,7 @@ def failing(*arguments):
     return plain(*arguments) + broken
 
 if "1" in (os.environ.get("MLX_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
-    step.completion_logps = failing
+    objective.completion_logps = failing
 sys.exit(mpi_and_blas.status_of(train.main))
 """
 

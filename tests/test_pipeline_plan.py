@@ -22,6 +22,7 @@ from lib.plan.memory import MemoryModel, Rows, metal_limit_bytes
 from lib.plan.memory_trace import Training
 from lib.plan.pipeline_costs import ASSUMED_LINK, block_weights
 from lib.plan.pipeline_cuts import Cut, CutCosts, Keeps, best_cut, cut_at, most_blocks
+from lib.plan.pipeline_plan import known_or_alike
 from lib.plan.pipeline_replan import moved_cut, moved_plan
 from lib.plan.pipeline_schedule import Hop, bound_seconds, depths, operations, step_seconds
 from lib.plan.plan_warnings import advised
@@ -406,6 +407,13 @@ def test_what_is_outside_of_the_blocks_takes_as_long_as_was_measured() -> None:
     assert blocks_and_rest(0.2) == pytest.approx((0.4, 0.1))
     by_operations = blocks_and_rest(None)
     assert sum(by_operations) == pytest.approx(0.5) and by_operations[1] < 0.05
+
+
+def test_a_host_without_that_measurement_has_the_share_of_its_kind() -> None:
+    assert known_or_alike([0.1, None, 0.2, None, None], ["cpu", "cpu", "cpu", "metal", None]) == pytest.approx(
+        [0.1, 0.15, 0.2, None, None], nan_ok=True
+    )
+    assert known_or_alike([None, None], ["cpu", "cpu"]) == [None, None] and known_or_alike([], ["cpu"]) == []
 
 
 def test_one_more_micro_batch_is_in_flight_over_a_link_where_that_costs_nothing() -> None:

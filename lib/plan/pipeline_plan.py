@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from statistics import median
 
 from lib.config.schema import Config
 from lib.errors import UserError
@@ -14,6 +15,7 @@ from lib.plan.pipeline_costs import ASSUMED_LINK, PipelineCosts, Speed, rates_of
 from lib.plan.pipeline_cuts import Cut, CutCosts, Keeps, best_cut, cut_at, most_blocks, stage_bytes
 from lib.plan.predictions import Cluster
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, split_evenly_sized
+from lib.system.hardware import Device
 
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
 DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
@@ -93,15 +95,30 @@ def pipeline_costs(config: Config, cluster: Cluster) -> PipelineCosts:
         costs.tokens,
     )
     updates = [curve.step_overhead_seconds for curve in curves if curve] if speed == "curves" else []
-    outside = [curve.outside_blocks for curve in curves if curve] if speed == "curves" else []
+    outside = [curve.outside_blocks if curve else None for curve in curves] if speed == "curves" else []
     return replace(
         costs,
         rates=rates,
         speed=speed,
         activation_factor=factor,
         whole_update_seconds=updates,
-        outside_blocks=outside,
+        outside_blocks=known_or_alike(outside, [host.device for host in hosts]),
     )
+
+
+def known_or_alike(shares: Sequence[float | None], devices: Sequence[Device | None]) -> list[float | None]:
+    """What was measured on each host; else the median of those of the same kind of device; None where there is none.
+
+    A share of a time depends on programs, which are the same there, more than on how fast a host is.
+    """
+    alike: dict[Device | None, list[float]] = {}
+    for share, device in zip(shares, devices, strict=False):
+        if share is not None:
+            alike.setdefault(device, []).append(share)
+    return [
+        median(alike[device]) if share is None and device in alike else share
+        for share, device in zip(shares, devices, strict=False)
+    ]
 
 
 def _of_this_model(cluster: Cluster, calibration: HostCalibration | None) -> BatchCurve | None:
