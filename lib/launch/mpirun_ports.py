@@ -47,17 +47,29 @@ def hang_up_on_strangers(mpirun: int, trusted: set[str]) -> int:
 
 
 def _hang_up(mpirun: int, trusted: set[str]) -> int:
+    """Shuts down whom two looks in a row do not know.
+
+    The kernel writes its table piece by piece, so the other end of a connection that comes up meanwhile can be missing
+    from it: a process of mpirun's own would be taken for a stranger. A table begun after that has both ends.
+    """
+    first = _strangers(mpirun, trusted)
+    second = _strangers(mpirun, trusted) if first else {}
+    return sum(_shut_down(mpirun, second[inode]) for inode in first.keys() & second)
+
+
+def _strangers(mpirun: int, trusted: set[str]) -> dict[str, int]:
+    """The connections to mpirun whose other end none of its own processes has: descriptors, by the sockets' numbers."""
     entries, sockets = _entries(), _sockets_of(mpirun)
     doors = {one.local for one in entries if one.state == LISTENING and one.inode in sockets}
-    strangers = 0
+    strangers: dict[str, int] = {}
     for one in entries:
         if one.state != ESTABLISHED or one.local not in doors or one.inode not in sockets or one.inode in trusted:
             continue
         other_end = next((far.inode for far in entries if (far.local, far.remote) == (one.remote, one.local)), "")
         if _is_family(other_end, mpirun):
             trusted.add(one.inode)
-        elif _shut_down(mpirun, sockets[one.inode]):
-            strangers += 1
+        else:
+            strangers[one.inode] = sockets[one.inode]
     return strangers
 
 
