@@ -1,6 +1,6 @@
 """Rounds and GRPO against offline DPO, over several seeds, with two controls: do they gain because of what the judge says?
 
-    python benchmarks/rounds.py                          five seeds: about an hour on one core
+    python benchmarks/rounds.py                          five seeds: about two hours on one core
     python benchmarks/rounds.py --seeds 1 2              two of them; what is finished is kept in --out, and taken
     python benchmarks/rounds.py --sweep offline grpo     where the learning rates and betas below come from
     python benchmarks/rounds.py --quick                  one seed and two rounds, a minute and a half
