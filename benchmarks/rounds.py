@@ -46,7 +46,7 @@ CONFIG = ROOT / "configs/rounds.yaml"
 BAR, NOTHING = 0.10, 0.03  # what is gained over offline DPO, at least; and by scores that say nothing, at most
 ANSWERS = 300  # held-out, all that there are: a standard error of 3 points
 # The best so far of a sweep (--sweep), each for itself; rounds take those of configs/rounds.yaml.
-BEST = {"offline": (1e-3, 0.1), "grpo": (1e-3, 0.0)}
+BEST = {"offline": (1e-3, 0.1), "grpo": (2e-3, 0.0)}
 RATES = (1e-3, 2e-3, 4e-3)
 GRPO = ("train.loss=grpo", "train.rpo_alpha=0", "train.global_batch_size=16", "rollouts.filter_groups=true")
 BETAS = {"rounds": (0.1,), "offline": (0.1,), "grpo": (0.0,)}

@@ -133,7 +133,30 @@ def _runs(process: int) -> bool:
     return state.strip() != "" and not state.startswith("Z")
 
 
-@pytest.mark.parametrize("run", [os_commands.run, lambda *given: os_commands.filtered(given[0], "", given[1], 99)])
+def filtered(command: list[str], limit_seconds: float) -> os_commands.Completed:
+    return os_commands.filtered(command, "", limit_seconds, 99)
+
+
+@pytest.mark.parametrize("run", [os_commands.run, filtered])
+def test_ctrl_c_in_the_middle_of_a_start_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
+) -> None:
+    processes = []
+
+    class Interrupted(subprocess.Popen[Any]):
+        def __init__(self, *given: Any, **options: Any):
+            super().__init__(*given, **options)
+            processes.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(subprocess, "Popen", Interrupted)
+        run(["sleep", "30"], 60.0)
+    assert len(processes) == 1 and not _runs(processes[0])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("run", [os_commands.run, filtered])
 def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run: Callable[..., Any]) -> None:
     """Its session is its own, so the terminal tells us alone."""
     note, ended = tmp_path / "process", tmp_path / "ended"
