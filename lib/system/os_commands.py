@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 LIMIT_SECONDS = 10.0
 PIECE_BYTES = 2**16
 ERROR_BYTES = 2**12
+LEFT_SECONDS = 1.0  # from the end of a command that was killed to that of its output
 
 
 class Completed(NamedTuple):
@@ -60,8 +61,7 @@ def run(
                 return Completed(process.returncode, output, errors)
             except subprocess.TimeoutExpired:
                 _kill(process)
-                output, errors = process.communicate()
-                return Completed(None, output, errors)
+                return Completed(None, *_rest_of(process))
     except OSError as error:
         return Completed(127, "", f"{command[0]}: {error.strerror}")
 
@@ -110,7 +110,7 @@ def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes
             kill()
         status = process.wait()
         for thread in threads:
-            thread.join(1.0)
+            thread.join(LEFT_SECONDS)
     texts = [bytes(kept).decode(errors="replace") for kept in (output[: most_bytes + 1], errors)]
     return Completed(None if killed.is_set() else status, *texts)
 
@@ -149,6 +149,15 @@ def _kill(process: subprocess.Popen[Any]) -> None:
     """Kills a command with all that it started, whose session it leads."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a killed command has written; what left its session may hold the pipes for as long as it likes."""
+    try:
+        return process.communicate(timeout=LEFT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        output, errors = ((piece or b"").decode(errors="replace") for piece in (error.output, error.stderr))
+        return output, errors
 
 
 def sysctl(name: str) -> str:
