@@ -86,6 +86,9 @@ def test_what_was_cut_teaches_nothing_if_asked() -> None:
     assert chosen_and_rejected(pairs_of(cut, RolloutSettings(mask_truncated=True))) == [(1, 0)]
     (made,) = groups_of([cut], RolloutSettings(mask_truncated=True))
     assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
+    nothing = replace(whole, answers=[replace(answer, finish="length") for answer in whole.answers])
+    assert groups_of([nothing, group(1.0, 1.0)], RolloutSettings(mask_truncated=True)) == []
+    assert len(groups_of([nothing, cut], RolloutSettings(mask_truncated=True))) == 2
 
 
 def test_groups_of_equal_scores_can_be_left_out() -> None:
@@ -517,6 +520,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("evaluate.judge=nonsense", "evaluate.judge=nonsense: cannot be started: no command 'nonsense' here"),
         ("data.train={a.jsonl: 2}", "weights are for records that are trained"),
         ("train.loss=grpo", "train.temperature=1 has to be rollouts.temperature=1.5"),
+        ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo, not sigmoid"),
     ],
 )
 def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp_path: Path) -> None:
