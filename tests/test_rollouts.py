@@ -460,6 +460,9 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     tiny.write_jsonl(sums, [{"prompt": "Add 12 and 34.", "answer": "46"}, {"prompt": "Add 58 and 67.", "answer": "-1"}])
     assert evaluate.main(["--run", str(run), f"evaluate.answers={sums}", "evaluate.max_tokens=1"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"questions": 2, "exact_match": 0.0}
+    pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), list(tiny.pairs(3)))
+    assert evaluate.main(["--run", str(run), f"data.valid={pairs}"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
 
 
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
