@@ -111,6 +111,11 @@ def why_no_rounds(
             f"train.temperature={train.temperature:g} has to be rollouts.temperature={rollouts.temperature:g}, at "
             f"which the answers are drawn; set train.temperature={rollouts.temperature:g}"
         )
+    if rollouts.filter_groups and train.record_kind != "group":
+        return (
+            f"rollouts.filter_groups is for train.loss=grpo, not {train.loss_name}: answers of equal scores make no "
+            "pair; leave it out"
+        )
     if train.max_completion_length not in (None, rollouts.max_tokens):
         return (
             f"train.max_completion_length={train.max_completion_length} has to be rollouts.max_tokens="
