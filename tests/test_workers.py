@@ -161,15 +161,24 @@ def _runs(process: int) -> bool:
     return state.strip() != "" and not state.startswith("Z")
 
 
+def _waits_for_a_process(thread: int) -> bool:
+    """Whether a thread waits for a process; before, it may not have come back from its start."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code in (subprocess.Popen.communicate.__code__, subprocess.Popen.wait.__code__):
+            return True
+        frame = frame.f_back
+    return False
+
+
 @pytest.mark.parametrize("run", [os_commands.run, lambda *given: os_commands.filtered(given[0], "", given[1], 99)])
 def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run: Callable[..., Any]) -> None:
     """Its session is its own, so the terminal tells us alone."""
     note, ended = tmp_path / "process", tmp_path / "ended"
-
     here = threading.get_ident()
 
     def interrupt() -> None:
-        while not note.exists():
+        while not (note.exists() and _waits_for_a_process(here)):
             time.sleep(0.01)
         signal.pthread_kill(here, signal.SIGINT)
 
