@@ -2,24 +2,25 @@
 
 mlx-lm imports transformers and huggingface_hub when it is imported itself, which is 1.2 of a rank's 1.7 seconds of CPU
 time. It takes four names from them, and uses these only where there is a tokenizer, or a model to download. `install`
-gives it stand-ins for those names; the first use of one imports the real module. Nobody else sees a stand-in.
+gives its modules stand-ins for those names; the first use of one imports the real module. Nobody else sees a stand-in:
+other modules and threads import as ever, also while mlx-lm is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
+import builtins
 import functools
 import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Union
 
-# While these modules are executed, these names of those modules are late; any other name of them is imported at once.
-IMPORTERS = ("mlx_lm", "mlx_lm.tuner.datasets")
+# Where these modules import these names, they are late; what else they import comes at once.
+IMPORTERS = ("mlx_lm.generate", "mlx_lm.tuner.datasets", "mlx_lm.utils")
 LATE = {
     "huggingface_hub": ("snapshot_download",),
     "transformers": ("PreTrainedTokenizer",),
@@ -35,7 +36,7 @@ class LateName:
 
     def _real(self) -> Any:
         module, name = self._late
-        return getattr(_real_module(module), name)
+        return getattr(importlib.import_module(module), name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._real()(*arguments, **options)
@@ -61,30 +62,13 @@ class LateName:
         return Union[other, self]  # noqa: UP007
 
 
-class LateModule(ModuleType):
-    """Stands in sys.modules for a module of LATE; what is asked for anything else leaves the place to the real one."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in LATE[self.__name__]:
-            return LateName(self.__name__, name)
-        if _is_asked_of_any(name):
-            raise AttributeError(name)
-        return getattr(_real_module(self.__name__), name)
-
-
 def _is_asked_of_any(name: str) -> bool:
-    """Whether typing and import look for this attribute in whatever comes to them, and do without."""
+    """Whether typing looks for this attribute in whatever comes to it, and does without."""
     return name.startswith("__") and name.endswith("__")
 
 
-def _real_module(name: str) -> ModuleType:
-    if isinstance(sys.modules.get(name), LateModule):
-        del sys.modules[name]
-    return importlib.import_module(name)
-
-
 class LateFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of IMPORTERS as Python does, and lets each see the stand-ins while it is executed."""
+    """Finds the modules of IMPORTERS as Python does, and gives each an import of its own."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -101,20 +85,23 @@ class LateFinder(importlib.abc.MetaPathFinder):
 
 
 def _execute(execute: Any, module: ModuleType) -> None:
-    with _stand_ins():
-        execute(module)
+    vars(module)["__builtins__"] = {**vars(builtins), "__import__": _import}  # where Python looks for both
+    execute(module)
 
 
-@contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
-    stand_ins = {name: LateModule(name) for name in LATE if name not in sys.modules}
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name, module in stand_ins.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
+def _import(
+    name: str,
+    globals: Mapping[str, Any] | None = None,
+    locals: Mapping[str, Any] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """As Python's own `__import__`, except for names that are late, of a module that nobody has imported yet."""
+    package = str((globals or {}).get("__package__"))
+    module = importlib.util.resolve_name("." * level + name, package) if level else name
+    if fromlist and module not in sys.modules and {*fromlist} <= {*LATE.get(module, ())}:
+        return SimpleNamespace(**{one: LateName(module, one) for one in fromlist})
+    return builtins.__import__(name, globals, locals, fromlist or (), level)
 
 
 def install() -> None:

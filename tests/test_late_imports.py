@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import textwrap
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
-import pytest
-
-from lib.late_imports import LATE, LateModule, LateName
+from lib.late_imports import LATE, LateName
 from tests.tiny import ROOT
 
 RUN = """
@@ -38,21 +41,50 @@ def test_a_run_starts_without_what_only_texts_need_and_a_text_finds_it() -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_a_stand_in_is_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = LateModule("decimal")
-    monkeypatch.setitem(LATE, "decimal", ("Decimal",))
-    import decimal
+def test_nobody_else_sees_a_stand_in(tmp_path: Path) -> None:
+    """As another version of mlx-lm, which takes names that are not late, and what it imports besides."""
+    pieces = {
+        "mlx_lm/__init__.py": "from . import utils",
+        "mlx_lm/utils.py": """
+            from huggingface_hub import snapshot_download
+            from transformers import PreTrainedTokenizer
+            from .tokenizer_utils import load as own_load
+            import tracker
+            from .tokenizer_utils import Other, load
+        """,
+        "mlx_lm/tokenizer_utils.py": "from transformers import AutoTokenizer; Other = load = AutoTokenizer",
+        "tracker.py": """
+            import importlib.util
+            import huggingface_hub.utils
+            assert importlib.util.find_spec("transformers") and huggingface_hub.__version__
+        """,
+        "huggingface_hub/__init__.py": "__version__ = '9'; snapshot_download = int",
+        "huggingface_hub/utils.py": "",
+        "transformers/__init__.py": "import huggingface_hub.utils; AutoTokenizer = PreTrainedTokenizer = str",
+    }
+    for name, text in pieces.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    program = """
+        import lib
+        from mlx_lm import utils
+        assert [type(one).__name__ for one in (utils.PreTrainedTokenizer, utils.own_load)] == ["LateName", "LateName"]
+        assert isinstance("text", utils.PreTrainedTokenizer) and utils.own_load(7) == "7"
+        assert utils.load is utils.Other is str and isinstance(5, utils.snapshot_download)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
-    monkeypatch.setitem(sys.modules, "decimal", module)
-    late = module.Decimal
-    assert isinstance(late, LateName) and sys.modules["decimal"] is module
-    assert module.ROUND_UP == decimal.ROUND_UP and sys.modules["decimal"] is not module
-    real = sys.modules["decimal"].Decimal
-    assert late("0.1") == real("0.1") and type(late("0.1")) is real and late.from_float(0.5) == real("0.5")
-    assert isinstance(real(1), late) and not isinstance(1, late) and issubclass(real, late)
-    assert issubclass(type("Own", (real,), {}), late) and (late | None).__args__[0] is late
 
-    class Own(late):  # type: ignore[misc,valid-type]
+def test_a_stand_in_is_what_it_stands_for() -> None:
+    late: Any = LateName("decimal", "Decimal")
+    assert late("0.1") == Decimal("0.1") and type(late("0.1")) is Decimal and late.from_float(0.5) == Decimal("0.5")
+    assert isinstance(Decimal(1), late) and not isinstance(1, late) and issubclass(Decimal, late)
+    assert issubclass(type("Own", (Decimal,), {}), late) and (late | None).__args__[0] is late
+
+    class Own(late):  # type: ignore[misc]
         """As mlx-lm inherits from a tokenizer."""
 
-    assert Own.__mro__[1] is real
+    assert Own.__mro__[1] is Decimal

@@ -188,7 +188,6 @@ def test_ctrl_c_in_the_middle_of_a_start_ends_the_command(
 def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run: Callable[..., Any]) -> None:
     """Its session is its own, so the terminal tells us alone."""
     note, ended = tmp_path / "process", tmp_path / "ended"
-
     here = threading.get_ident()
 
     def interrupt() -> None:
