@@ -489,9 +489,11 @@ def measure_host(
             size = found.size_in(DEPTHS_SECONDS)
             deep = {"seconds": DEPTHS_SECONDS, "batch_size": size, "micro_batches": [1, 3]}
             depths = ask(f"{size} pairs, fewer blocks", "depths", **deep, **row)
-            outside = None if isinstance(depths, str) else found.outside_blocks(depths["seconds"])
-            if outside is None:
-                fault = depths if isinstance(depths, str) else "its rounds were too few, or too different"
+            outside, fault = None, depths
+            if isinstance(depths, dict):  # empty for a model of which no block can be left out
+                outside = found.outside_blocks(depths["seconds"])
+                fault = "its rounds were too few, or too different" if outside is None and depths["seconds"] else ""
+            if fault:
                 say.labelled("warning", f"what is no block's time could not be measured: {fault}")
             curves[one] = BatchCurve(
                 points=tuple(found.points()),

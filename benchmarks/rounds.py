@@ -1,6 +1,6 @@
 """Rounds and GRPO against offline DPO, over several seeds, with two controls: do they gain because of what the judge says?
 
-    python benchmarks/rounds.py                          five seeds: about an hour on one core
+    python benchmarks/rounds.py                          five seeds: about two hours on one core
     python benchmarks/rounds.py --seeds 1 2              two of them; what is finished is kept in --out, and taken
     python benchmarks/rounds.py --sweep offline grpo     where the learning rates and betas below come from
     python benchmarks/rounds.py --quick                  one seed and two rounds, a minute and a half
@@ -46,7 +46,7 @@ CONFIG = ROOT / "configs/rounds.yaml"
 BAR, NOTHING = 0.10, 0.03  # what is gained over offline DPO, at least; and by scores that say nothing, at most
 ANSWERS = 300  # held-out, all that there are: a standard error of 3 points
 # The best so far of a sweep (--sweep), each for itself; rounds take those of configs/rounds.yaml.
-BEST = {"offline": (2e-3, 0.1), "grpo": (1e-3, 0.0)}
+BEST = {"offline": (1e-3, 0.1), "grpo": (2e-3, 0.0)}
 RATES = (1e-3, 2e-3, 4e-3)
 GRPO = ("train.loss=grpo", "train.rpo_alpha=0", "train.global_batch_size=16", "rollouts.filter_groups=true")
 BETAS = {"rounds": (0.1,), "offline": (0.1,), "grpo": (0.0,)}

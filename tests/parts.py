@@ -80,7 +80,7 @@ class Part:
         if self.process is None:
             return
         for one in (number, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group that has ended
                 if one is not None and group:
                     os.killpg(self.process.pid, one)
                 elif one is not None:
@@ -118,7 +118,10 @@ class EndedBySignal(BaseException):
 
 
 def run_all(parts: list[Part]) -> int:
-    """The exit status: 0 where all passed, 1 where one did not, 130 after Ctrl-C, 128 and its number after a signal."""
+    """The exit status: 0 where all passed, 1 where one did not, 128 and its number after a signal.
+
+    Whatever else ends this, e.g. that nobody reads what it writes, ends the parts as well.
+    """
     first, *others = parts
     beside = Beside(others)
     try:
@@ -130,14 +133,14 @@ def run_all(parts: list[Part]) -> int:
             print(shlex.join(part.command), flush=True)
             if part.output.exists():
                 sys.stdout.buffer.write(part.output.read_bytes())
-    except KeyboardInterrupt:  # which the terminal has sent to the first part as well
+    except BaseException as end:
+        number = end.args[0] if isinstance(end, EndedBySignal) else None
         beside.stop()
-        first.end(None, group=False)
-        return 128 + signal.SIGINT
-    except EndedBySignal as end:
-        beside.stop()
-        first.end(signal.SIGINT, group=False)  # at which pytest takes down what its tests set up
-        return 128 + int(end.args[0])
+        # At SIGINT pytest takes down what its tests set up; the terminal's Ctrl-C has come to the first part as well.
+        first.end(None if number == signal.SIGINT else signal.SIGINT, group=False)
+        if number is None:
+            raise
+        return 128 + int(number)
     bad = [part for part in parts if part.status]
     for part in bad:
         names = part.failed.read_text().split("\n") if part.failed.exists() else []
@@ -148,10 +151,15 @@ def run_all(parts: list[Part]) -> int:
 
 
 def main(words: list[str]) -> int:
-    def end(number: int, frame: FrameType | None) -> None:
-        raise EndedBySignal(number)
+    heard: list[int] = []
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    def end(number: int, frame: FrameType | None) -> None:
+        """Once: a terminal that is closed says so twice, and who is in a hurry presses Ctrl-C again."""
+        heard.append(number)
+        if len(heard) == 1:
+            raise EndedBySignal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, end)
     with tempfile.TemporaryDirectory() as folder:

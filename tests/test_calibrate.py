@@ -181,6 +181,14 @@ def test_a_killed_probe_costs_one_point(run: Run) -> None:
     assert stored.curves[0].outside_blocks == pytest.approx(0.25)  # three of four blocks took 0.5625 of the time away
 
 
+@pytest.mark.parametrize(("answer", "is_said"), [("{4: whole, 1: few}", False), ("{}", False), ("{4: {}}", True)])
+def test_a_model_of_which_no_block_can_be_left_out_is_no_fault(run: Run, answer: str, is_said: bool) -> None:
+    run.script.write_text(run.script.read_text().replace("{4: whole, 1: few}", answer))
+    assert calibrate.main([*run.words, "--quick"]) == 0
+    said = " ".join(run.capsys.readouterr().out.split())
+    assert ("what is no block's time could not be measured: its rounds were too few" in said) == is_said
+
+
 def test_too_few_points_are_one_clear_line(run: Run) -> None:
     run.probe(killed=(1, 2))
     status, _, _, complaint = run()

@@ -119,6 +119,9 @@ def test_a_link_of_ones_own_leads_to_ones_own_folder_of_checkpoints_and_nowhere_
     checkpoints = run / "checkpoints"
     checkpoints.symlink_to(disk)
     read_file.require_own(run)
+    for name in (".DS_Store", "._step-00000004"):  # as macOS adds them
+        (disk / name).touch()
+    read_file.require_own(run)
     for target in (other / "checkpoints", tmp_path / "papers", tmp_path / "nowhere", Path("/")):
         checkpoints.unlink()
         checkpoints.symlink_to(target)

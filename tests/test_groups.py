@@ -208,6 +208,38 @@ def test_rewards_that_are_alike_and_groups_of_one_have_no_advantage(kind: str) -
     assert not np.array(advantages(rewards, counted, kind, mx.zeros(2))).any()
 
 
+@pytest.mark.parametrize("of", RATIOS)
+def test_a_ratio_that_float32_cannot_hold_makes_no_other_gradient_a_nan(of: str) -> None:
+    """Two tokens a completion; in the last of each group both have a ratio of e^100, the geometric mean's as well."""
+    train = settings_of("grpo", advantages="centered", ratio=of, beta=0)
+    rewards: list[list[float | None]] = [[1.0, 1.0], [0.0, 2.0], [2.0, 0.0]]  # an advantage of 0, 1 and -1
+    sampling: Ragged = [[[-1.0, -2.0], [-100.5, -101.0]] for _ in rewards]
+    policy = mx.array(rectangle([[[-1.0625, -2.0], [-0.5, -1.0]] for _ in rewards]))
+
+    def loss(policy: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        _, sums = group_loss(train, groups_of(policy, sampling, None, rewards))
+        return sums["loss"], sums
+
+    (value, sums), slopes = mx.value_and_grad(loss)(policy)
+    assert np.isfinite(value.item()) and not np.array(slopes[0]).any() and not np.array(slopes[:, 1]).any()
+    assert sums["clip_fraction"].item() == 4  # of 12 tokens those that are far off, and have an advantage
+    weights = {"token": [np.exp(-0.0625) / 2, 0.5], "geometric_mean": [np.exp(-0.03125) / 2] * 2}.get(
+        of, [np.exp(-0.0625)] * 2
+    )
+    np.testing.assert_allclose(np.array(slopes[1:, 0]), [weights, [-weight for weight in weights]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_step_whose_tokens_are_all_masked_has_rewards_and_no_other_figures(loss_type: str) -> None:
+    train = settings_of(loss_type)
+    none = mx.zeros((1, 2, 3))
+    groups = Groups(none, none, none, none, none > 0, mx.array([[1.0, 2.0]]))
+    sums = group_loss(train, groups)[1]
+    means = means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, train)
+    assert means["reward"] == 1.5 and means["completion_length"] == 0 and means["kl"] is means["entropy"] is None
+    assert means["loss"] == (0.0 if loss_type in ("grpo", "dr_grpo") else None)
+
+
 # ---- A step of a model
 
 

@@ -316,13 +316,17 @@ def test_a_copy_follows_its_log_and_writes_nothing_where_the_disk_is_the_same(tm
     assert (here / "______etc" / "rank-001.jsonl").exists()
 
 
-def test_a_log_is_cut_at_a_line_that_is_too_long_for_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("length", [1000, 2500])
+def test_a_log_is_cut_at_a_line_that_is_too_long_for_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
     """Nobody reads beyond it, so what is written next would be lost."""
     monkeypatch.setattr(run_records, "LONGEST_LINE", 1000)
     log = tmp_path / "logs" / "rank-000.jsonl"
     write(log, [step(n) for n in range(1, 4)])
     whole = log.read_bytes()
-    behind = b'{"x": "' + b"y" * 2500 + b'"}\n' + json.dumps(step(4)).encode()
+    long = json.dumps(step(4)).encode()[:-1] + b', "x": "'
+    behind = long + b"y" * (length - len(long) - 3) + b'"}\n' + json.dumps(step(4)).encode()
     log.write_bytes(whole + behind)
     assert rewind(log, 9) == 2
     assert log.read_bytes() == whole

@@ -48,6 +48,8 @@ def of_one(prompt, completions, record):
 def of_arrays(prompt, completions, record):
     import numpy
     return numpy.arange(len(completions))
+def of_some(prompt, completions, record):
+    return [len(text) or None for text in completions]
 def broken(prompt, completions, record):
     raise ValueError("no key")
 """
@@ -80,11 +82,11 @@ def test_a_function_that_gives_no_scores_is_refused_before_answers_are_sampled_f
     for name, made in (("of_words", r"\['good'\]"), ("of_one", "1.0")):
         with pytest.raises(UserError, match=f"{name}: q.jsonl:1: returned {made}; it has to be a list of 1 scores"):
             require_scores(guarded_scorer_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
-    for name in ("broken", "of_arrays"):  # the first may be about that answer alone
+    for name in ("broken", "of_some", "of_arrays"):  # the first two may be about that answer alone
         require_scores(guarded_scorer_of(settings(f"round_judges:{name}"), "rollouts.judge"), asked(""))
 
 
-@pytest.mark.parametrize("made", ["12", b"12", {1: 2, 2: 3}, [1, None], [10**400, 1], [math.nan, 1], 3, [1.0]])
+@pytest.mark.parametrize("made", ["12", b"12", {1: 2, 2: 3}, [1, None], [10**400, 1], [math.nan, 1], 3, [1.0], {1, 2}])
 def test_what_is_no_score_for_each_answer(made: object) -> None:
     assert scores_in(made, 2) is None and scores_in((1, True), 2) == [1.0, 1.0]
 

@@ -33,7 +33,8 @@ def gpt2(folder: Path, **changes: Any) -> Path:
 def with_tokenizer(folder: Path) -> Path:
     """The same with the quickstart's tokenizer."""
     stored = json.loads((QUICKSTART / "config.json").read_text())
-    gpt2(folder, vocab_size=stored["vocab_size"], eos_token_id=stored["eos_token_id"])
+    end = stored["eos_token_id"]
+    gpt2(folder, vocab_size=stored["vocab_size"], bos_token_id=end, eos_token_id=end)  # transformers tells of others
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(QUICKSTART / name, folder)
     return folder

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,9 @@ def test_a_part_that_cannot_be_started_has_failed_and_the_next_one_runs(tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ends_the_tests_ends_their_parts(tmp_path: Path, number: signal.Signals) -> None:
-    told = "trap 'echo ended; exit 1' INT" if number is not signal.SIGINT else "trap 'exit 1' INT"
+    """Also where it comes twice, and the second time while they end."""
+    last = "echo ended" if number is not signal.SIGINT else ":"
+    told = f"trap 'while [ ! -e {tmp_path}/again ]; do sleep 0.01; done; {last}; exit 1' INT"
     first = f"{told}; while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; echo on; while :; do sleep 0.01; done"
     second = ["two ranks", "sh", "-c", f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 100"]
     command = parts("one process", "sh", "-c", first, "--", *second, "--", "three", "touch", str(tmp_path / "third"))
@@ -142,11 +145,29 @@ def test_what_ends_the_tests_ends_their_parts(tmp_path: Path, number: signal.Sig
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # which nohup's children do not hear
     )
     assert process.stdout is not None and process.stdout.readline() and process.stdout.readline() == "on\n"
-    if number is signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does it
-    else:
-        os.kill(process.pid, number)  # as make does it
+    second_process = int((tmp_path / "pid").read_text())
+    send = os.killpg if number is signal.SIGINT else os.kill  # as a terminal does it, and as make does it
+    send(process.pid, number)
+    with pytest.raises(ProcessLookupError):
+        while process.poll() is None:
+            os.kill(second_process, 0)
+            time.sleep(0.01)
+    send(process.pid, number)
+    (tmp_path / "again").touch()
     assert process.wait(60) == 128 + number and not (tmp_path / "third").exists()
     assert process.stdout.read() == ("" if number is signal.SIGINT else "ended\n")
+
+
+def test_parts_end_where_nobody_reads_what_they_write(tmp_path: Path) -> None:
+    second = f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 100"
+    first = f"while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; read line"
+    command = parts("a", "sh", "-c", first, "--", "b", "true", "--", "c", "sh", "-c", second)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None and process.stdin is not None and process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(60) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -308,7 +308,7 @@ def test_blocks_move_away_from_a_rank_that_slows(
     run = train(world, folder, [*common, "train.steps=12"], "moving", resume=True)
     world.gather_text("finished")
     moves = [record for record in read_records(run / "logs/rank-000.jsonl") if record["kind"] == "plan"]
-    assert moves[0]["blocks_before"] == [3, 2] and moves[0]["blocks"] == [4, 1] and moves[0]["predicted_gain"] > 0.2
+    assert moves[0]["blocks_before"] == [3, 2] and moves[0]["blocks"] == [4, 1] and moves[0]["predicted_gain"] > 0
     assert moves[0]["step"] < 8 and len(moves) == 1, "once, and the resumed run began with it"
     assert json.loads((run / "plan.json").read_text())["blocks"] == [4, 1]
     rounding.assert_equal_runs(straight, [run], ["loss", "grad_norm"])

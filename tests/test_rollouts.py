@@ -82,6 +82,9 @@ def test_what_was_cut_teaches_nothing_if_asked() -> None:
     assert chosen_and_rejected(pairs_of(cut, RolloutSettings(mask_truncated=True))) == [(1, 0)]
     (made,) = groups_of([cut], RolloutSettings(mask_truncated=True))
     assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
+    nothing = replace(whole, answers=[replace(answer, finish="length") for answer in whole.answers])
+    assert groups_of([nothing, group(1.0, 1.0)], RolloutSettings(mask_truncated=True)) == []
+    assert len(groups_of([nothing, cut], RolloutSettings(mask_truncated=True))) == 2
 
 
 def test_groups_of_equal_scores_can_be_left_out() -> None:
@@ -419,6 +422,9 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     tiny.write_jsonl(sums, [{"prompt": "Add 12 and 34.", "answer": "46"}, {"prompt": "Add 58 and 67.", "answer": "-1"}])
     assert evaluate.main(["--run", str(run), f"evaluate.answers={sums}", "evaluate.max_tokens=1"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"questions": 2, "exact_match": 0.0}
+    pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), list(tiny.pairs(3)))
+    assert evaluate.main(["--run", str(run), f"data.valid={pairs}"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
 
 
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -456,6 +462,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
     [
         ("train.loss=sft", "rollouts.rounds makes pairs or groups of the model's answers, which train.loss=sft does"),
         ("train.steps=4", "train.steps is not for rounds: a run has rollouts.rounds times rollouts.steps of them"),
+        ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo, not sigmoid"),
         ("evaluate.every=4", "evaluate.every is not for rounds: every round ends with an evaluation"),
         ("train.reference_sync_steps=4", "rollouts.reference_every moves the reference"),
         ("strategy=sharded", "strategy=sharded is not for rounds"),
@@ -479,6 +486,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("evaluate.judge=nonsense", "evaluate.judge=nonsense: cannot be started: no command 'nonsense' here"),
         ("data.train={a.jsonl: 2}", "weights are for records that are trained"),
         ("train.loss=grpo", "train.temperature=1 has to be rollouts.temperature=1.5"),
+        ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo, not sigmoid"),
     ],
 )
 def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp_path: Path) -> None:

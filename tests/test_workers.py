@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from lib.system.worker_process import Ended, NotStarted, WorkerProcess
 from tests.tiny import ROOT
 
 WORKER = """
-import os, re, signal, sys
+import os, re, signal, subprocess, sys
 answers = os.dup(1)
 from lib.system import worker_loop
 worker_loop.GRACE_SECONDS = 0
@@ -34,6 +35,8 @@ def answer(asked):
         os.kill(os.getpid(), given[0])
     if what == "fill":
         return bytearray(2**62)
+    if what == "read":
+        return [sys.stdin.read(), subprocess.run(["cat"], stdout=subprocess.PIPE, text=True).stdout]
     if what == "spin":
         re.match("(a+)+$", "a" * 40 + "b")
     return [os.getpid(), os.getsid(0), *given]
@@ -75,10 +78,35 @@ def test_how_a_process_ended_is_said_and_the_next_question_has_another_one(scrip
         asked(worker, "fill")
     assert ended.value.lacked_memory
     process, *_ = asked(worker, "say")
+    assert asked(worker, "say", seconds=1e8)[0] == process, "as long as a setting may be"
     os.kill(process, signal.SIGKILL)  # while nobody asks
     while _runs(process):
         time.sleep(0.01)
     assert asked(worker, "say", "ä" * 2**20)[2:] == ["ä" * 2**20]
+
+
+def test_questions_are_for_what_answers_and_not_for_what_it_runs(script: Path) -> None:
+    """A judge's function may run a command that reads its standard input to the end."""
+    worker = worker_of(script)
+    assert asked(worker, "read") == ["", ""] and asked(worker, "say")
+
+
+def test_what_answers_is_heard_at_once(script: Path) -> None:
+    """And not when it ends: it is killed."""
+    asking = (
+        "import sys; from lib.system.worker_process import WorkerProcess; "
+        f"WorkerProcess([sys.executable, {str(script)!r}, 'print(7)'], shows_errors=True).ask(b'[\"say\"]', 60)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", asking], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "a word on the way\n7\n")
+
+
+def test_a_process_whose_errors_have_no_place_says_so(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(NotStarted, match="No such file or directory: '/nowhere/"):
+        asked(worker_of(script), "say")
 
 
 def test_a_process_that_reads_nothing_ends_the_question_in_time(script: Path) -> None:
@@ -133,7 +161,30 @@ def _runs(process: int) -> bool:
     return state.strip() != "" and not state.startswith("Z")
 
 
-@pytest.mark.parametrize("run", [os_commands.run, lambda *given: os_commands.filtered(given[0], "", given[1], 99)])
+def filtered(command: list[str], limit_seconds: float) -> os_commands.Completed:
+    return os_commands.filtered(command, "", limit_seconds, 99)
+
+
+@pytest.mark.parametrize("run", [os_commands.run, filtered])
+def test_ctrl_c_in_the_middle_of_a_start_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
+) -> None:
+    processes = []
+
+    class Interrupted(subprocess.Popen[Any]):
+        def __init__(self, *given: Any, **options: Any):
+            super().__init__(*given, **options)
+            processes.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(subprocess, "Popen", Interrupted)
+        run(["sleep", "30"], 60.0)
+    assert len(processes) == 1 and not _runs(processes[0])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("run", [os_commands.run, filtered])
 def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run: Callable[..., Any]) -> None:
     """Its session is its own, so the terminal tells us alone."""
     note, ended = tmp_path / "process", tmp_path / "ended"
@@ -152,6 +203,20 @@ def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run:
     while time.monotonic() < until and _runs(process):
         time.sleep(0.01)
     assert not _runs(process) and not ended.exists()
+
+
+def test_a_command_that_is_killed_is_not_waited_for_by_way_of_what_left_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A daemon that it started may hold its pipes."""
+    monkeypatch.setattr(os_commands, "LEFT_SECONDS", 0.1)
+    leave = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(20)"
+    command = ["sh", "-c", f'{sys.executable} -S -E -c "{leave}" & sleep 60']
+    ends = (os_commands.run(command, seconds) for seconds in (0.5, 5.0, 50.0))  # until it has left
+    done = next(end for end in ends if end.output)
+    process = int(done.output)
+    assert done.status is None and _runs(process)
+    os.kill(process, signal.SIGKILL)
 
 
 def test_templates_end_with_their_limits_and_never_render_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from lib.errors import UserError
 
-OF_CHECKPOINTS = re.compile(r"step-\d+|\.unfinished-.*|ranks")  # names in a folder of checkpoints
+# Names in a folder of checkpoints; macOS adds some of its own, in a folder that was looked at or on another's disk.
+OF_CHECKPOINTS = re.compile(r"step-\d+|\.unfinished-.*|ranks|\.DS_Store|\._.*")
 
 
 def require_regular(path: Path, what: str) -> None:

@@ -70,8 +70,8 @@ class TrainSettings(Section):
     number times train.max_completion_length (dr_grpo); the number of tokens of the step (bnpo, dapo)."""
     advantages: Literal["standardized", "batch_standardized", "centered", "leave_one_out"] = "standardized"
     """What grpo makes of a completion's reward: less the mean of its group, divided by their deviation (standardized),
-    by that of the whole round or file (batch_standardized), or not (centered, Dr. GRPO); less the mean of the others
-    (leave_one_out, RLOO)."""
+    by that of all groups of the round or file (batch_standardized), or not (centered, Dr. GRPO); less the mean of the
+    others (leave_one_out, RLOO)."""
     ratio: Literal["token", "geometric_mean", "completion"] = "token"
     """What of grpo is compared with the sampling policy, and clipped: each token, the geometric mean of a completion's
     tokens (GSPO), or the completion as a whole (RLOO)."""

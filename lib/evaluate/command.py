@@ -84,7 +84,8 @@ def _work_of(options: argparse.Namespace) -> Callable[[Config, argparse.Namespac
 
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
-    if settings.rollouts.rounds and options.data is None:
+    names_pairs = options.data is not None or any(word.startswith("data.valid=") for word in options.overrides)
+    if settings.rollouts.rounds and not names_pairs:
         _answer(settings, options, world)
         return
     say = RunConsole(world)

@@ -48,7 +48,7 @@ class FunctionJudge:
         """A score for each completion.
 
         Raises:
-            UserError: none comes in time, the process ends, or the function raises.
+            UserError: none comes in time, the process ends, or the function raises, or has none for a completion.
             NoScores: it returns something else.
         """
         asked = {"prompt": question.prompt, "completions": list(question.completions), "record": question.record}
@@ -61,8 +61,11 @@ class FunctionJudge:
             raise UserError(f"{where}: {error}") from None
         if "fault" in answer:
             raise UserError(f"{where}: {answer['fault']}")
-        if answer["scores"] is None:
-            wanted = f"a list of {len(question.completions)} scores"
-            raise NoScores(f"{where}: returned {answer['made']}; it has to be {wanted}")
-        scores: list[float] = answer["scores"]
-        return scores
+        returned = f"{where}: returned {answer['made']}; it has to be a list of {len(question.completions)} scores"
+        scores: list[float | None] | None = answer["scores"]
+        if scores is None:
+            raise NoScores(returned)
+        known = [score for score in scores if score is not None]
+        if len(known) < len(scores):
+            raise UserError(returned)
+        return known

@@ -40,7 +40,7 @@ class Question:
 
 
 class NoScores(UserError):
-    """What a judge gave is no score for each completion."""
+    """What a judge gave is no list with a score, or None, for each completion."""
 
 
 class Judge(Protocol):

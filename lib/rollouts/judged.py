@@ -22,7 +22,7 @@ class Scored:
 def require_scores(judge: Judge, question: Question) -> None:
     """Makes sure that a function gives scores, before a round of answers is sampled for it.
 
-    What it raises may be about this answer alone: that is left to the round.
+    What it raises may be about this answer alone, and so may a score that is None: that is left to the round.
 
     Raises:
         NoScores: it gives something else.

@@ -79,17 +79,20 @@ def _score(answer: Answer) -> float:
 
 
 def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[SampledGroup]:
-    """What train.loss=grpo learns from: the answers that have a score; nothing where all scores of each prompt agree.
+    """What train.loss=grpo learns from: the answers that have a score; nothing where no prompt teaches anything.
 
-    `filter_groups` leaves out the prompts whose scores agree, `mask_truncated` the tokens of answers that were cut.
+    A prompt does whose scores differ, and of which some answer is learnt. `filter_groups` leaves out the prompts whose
+    scores agree, `mask_truncated` the tokens of answers that were cut.
     """
-    kept, differs = [], False
+    kept, teaches = [], False
     for group in groups:
-        scores = {answer.score for answer in group.answers} - {None}
-        differs = differs or len(scores) > 1
-        if scores and (len(scores) > 1 or not settings.filter_groups):
+        scored = [answer for answer in group.answers if answer.score is not None]
+        differ = len({answer.score for answer in scored}) > 1
+        learnt = not settings.mask_truncated or any(answer.finish != "length" for answer in scored)
+        teaches = teaches or (differ and learnt)
+        if scored and (differ or not settings.filter_groups):
             kept.append(_sampled(group, settings.mask_truncated))
-    return kept if differs else []
+    return kept if teaches else []
 
 
 def _sampled(group: Group, mask_truncated: bool) -> SampledGroup:

@@ -184,7 +184,8 @@ class Rounds:
             self.loop.train()  # a rank goes on to it while others draw: nothing is exchanged in between
         else:
             run.say.warning(
-                f"round {number}: no prompt has answers of different scores; nothing is trained", first_step
+                f"round {number}: no prompt has answers of different scores to learn from; nothing is trained",
+                first_step,
             )
             run.progress.step = run.steps
             self.loop.latest = dict(self._kept().held_out)
@@ -375,8 +376,9 @@ def _judge_of(config: Config, section: str, prompts: Prompts) -> Judge:
     named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
     judge = guarded_scorer_of(config.model_copy(update={"evaluate": named}), f"{section}.judge")
     record = prompts.record(0)
-    answer = str(record.get(ANSWER) or "")
-    require_scores(judge, Question(prompts.location(0), prompt_of(record, config.data), [answer], record))
+    answer = record.get(ANSWER)
+    tried = "" if answer is None else str(answer)
+    require_scores(judge, Question(prompts.location(0), prompt_of(record, config.data), [tried], record))
     return judge
 
 

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 LIMIT_SECONDS = 10.0
 PIECE_BYTES = 2**16
 ERROR_BYTES = 2**12
+LEFT_SECONDS = 1.0  # from the end of a command that was killed to that of its output
 
 
 class Completed(NamedTuple):
@@ -52,31 +53,17 @@ def run(
     environment: Mapping[str, str] | None = None,
 ) -> Completed:
     """Runs a command for at most so long; then it is killed with all that it started, and its output so far is kept."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        process = subprocess.Popen(
-            command,
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        with _session(command, **pipes, cwd=directory, env=environment, text=True, errors="replace") as process:
+            try:
+                output, errors = process.communicate(timeout=limit_seconds)
+                return Completed(process.returncode, output, errors)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                return Completed(None, *_rest_of(process))
     except OSError as error:
         return Completed(127, "", f"{command[0]}: {error.strerror}")
-    with process:
-        try:
-            output, errors = process.communicate(timeout=limit_seconds)
-            return Completed(process.returncode, output, errors)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            output, errors = process.communicate()
-            return Completed(None, output, errors)
-        except BaseException:  # Ctrl-C reaches us alone: the command has a session of its own
-            _kill(process)
-            raise
 
 
 def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes: int) -> Completed:
@@ -87,9 +74,6 @@ def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes
     Raises:
         OSError: it cannot be started.
     """
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
     output, errors, deadline = bytearray(), bytearray(), time.monotonic() + limit_seconds
     killed = threading.Event()
 
@@ -110,34 +94,70 @@ def filtered(command: Sequence[str], text: str, limit_seconds: float, most_bytes
             elif len(into) > most_bytes:
                 kill()
 
-    assert process.stdout is not None and process.stderr is not None
-    reads = (process.stdout, output, None), (process.stderr, errors, ERROR_BYTES)
-    threads = [threading.Thread(target=give, daemon=True)]
-    threads += [threading.Thread(target=take, args=arguments, daemon=True) for arguments in reads]
-    try:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with _session(command, **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        reads = (process.stdout, output, None), (process.stderr, errors, ERROR_BYTES)
+        threads = [threading.Thread(target=give, daemon=True)]
+        threads += [threading.Thread(target=take, args=arguments, daemon=True) for arguments in reads]
         for thread in threads:
             thread.start()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
         for thread in threads:  # what it started may have its pipes still
             thread.join(max(0.0, deadline - time.monotonic()))
-    except BaseException:  # as in `run`
-        kill()
-        process.wait()
-        raise
-    if process.poll() is None or any(thread.is_alive() for thread in threads):
-        kill()
-    status = process.wait()
-    for thread in threads:
-        thread.join(1.0)
+        if process.poll() is None or any(thread.is_alive() for thread in threads):
+            kill()
+        status = process.wait()
+        for thread in threads:
+            thread.join(LEFT_SECONDS)
     texts = [bytes(kept).decode(errors="replace") for kept in (output[: most_bytes + 1], errors)]
     return Completed(None if killed.is_set() else status, *texts)
+
+
+@contextlib.contextmanager
+def _session(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A command that leads a session of its own. Whatever interrupts the block kills it, with all that it started:
+    Ctrl-C reaches us alone."""
+    process = None
+    try:
+        with _interrupted_afterwards():
+            process = subprocess.Popen(command, start_new_session=True, **options)
+        yield process
+    except BaseException:
+        if process is not None:
+            _kill(process)
+            process.wait()
+        raise
+
+
+@contextlib.contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect after the block: in the middle of a start they would lose the process."""
+    came: list[int] = []
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():  # Python interrupts no other
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(signal.getsignal(number)):
+                    stack.callback(signal.signal, number, signal.signal(number, lambda got, _: came.append(got)))
+        yield
+    for each in came:
+        signal.raise_signal(each)
 
 
 def _kill(process: subprocess.Popen[Any]) -> None:
     """Kills a command with all that it started, whose session it leads."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a killed command has written; what left its session may hold the pipes for as long as it likes."""
+    try:
+        return process.communicate(timeout=LEFT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        output, errors = ((piece or b"").decode(errors="replace") for piece in (error.output, error.stderr))
+        return output, errors
 
 
 def sysctl(name: str) -> str:

@@ -22,7 +22,10 @@ Answer: TypeAlias = Callable[[Any], Any]
 
 
 def answer_questions(prepare: Callable[[], Answer], seconds: float) -> None:
-    """Answers until standard input ends. What is printed goes to the standard error output.
+    """Answers until standard input ends. What is printed goes to the standard error output, at once.
+
+    Standard input and output are for questions and answers alone: what answers finds nothing to read there, nor do the
+    commands that it runs, which would wait for more, or take the next question.
 
     The kernel ends this process where an answer takes longer than it may. Whoever asked does so earlier; but it may be
     gone, and nobody else would. A MemoryError ends the process too: what is still held would be missing for the next
@@ -32,8 +35,12 @@ def answer_questions(prepare: Callable[[], Answer], seconds: float) -> None:
         prepare: returns what answers, when it is ready.
         seconds: for an answer.
     """
-    answers = os.fdopen(os.dup(1), "wb")
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)
+    sys.stdout = sys.stderr  # of which every line is written when it is complete: this process may be killed
 
     def say(answer: Any) -> None:
         text = json.dumps(answer, ensure_ascii=False, default=str)
@@ -51,7 +58,7 @@ def answer_questions(prepare: Callable[[], Answer], seconds: float) -> None:
             sys.exit(1)
         say({})
         signal.alarm(0)
-        for line in sys.stdin.buffer:
+        for line in questions:
             signal.alarm(_whole(seconds))
             say(answer(json.loads(line)))
             signal.alarm(0)

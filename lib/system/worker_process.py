@@ -25,6 +25,7 @@ from lib.system.worker_loop import OUT_OF_MEMORY, START_SECONDS
 PIECE_BYTES = 2**20
 ERROR_BYTES = 2**12  # of what it says last
 END_SECONDS = 5.0  # from its last output to its end
+LOOK_SECONDS = 3600.0  # between two looks at the clock; Linux waits for 24 days at a time and no longer
 
 
 class NotStarted(Exception):
@@ -59,7 +60,8 @@ class WorkerProcess:
     ):
         self.command, self.folder = list(command), folder
         self.environment = None if environment is None else dict(environment)
-        self.errors: IO[bytes] | None = None if shows_errors else tempfile.TemporaryFile("w+b", 0)  # noqa: SIM115
+        self.shows_errors = shows_errors
+        self._errors: IO[bytes] | None = None
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: weakref.finalize[Any, WorkerProcess] | None = None
@@ -119,6 +121,8 @@ class WorkerProcess:
         return self._process
 
     def _started(self) -> subprocess.Popen[bytes]:
+        if not self.shows_errors:
+            self._errors = tempfile.TemporaryFile("w+b", 0)  # noqa: SIM115
         process = subprocess.Popen(
             self.command,
             bufsize=0,
@@ -126,7 +130,7 @@ class WorkerProcess:
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.errors,
+            stderr=self._errors,
             start_new_session=True,  # a terminal's Ctrl-C is for us; and what it starts itself ends with it
         )
         assert process.stdin is not None
@@ -143,17 +147,18 @@ class WorkerProcess:
             NotStarted: it is no JSON.
         """
         assert process.stdin is not None and process.stdout is not None
-        if self.errors is not None:
-            self.errors.seek(0)  # the process has the same place in it
-            self.errors.truncate()
+        if self._errors is not None:
+            self._errors.seek(0)  # the process has the same place in it
+            self._errors.truncate()
         deadline, came = time.monotonic() + seconds, list[bytes]()
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             if left:
                 selector.register(process.stdin, selectors.EVENT_WRITE)
             while not came or not came[-1].endswith(b"\n"):
-                ready = [key.fileobj for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
-                if not ready:
+                left_seconds = deadline - time.monotonic()
+                ready = [key.fileobj for key, _ in selector.select(min(max(0.0, left_seconds), LOOK_SECONDS))]
+                if not ready and left_seconds <= LOOK_SECONDS:
                     raise TimeoutError
                 if process.stdin in ready:
                     left = _given(process.stdin.fileno(), left)
@@ -178,10 +183,10 @@ class WorkerProcess:
             process.kill()
             process.wait()
         said = list[str]()
-        if self.errors is not None:
-            size = self.errors.seek(0, os.SEEK_END)
-            self.errors.seek(max(0, size - ERROR_BYTES))
-            said = self.errors.read(ERROR_BYTES).decode(errors="replace").split("\n")
+        if self._errors is not None:
+            size = self._errors.seek(0, os.SEEK_END)
+            self._errors.seek(max(0, size - ERROR_BYTES))
+            said = self._errors.read(ERROR_BYTES).decode(errors="replace").split("\n")
         return Ended(process.returncode, next((line.strip() for line in reversed(said) if line.strip()), ""))
 
 

@@ -271,7 +271,8 @@ def rewind(path: Path, step: int) -> int:
         pieces, kept_bytes = _pieces_of(file), 0
         for piece in pieces:
             entry = _record_of(piece)
-            if entry is None or not piece.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
+            is_whole = piece.endswith(b"\n") and len(piece) < LONGEST_LINE
+            if entry is None or not is_whole or (entry.get("step") or 0) > step or entry["kind"] == "end":
                 break
             kept_bytes += len(piece)
         else:

@@ -16,6 +16,8 @@ import mlx.core as mx
 from lib.config.train_settings import TrainSettings
 
 STD_FLOOR = 1e-4  # is added to a group's deviation, so that rewards that are almost equal give small advantages
+# Nats. exp(89) is infinite in float32, and infinity times an advantage of 0 no number. verl has this limit, too.
+MOST_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -84,20 +86,20 @@ def advantages(rewards: mx.array, counted: mx.array, kind: str, deviation: mx.ar
             return centered * count / mx.maximum(count - 1, 1)
 
 
-def ratios(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
-    """rho, pi / pi_sampling: float32 [b, K, C] for `token`, else one for all tokens of a completion, [b, K, 1].
+def log_ratios_of(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
+    """log rho, of pi / pi_sampling: float32 [b, K, C] for `token`, else one for all of a completion, [b, K, 1].
 
     token: GRPO. geometric_mean: that of a completion's tokens, GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7.
     completion: their product, the ratio of the completion itself, as RLOO has it.
 
     Args:
-        log_ratios: float32 [b, K, C], 0 where masked.
+        log_ratios: float32 [b, K, C], of the tokens, 0 where masked.
         tokens: float32 [b, K].
     """
     if of == "token":
-        return mx.exp(log_ratios)
+        return log_ratios
     total = log_ratios.sum(axis=-1, keepdims=True)
-    return mx.exp(total / mx.maximum(tokens[..., None], 1) if of == "geometric_mean" else total)
+    return total / mx.maximum(tokens[..., None], 1) if of == "geometric_mean" else total
 
 
 def divergence(logps: mx.array, reference_logps: mx.array) -> mx.array:
@@ -113,7 +115,8 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     """(losses, sums): float32 [b, K], each completion's, summed over its tokens; and sums by the names in `SUMS`.
 
     A token's loss is -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) + beta KL, GRPO, arXiv:2402.03300, eq. 3;
-    with two epsilons, DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8. Divided is, by train.loss_type:
+    with two epsilons, DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8. rho is limited, to exp(MOST_LOG_RATIO); that
+    changes what has a negative advantage alone, which has no gradient there. Divided is, by train.loss_type:
 
     grpo: each completion's sum by its tokens, the total by the completions (arXiv:2402.03300, eq. 3).
     dr_grpo: the total by completions times max_completion_length (arXiv:2503.20783, section 3.2).
@@ -122,7 +125,8 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     mask, tokens, counted = groups.mask, groups.tokens, groups.counted
     upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
     scale = advantages(groups.rewards, counted, train.advantages, groups.deviation)[..., None]
-    ratio = ratios(mx.where(mask, groups.logps - groups.sampling_logps, 0.0), tokens, train.ratio)
+    log_ratio = log_ratios_of(mx.where(mask, groups.logps - groups.sampling_logps, 0.0), tokens, train.ratio)
+    ratio = mx.exp(mx.minimum(log_ratio, MOST_LOG_RATIO))
     clipped = mx.clip(ratio, 1 - train.epsilon, 1 + upper)
     per_token = -mx.minimum(ratio * scale, clipped * scale)
     kl = mx.zeros_like(groups.logps)
@@ -139,6 +143,7 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
         case _:
             total, count = (losses / mx.maximum(tokens, 1)).sum(), completions
     is_clipped = ((ratio < 1 - train.epsilon) & (scale < 0)) | ((ratio > 1 + upper) & (scale > 0))
+    is_clipped = is_clipped | ((log_ratio > MOST_LOG_RATIO) & (scale < 0))
     has_any = counted.max(axis=1)
     _, std, _ = deviations(groups.rewards, counted)
     sums = {

@@ -22,15 +22,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from lib.config.schema import Config, ModelSettings, TrainSettings
 from lib.data.collate import Batch, collate_trained
 from lib.data.dataset import Dataset, Example
 from lib.distributed.world import World
+from lib.errors import UserError
 from lib.model import adapters, load
 from lib.model.quantised import device
 from lib.model.token_stream import Replaced, arrays_of, backbone_of, hidden_states, length_multiple
@@ -41,6 +43,8 @@ from lib.training.step import TrainStep, is_compiled, make_optimizer, make_step
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY = 2, 256  # of the small model
+BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+LARGEST_BYTES = 2**32  # of a part's weights: the model itself takes the device's memory meanwhile
 LIMIT_SECONDS = 300.0  # of all parts together
 
 
@@ -58,29 +62,30 @@ def compiled(
     if not wanted or hosts.index(hosts[world.rank]) != world.rank:
         yield
         return
+    assert isinstance(data, Dataset)
     folder = kernel_folder()
     done = folder / f"tandem-{_digest(config.model, config.train)}"
-    if done.exists():
-        yield
-        return
-    assert isinstance(data, Dataset)
-    tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
-    work = pickle.dumps((config, data.examples(range(min(2, len(data))))))
     with contextlib.ExitStack() as stack:
-        own, processes = None, list[subprocess.Popen[bytes]]()
+        parts: dict[Path, subprocess.Popen[bytes]] = {}
         with _telling_disk_faults(tell):
-            folder.mkdir(parents=True, exist_ok=True)
-            own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-            processes += [stack.enter_context(_running(part, own / part, work)) for part in PARTS]
+            if not done.exists():
+                tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
+                folder.mkdir(parents=True, exist_ok=True)
+                own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+                work = own / "work"
+                work.write_bytes(pickle.dumps((_found(config), data.examples(range(min(2, len(data)))))))
+                for part in PARTS:
+                    parts[own / part] = stack.enter_context(_running(part, own / part, work))
         yield
         until = time.monotonic() + LIMIT_SECONDS
-        for process in processes:
+        for process in parts.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
-        if own is not None:
+        if parts:
             with _telling_disk_faults(tell):
-                for part in PARTS:
-                    _publish(own / part, folder)
+                for of_part, process in parts.items():
+                    if process.returncode is not None and process.returncode >= 0:  # else half a file may be there
+                        _publish(of_part, folder)
                 done.touch()
 
 
@@ -116,29 +121,31 @@ def _digest(model: ModelSettings, train: TrainSettings) -> str:
     return hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:16]
 
 
-def _stored(model: ModelSettings) -> dict[str, object]:
-    config: dict[str, object] = json.loads(
-        (model_folder.resolve(model.path, model.revision) / "config.json").read_text()
-    )
+def _stored(model: ModelSettings) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model_folder.resolve(model.path, model.revision) / "config.json").read_text())
     return config
 
 
+def _found(config: Config) -> Config:
+    """With the model's folder as a process finds it that works elsewhere."""
+    folder = model_folder.resolve(config.model.path, config.model.revision).resolve()
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder), "revision": None})})
+
+
 @contextlib.contextmanager
-def _running(part: str, folder: Path, work: bytes) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that compiles a part into a folder of its own, which the block does not outlive."""
+def _running(part: str, folder: Path, work: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that compiles a part into a folder of its own, which the block does not outlive. work: a file of it."""
     folder.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lib.training.kernels", part],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=os.environ | {"MLX_PTX_CACHE_DIR": str(folder)},
-    )
-    assert process.stdin is not None
+    with work.open("rb") as file:  # not a pipe: rows may be long, and what fills one waits for the process to read
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lib.training.kernels", part],
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=os.environ | {"MLX_PTX_CACHE_DIR": str(folder)},
+        )
     try:
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(work)
         yield process
     finally:
         process.kill()
@@ -159,11 +166,14 @@ def _publish(own: Path, folder: Path) -> None:
 
 
 def small_model(settings: ModelSettings, seed: int) -> nn.Module:
-    """A model as the settings say, but of random weights, with few blocks and tokens; quantised where theirs is."""
+    """A model as the settings say, but of random weights, with few blocks and tokens; quantised where theirs is.
+
+    Raises:
+        UserError: it is not small all the same.
+    """
     stored = _stored(settings)
     with tempfile.TemporaryDirectory() as folder:
-        few = {"num_hidden_layers": BLOCKS, "vocab_size": VOCABULARY}
-        Path(folder, "config.json").write_text(json.dumps(stored | few))
+        Path(folder, "config.json").write_text(json.dumps(_with_few_blocks(stored)))
         drawn = {"path": folder, "random_init": True, "adapter": None, "blocks": None, "revision": None}
         dtype = settings.dtype or str(stored.get("torch_dtype") or stored.get("dtype") or "bfloat16")
         settings = settings.model_copy(update=drawn | {"dtype": dtype})
@@ -171,8 +181,19 @@ def small_model(settings: ModelSettings, seed: int) -> nn.Module:
         if isinstance(form := stored.get("quantization"), dict):
             nn.quantize(model, form["group_size"], form["bits"], mode=form.get("mode", "affine"))
         adapters.make_trainable(model, settings, seed)
+    taken = sum(weights.nbytes for _, weights in tree_flatten(model.parameters()))
+    if taken > LARGEST_BYTES:
+        raise UserError(f"{settings.path}: {BLOCKS} blocks of it take {taken:,} bytes")
     mx.eval(model.parameters())
     return model
+
+
+def _with_few_blocks(stored: dict[str, Any]) -> dict[str, Any]:
+    """A model's config.json, for less of it; models that also see pictures keep their sizes one level down, too."""
+    few = {name: BLOCKS for name in BLOCK_COUNTS if name in stored or name == BLOCK_COUNTS[0]}
+    text = stored.get("text_config")
+    nested = {"text_config": _with_few_blocks(text)} if isinstance(text, dict) else {}
+    return stored | few | {"vocab_size": VOCABULARY} | nested
 
 
 def blocks(step: TrainStep, batch: Batch) -> None:
@@ -201,7 +222,8 @@ def head(step: TrainStep, batch: Batch) -> None:
 def loss(step: TrainStep, batch: Batch) -> None:
     """The loss of log-probabilities, and its gradient."""
     inputs = arrays_of(batch.inputs)
-    reference = mx.full(inputs["mask"].shape[:2], -10.0) if losses.needs_reference(step.train) else None
+    figures = inputs["mask"].shape[: 3 if step.train.record_kind == "group" else 2]  # of tokens, or of completions
+    reference = mx.full(figures, -10.0) if losses.needs_reference(step.train) else None
     labels = mx.array(batch.padded(batch.labels)) if batch.labels is not None else None
     baseline = mx.array(0.0) if step.train.loss in losses.UNPAIRED_LOSSES else None
     step.model.eval()  # so that this has the reference's pass, too

@@ -146,8 +146,9 @@ def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
 
 def _means_of_groups(sums: dict[str, float], has_reference: bool) -> Metrics:
     means: Metrics = dict.fromkeys(REWARDS)  # which pairs have
-    means |= {name: sums[name] / sums["completion_tokens"] if sums["count"] else None for name in OF_TOKENS}
-    means["reward"] = sums["reward"] / sums["completions"] if sums["count"] else None
-    means["reward_std"] = sums["reward_std"] / sums["pairs"] if sums["count"] else None
-    means["completion_length"] = sums["completion_tokens"] / sums["completions"] if sums["count"] else None
+    # A step may have completions, and learn none of their tokens.
+    means |= {name: sums[name] / sums["completion_tokens"] if sums["completion_tokens"] else None for name in OF_TOKENS}
+    means["reward"] = sums["reward"] / sums["completions"] if sums["completions"] else None
+    means["reward_std"] = sums["reward_std"] / sums["pairs"] if sums["pairs"] else None
+    means["completion_length"] = sums["completion_tokens"] / sums["completions"] if sums["completions"] else None
     return means | ({} if has_reference else {"kl": None})
