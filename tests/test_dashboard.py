@@ -215,7 +215,7 @@ def test_colours_are_told_apart_by_everybody_on_light_and_dark() -> None:
 def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written(
     three_hosts: list[Host], tmp_path: Path
 ) -> None:
-    """Over mpirun, whose ranks are not the agents' own processes; the ring's are, and send their logs by the same words."""
+    """Over mpirun, whose ranks are no children of the agents, which read them; over the ring they are, and all else is equal."""
     launching, *others = three_hosts  # it trains nothing itself: all records come from elsewhere
     run = launching.disk / "runs" / "seen"
     words = tiny.settings(
