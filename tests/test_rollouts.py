@@ -462,7 +462,6 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
     [
         ("train.loss=sft", "rollouts.rounds makes pairs or groups of the model's answers, which train.loss=sft does"),
         ("train.steps=4", "train.steps is not for rounds: a run has rollouts.rounds times rollouts.steps of them"),
-        ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo, not sigmoid"),
         ("evaluate.every=4", "evaluate.every is not for rounds: every round ends with an evaluation"),
         ("train.reference_sync_steps=4", "rollouts.reference_every moves the reference"),
         ("strategy=sharded", "strategy=sharded is not for rounds"),

@@ -101,11 +101,6 @@ def why_no_rounds(
     for name in (name for name, is_given in (of_train | dict(given)).items() if is_given):
         why = INSTEAD.get(name, "a run has rollouts.rounds times rollouts.steps of them")
         return f"{name} is not for rounds: {why}; leave it out"
-    if rollouts.filter_groups and train.record_kind != "group":
-        return (
-            f"rollouts.filter_groups is for train.loss=grpo, not {train.loss_name}, whose pairs have unequal scores "
-            "anyway; leave it out"
-        )
     if train.record_kind == "group" and train.temperature != rollouts.temperature:
         return (
             f"train.temperature={train.temperature:g} has to be rollouts.temperature={rollouts.temperature:g}, at "
