@@ -113,7 +113,7 @@ coverage: setup
 docs: setup
 	@rm -rf build/docs
 	$(BIN)/python -m pdoc --docformat google --output-directory build/docs train lib
-	$(BIN)/python -m pytest -q tests/test_docs.py -k link
+	REFERENCE=build/docs $(BIN)/python -m pytest -q tests/test_docs.py -k link
 
 mutation: setup
 	$(BIN)/python benchmarks/mutation.py $(ARGS)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dash
-
 from lib.dashboard import rounds
 from lib.dashboard.history import RunHistory
 from lib.errors import UserError, shown
@@ -123,13 +121,15 @@ def of_records(*records: Any) -> Attack:
 
 def _page(run: Path) -> str | None:
     """Why the pages of a run do not hold."""
+    from dash import html  # takes a second, and many read this file
+
     status, _, errors = run_of("lib.dashboard", ["--export", str(run)])
     if status not in (0, 2) or "Traceback" in errors:
         return f"status {status}: {errors[-300:]}"
     history = RunHistory(run)
     while history.read():
         pass
-    rounds.section(dash.html, history)
+    rounds.section(html, history)
     for page in (*run.rglob("*.html"), *run.rglob("*.svg"), run / "README.md"):
         lines = page.read_text().splitlines() if page.exists() else []
         if any(MARKUP in line for line in lines if page.suffix != ".md" or not line.startswith("    ")):  # of code

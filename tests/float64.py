@@ -63,9 +63,12 @@ def wpo_weight(weights: Weights, prompt: list[int], completion: list[int], heads
     return float(np.exp(np.mean(aligned)))
 
 
-def numerical_gradient(f: Callable[[], float], array: np.ndarray, step: float = 1e-4) -> np.ndarray:
-    """df/darray by fourth-order central differences on every coordinate; error about step^4, far below 1e-8."""
-    gradient = np.zeros_like(array)
+def numerical_gradient(f: Callable[[], float | np.ndarray], array: np.ndarray, step: float = 1e-4) -> np.ndarray:
+    """df/darray by fourth-order central differences on every coordinate; error about step^4, far below 1e-8.
+
+    Of a function with an array as its value, shape [*array, *value].
+    """
+    gradient = np.zeros((*array.shape, *np.shape(f())))
     for index in np.ndindex(array.shape):
         kept, values = array[index], []
         for offset in (-2, -1, 1, 2):

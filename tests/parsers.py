@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import yaml
-from dash import html
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -224,6 +223,8 @@ def _log(data: bytes, folder: Path) -> RunHistory:
 
 def _records_of_a_run(data: bytes, folder: Path) -> None:
     """All that the pages say, without pictures: these take a hundred times as long."""
+    from dash import html
+
     (folder / "summary.json").write_bytes(data)
     run = _log(data, folder)
     now, summary = figures(run, 2.0), run_report._summary(folder / "summary.json")

@@ -188,7 +188,7 @@ async def _drive(options: argparse.Namespace) -> list[dict[str, Any]]:
     async def stream() -> None:
         for number in numbers:
             found.append(await one(number))
-            if time.monotonic() > ends:
+            if time.monotonic() > ends or (options.until_refused and found[-1]["error"]):
                 return
 
     await asyncio.gather(*(stream() for _ in range(options.streams)))
@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16, help="at once")
     parser.add_argument("--requests", type=int, default=16, help="in all, at most")
     parser.add_argument("--seconds", type=float, default=600, help="no new ones after that")
+    parser.add_argument("--until-refused", action="store_true", help="a stream ends with a request that fails")
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--whole-every", type=int, default=10**9, help="every n-th request asks for a whole answer")
     print(json.dumps(asyncio.run(_drive(parser.parse_args()))))

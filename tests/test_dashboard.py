@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from lib.dashboard import app, charts, run_report
+from lib.dashboard import command as dashboard
 from lib.dashboard.figures import figures
 from lib.dashboard.history import RunHistory
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import PerformanceTracker, read_records
 from tests import chromium, tiny
 from tests.cluster import Host
-from tests.test_launch import BACKENDS, wait_for
+from tests.test_launch import wait_for
 from tests.test_launch import words as words_of_launch
 from tests.tiny import ROOT
 
@@ -162,18 +163,6 @@ def test_only_who_asks_for_this_machine_by_name_is_answered(tmp_path: Path) -> N
         assert ask("evil.example").status == 400
 
 
-def test_a_port_that_is_taken_or_a_folder_that_is_none_is_one_line(tmp_path: Path) -> None:
-    def told(*words: str) -> str:
-        command = [sys.executable, "-m", "lib.dashboard", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
-
-    with served("--runs", tmp_path) as address:
-        assert "give another --port" in told("--port", origin(address).rsplit(":", 1)[1])
-    assert "is not a run's folder" in told(str(tmp_path / "nowhere"))
-
-
 # ---- Colours ---------------------------------------------------------------------------------------------------------
 
 # Machado, Oliveira, Fernandes (2009), severity 1.0, on linear RGB.
@@ -223,16 +212,16 @@ def test_colours_are_told_apart_by_everybody_on_light_and_dark() -> None:
 # ---- Records of other hosts ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_records_of_every_host_come_to_the_launching_machine_as_they_are_written(
-    three_hosts: list[Host], tmp_path: Path, backend: str
+    three_hosts: list[Host], tmp_path: Path
 ) -> None:
+    """Over mpirun, whose ranks are no children of the agents, which read them; over the ring they are, and all else is equal."""
     launching, *others = three_hosts  # it trains nothing itself: all records come from elsewhere
-    run = launching.disk / "runs" / f"seen-{backend}"
+    run = launching.disk / "runs" / "seen"
     words = tiny.settings(
         tmp_path, rows=45, run__name=run.name, run__dir=run.parent, train__steps=30, plan__replan="false"
     )
-    command = words_of_launch(others, backend=backend)
+    command = words_of_launch(others, backend="mpi")
     launch = launching.start([*command, "train.py", "--config", str(tiny.config_file(tmp_path)), *words])
     here = RunHistory(launching.outside / "runs" / run.name)
 
@@ -279,11 +268,7 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     assert card.data.library_name == "mlx" and card.data.base_model is None, "a local path is no name on the hub"
     assert f"| loss | {evaluations[0]['loss']:.4f} | {best['loss']:.4f} |" in card.text
     (run / "report.html").unlink()
-    command = [sys.executable, "-m", "lib.dashboard", "--export", str(run)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and (run / "report.html").exists(), done.stderr
-    (tmp_path / "empty").mkdir()
-    assert subprocess.run([*command[:-1], str(tmp_path / "empty")], cwd=ROOT, capture_output=True).returncode == 2
+    assert dashboard.main(["--export", str(run)]) == 0 and (run / "report.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import train
 from lib.config import train_arguments
 from lib.system import mpi_and_blas
-from tests import test_docs
+from tests import test_docs, tiny
 from tests.test_docs import help_of
 from tests.tiny import ROOT
 
@@ -99,12 +99,13 @@ def test_mlxs_own_launcher_finds_the_program(tmp_path: Path) -> None:
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     scripts = mpi_and_blas.mpirun_path().parent
     path = f"{tmp_path}:{scripts}:{os.environ['PATH']}"
+    words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "plan.shares=[6,2]", "--dry-run"]
     done = subprocess.run(
-        [str(scripts / "mlx.launch"), "-n", "2", "train.py", "plan.shares=[24,8]", "--dry-run"],
+        [str(scripts / "mlx.launch"), "-n", "2", "train.py", *words],
         cwd=ROOT,
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert "24 + 8 = 32 rows" in done.stdout and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr
+    assert "6 + 2 = 8 rows" in done.stdout and "dry run: nothing is trained" in done.stdout, done.stdout + done.stderr

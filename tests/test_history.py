@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dash import html
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +149,8 @@ JSON = st.recursive(
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(PLACES), JSON)), max_size=6))
 def test_no_record_whatever_it_holds_breaks_a_page(found: list[tuple[str, dict[str, Any]]]) -> None:
+    from dash import html
+
     lines = [step(1), {"kind": "start", "time": 999.0, "rank": 0, "host": "a", "steps": 9}]
     lines += [
         {"kind": kind, "time": 1000.0 + n, "rank": 0, "host": "a", **more} for n, (kind, more) in enumerate(found)

@@ -75,6 +75,7 @@ def nothing_left(hosts: list[Machine]) -> bool:
 def test_words_arrive_unchanged_on_every_rank_and_run_nothing(
     three_hosts: list[Machine], tmp_path: Path, backend: str
 ) -> None:
+    """So do variables, folklore with a word about it; and mpirun's files go with the launch."""
     hostile = [
         "a b",
         "x=y z",
@@ -87,14 +88,26 @@ def test_words_arrive_unchanged_on_every_rank_and_run_nothing(
         "--",
         "-n",
     ]
-    code = python("import json; print(json.dumps([socket.gethostname(), rank, os.environ['A'], sys.argv[1:]]))")
-    options = ["--env", f"A=b c=$HOME `touch {tmp_path}/owned`"]
+    code = python(
+        "import json; from pathlib import Path; own = [os.environ[name] for name in ('A', 'MLX_LOCAL_RANK', 'MLX_METAL_FAST_SYNCH')]\n"
+        "files = [str(path) for path in Path(os.environ['TANDEM_AGENT']).glob('*.[0-9]*')]\n"
+        "print(json.dumps([[socket.gethostname(), rank, *own, sys.argv[1:]], files]))"
+    )
+    options = ["--env", f"A=b c=$HOME `touch {tmp_path}/owned`", "--env", "MLX_LOCAL_RANK=3"]
+    options += ["--env", "MLX_METAL_FAST_SYNCH=0"]
     done = three_hosts[0].run([*words("host-a,host-b:2,host-c", *options, backend=backend), *code, *hostile])
     assert done.returncode == 0, done.stderr
+    assert "nothing reads MLX_LOCAL_RANK" in done.stderr and "FAST_SYNCH" not in done.stderr
     found = {tag: json.loads(lines[0]) for tag, lines in tagged(done.stdout).items()}
     names = ["host-a", "host-b", "host-b", "host-c"]
-    assert found == {f"{i} {n}": [n, i, options[1][2:], hostile] for i, n in enumerate(names)}
+    assert {tag: told for tag, (told, _) in found.items()} == {
+        f"{i} {n}": [n, i, options[1][2:], "3", "0", hostile] for i, n in enumerate(names)
+    }
     assert not (tmp_path / "owned").exists() and nothing_left(three_hosts)
+    # In /tmp they have a process id for a name, and mpirun ends with status 213 where a killed one left the same.
+    folders = {Path(folder) for _, files in found.values() for folder in files}
+    assert len(folders) == (3 if backend == "mpi" else 0), done.stdout
+    wait_for(lambda: not any(folder.parent.exists() for folder in folders))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -163,15 +176,6 @@ def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], ar
     assert pytest.importorskip("re").search(told, error), error
 
 
-def test_folklore_is_passed_on_with_a_word_about_it(three_hosts: list[Machine]) -> None:
-    options = ["--env", "MLX_LOCAL_RANK=3", "--env", "MLX_METAL_FAST_SYNCH=0"]
-    done = three_hosts[0].run(
-        [*words(three_hosts[:1], *options), "sh", "-c", "echo $MLX_LOCAL_RANK $MLX_METAL_FAST_SYNCH"]
-    )
-    assert done.stdout == "[0 host-a] 3 0\n" and "nothing reads MLX_LOCAL_RANK" in done.stderr
-    assert "FAST_SYNCH" not in done.stderr
-
-
 # ---- Ending
 
 
@@ -208,16 +212,6 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
     print(f"{backend} {how}: {time.monotonic() - began:.1f} s")  # 2 to 3 where nothing else runs
     assert "Traceback" not in errors
     assert process.returncode == (130 if how != "killed" else -signal.SIGKILL)
-
-
-def test_mpiruns_files_are_in_the_launchs_own_folder_and_go_with_it(three_hosts: list[Machine]) -> None:
-    # In /tmp they have a process id for a name, and mpirun ends with status 213 where a killed one left the same.
-    code = python("from pathlib import Path; print(*Path(os.environ['TANDEM_AGENT']).glob('*.[0-9]*'))")
-    done = three_hosts[0].run([*words(three_hosts, backend="mpi"), *code])
-    assert done.returncode == 0, done.stderr
-    folders = [Path(folder) for lines in tagged(done.stdout).values() for folder in lines[0].split()]
-    assert len(tagged(done.stdout)) == 3 == len(set(folders)), done.stdout
-    wait_for(lambda: not any(folder.parent.exists() for folder in folders))
 
 
 def test_a_reader_that_has_seen_enough_ends_the_launch(three_hosts: list[Machine]) -> None:

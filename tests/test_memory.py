@@ -26,8 +26,8 @@ from tests.test_replan import KEY
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)
 MODEL = MemoryModel(SHAPE, Training(), ROWS)
 CASES = [
-    benchmark.Case("wide MLP", dtype="float32", prompt=128, completion=128, pairs=2),
-    benchmark.Case("many heads", dtype="float32", prompt=128, completion=128, checkpointing=True, pairs=2),
+    benchmark.Case("wide MLP", dtype="float32", prompt=64, completion=64, pairs=2),
+    benchmark.Case("many heads", dtype="float32", prompt=64, completion=64, checkpointing=True, pairs=2),
     benchmark.Case("wide MLP", method="dora", prompt=64, completion=32, pairs=1),
     benchmark.Case("wide MLP", method="full", dtype="float32", prompt=64, completion=128, pairs=2),
     benchmark.Case("many heads", bits=4, dtype="float32", prompt=96, completion=32, pairs=2),

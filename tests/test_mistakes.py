@@ -156,7 +156,11 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.dashboard", "{d}/none", "none is not a run's folder"),
     ("lib.dashboard", "--export {d}/run.empty", "has no records"),
     ("lib.dashboard", "--runs {d}/runs --port 99999", "--port 99999 is not in 0 to 65535"),
-    ("lib.dashboard", "--runs {d}/runs --port {port}", r"cannot listen at 127.0.0.1:\d+ \(Address already in use\)"),
+    (
+        "lib.dashboard",
+        "--runs {d}/runs --port {port}",
+        r"cannot listen at 127.0.0.1:\d+ \(Address already in use\); give another --port",
+    ),
     ("lib.server", "", "give either --run RUN or --model PATH"),
     ("lib.server", "--run {d}/none", "no run there"),
     ("lib.server", "--run {d}/run.half", "no finished run there"),
@@ -274,20 +278,13 @@ def test_a_full_disk(folder: Path, tmp_path: Path) -> None:
     check(done.returncode, done.stderr, "No space left on device|File too large")
 
 
-def test_shares_of_three_on_two_ranks() -> None:
-    command = [
-        str(mpi_and_blas.mpirun_path()),
-        "-n",
-        "2",
-        sys.executable,
-        "train.py",
-        "plan.shares=[16,8,8]",
-        "--dry-run",
-    ]
+def test_shares_of_three_on_two_ranks(folder: Path) -> None:
+    words = [*words_of("train.py", "", folder), "plan.shares=[4,2,2]", "--dry-run"]
+    command = [str(mpi_and_blas.mpirun_path()), "-n", "2", sys.executable, "train.py", *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     own = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # the rest is mpirun's
     assert done.returncode == 2 and len(own) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "plan.shares [16, 8, 8] has 3 numbers, but there are 2 ranks" in own[0]
+    assert "plan.shares [4, 2, 2] has 3 numbers, but there are 2 ranks" in own[0]
 
 
 def test_a_dashboard_without_runs_says_that_it_waits(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import simulate
 from lib.config.load import load
 from lib.config.schema import Config
 from lib.errors import UserError
@@ -23,8 +24,8 @@ from lib.plan.cluster_plan import ClusterPlan
 from lib.plan.divide_work import make_plan, plan_cluster, plan_sharded
 from lib.plan.run_facts import RankHost
 from lib.plan.shares import best_shares, distribute_work, equal_shares, fastest_micro_batches, within_memory
+from tests.tiny import ROOT
 
-SIMULATE = Path(__file__).parent.parent / "benchmarks" / "simulate.py"
 M4_MAX, M3_ULTRA = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))
 
 
@@ -156,17 +157,19 @@ def test_published_machines() -> None:
     assert speed is not None and speed < 776  # slower than the M4 Max alone
 
 
-def test_simulation_of_the_published_machines(tmp_path: Path) -> None:
+def test_simulation_of_the_published_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The benchmark's last line, for the planner's shares and for given ones; and its picture."""
-    command = [sys.executable, str(SIMULATE), "--hosts", "published:m4-max,published:m3-ultra"]
-    command += ["--global-batch", "128", "--sync-seconds", "0.01", "--output", str(tmp_path / "s.png")]
+    words = ["--hosts", "published:m4-max,published:m3-ultra", "--global-batch", "128", "--sync-seconds", "0.01"]
+    words += ["--output", str(tmp_path / "s.png")]
+    command = [sys.executable, str(ROOT / "benchmarks/simulate.py"), *words]
 
     def result(*more: str) -> dict[str, Any]:
-        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
-        last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        simulate.main([*words, *more])
+        last: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
         return last
 
-    planned, given = result(), result("--shares", "84,44")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    planned, given = json.loads(done.stdout.splitlines()[-1]), result("--shares", "84,44")
     assert planned["shares"] == [96, 32] and planned["efficiency"] >= 0.9
     assert given["shares"] == [84, 44] and given["efficiency"] == pytest.approx(0.72, abs=0.005)
     assert result() == planned

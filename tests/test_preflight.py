@@ -172,7 +172,7 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
         for host, options in mounts.items():
             for option in options:
                 named[host].run(["umount", option.split()[-1]])
-    try:  # what the remedies say: other slots, another disk; and the versions and the key that were wanted
+    try:  # what the remedies say: another disk, fewer slots; and the versions and the key that were wanted
         fits = int(0.6 * hardware.host_memory_bytes() / 1.3)
         for host in (a, b):
             with (host.outside / "run/model/model.safetensors").open("r+b") as file:
@@ -183,8 +183,6 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
     finally:
         for host in (a, b):
             (host.outside / "run/model/model.safetensors").unlink()
-    status, report = check(three_hosts, *project, command=elsewhere)
-    assert status == 0 and report["passed"], failures(report)
     job = Job((Host("host-a"),), "ring", ("train.py",))
     shown = findings_of(
         [Host("host-a")],

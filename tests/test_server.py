@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,21 +10,25 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
-import openai
 import pytest
 
 from lib.serve import api_keys, command
 from tests.cluster import Host
+from tests.forked import free_port
 from tests.served import NEVER_ENDS, QUESTION, Served, certificate, command_of, finished_run, load, outcomes, served
+
+if TYPE_CHECKING:
+    import openai  # imported by those who use it: it takes seconds, and all of pytest's workers read this file
 
 LIMITS = ["serve.concurrency=4", "serve.max_queue=8", "serve.read_seconds=3", "serve.max_body_bytes=20000"]
 LIMITS += ["serve.max_prompt_tokens=1000", "serve.max_tokens=5000", "serve.drain_seconds=0.5"]
@@ -56,6 +61,8 @@ def gateway(run: Path, key: str) -> Iterator[Served]:
 
 @pytest.fixture
 def client(gateway: Served, key: str) -> openai.OpenAI:
+    import openai
+
     return openai.OpenAI(base_url=f"{gateway.address}/v1", api_key=key, max_retries=0, timeout=60)
 
 
@@ -413,25 +420,69 @@ def test_a_killed_backend_costs_no_more_than_what_it_was_saying(gateway: Served,
     assert victim not in gateway.backend_pids()
 
 
+@contextlib.contextmanager
+def door(port: int, target: int) -> Iterator[None]:
+    """A port that hands its connections on to another one, and is closed, with all of them, at the end."""
+    ends: list[socket.socket] = []
+    listener = socket.create_server(("127.0.0.1", port))
+
+    def pass_on(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while piece := one.recv(65536):
+                other.sendall(piece)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one = listener.accept()[0]
+                try:
+                    pair = one, socket.create_connection(("127.0.0.1", target), 20)
+                except OSError:  # nobody is there (yet)
+                    one.close()
+                    continue
+                ends.extend(pair)
+                for each in (pair, pair[::-1]):
+                    threading.Thread(target=pass_on, args=each, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield
+    finally:
+        for one in (listener, *ends):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
 def test_a_server_that_runs_already_is_taken_out_and_back(run: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    where = ["--model", str(run.parent / "model"), "--adapter-path", str(run), "--port", str(port)]
+    """Twice: first it cannot be reached any more, then it is killed."""
+    import openai
+
+    ports = free_port(), free_port()
+    where = ["--model", str(run.parent / "model"), "--adapter-path", str(run), "--port", str(ports[1])]
     words = [sys.executable, "-m", "mlx_lm", "server", *where, "--log-level", "ERROR"]
-    with served("--run", run, f"serve.backends=[http://127.0.0.1:{port}]", "serve.queue_seconds=0.5") as one:
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with served("--run", run, f"serve.backends=[http://127.0.0.1:{ports[0]}]", "serve.queue_seconds=0.5") as one:
         client = openai.OpenAI(base_url=f"{one.address}/v1", api_key="none", max_retries=0)
-        for times_up in (1, 2):
-            with pytest.raises(openai.InternalServerError, match="no backend was free") as refused:
-                client.completions.create(model="tiny", prompt="1", max_tokens=1)
-            assert int(refused.value.response.headers["retry-after"]) >= 1
-            with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as plain:
-                one.until_up(times_up)
-                answer = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=12, temperature=0)
-                assert answer.choices[0].message.content == answer_of(run) and answer.model == "tiny"
-                plain.kill()
-            one.wait(lambda times_up=times_up: len(one.of("backend", state="down")) == times_up)
-            with pytest.raises(urllib.error.HTTPError, match="503"):
-                urllib.request.urlopen(f"{one.address}/readyz", timeout=60)
+        with subprocess.Popen(words, **quiet) as plain:
+            for times_up in (1, 2):
+                with pytest.raises(openai.InternalServerError, match="no backend was free") as refused:
+                    client.completions.create(model="tiny", prompt="1", max_tokens=1)
+                assert int(refused.value.response.headers["retry-after"]) >= 1
+                with door(*ports):
+                    one.until_up(times_up)
+                    answer = client.chat.completions.create(
+                        model="tiny", messages=QUESTION, max_tokens=12, temperature=0
+                    )
+                    assert answer.choices[0].message.content == answer_of(run) and answer.model == "tiny"
+                    if times_up == 2:
+                        plain.kill()
+                        one.wait(lambda: len(one.of("backend", state="down")) == 2)
+                one.wait(lambda times_up=times_up: len(one.of("backend", state="down")) == times_up)
+                with pytest.raises(urllib.error.HTTPError, match="503"):
+                    urllib.request.urlopen(f"{one.address}/readyz", timeout=60)
 
 
 def test_keys_are_read_again_on_request(gateway: Served, run: Path, client: openai.OpenAI) -> None:
@@ -448,7 +499,7 @@ def test_keys_are_read_again_on_request(gateway: Served, run: Path, client: open
 def test_a_drain_loses_no_request(run: Path) -> None:
     with served("--run", run, "serve.concurrency=4", "serve.drain_seconds=0.5") as one:
         one.until_up(1)
-        driving = load(one.address, "--streams=16", "--requests=100000", "--max-tokens=40", "--seconds=3")
+        driving = load(one.address, "--streams=16", "--requests=100000", "--max-tokens=40", "--until-refused")
         one.wait(lambda: len(one.of("request")) > 20)
         pids = one.backend_pids()
         assert one.stop() == 0
@@ -464,6 +515,8 @@ def test_a_drain_loses_no_request(run: Path) -> None:
 
 def test_nothing_survives_a_killed_gateway(run: Path, tmp_path: Path) -> None:
     """And on the way there: TLS, a model without a run, and an adapter that was fused into one."""
+    import openai
+
     trusted, words = certificate(tmp_path)
     with served("--run", run, "serve.fuse=true", "serve.name=fused", *words) as one:
         one.until_up(1)
