@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ import pytest
 from transformers import tokenization_utils_base
 
 from lib.data import template_process
-from lib.errors import Stopped
-from lib.system import os_commands, worker_process
+from lib.errors import Stopped, UserError
+from lib.system import os_commands, patterns, worker_loop, worker_process
 from lib.system.worker_process import Ended, NotStarted, WorkerProcess
 from tests.tiny import ROOT
 
@@ -35,6 +36,7 @@ def answer(asked):
     if what == "fill":
         return bytearray(2**62)
     if what == "spin":
+        open(given[0], "x").close()
         re.match("(a+)+$", "a" * 40 + "b")
     return [os.getpid(), os.getsid(0), *given]
 def prepare():
@@ -109,22 +111,66 @@ def test_a_process_that_does_not_start_says_why(
         asked(WorkerProcess(["/nowhere/worker"]), "say")
 
 
-def test_a_busy_process_ends_when_who_asked_is_killed(script: Path) -> None:
-    asking = (
-        "import sys; from lib.system.worker_process import WorkerProcess; "
-        f"worker = WorkerProcess([sys.executable, {str(script)!r}, '']); "
-        "print(worker.ask(b'[\"say\"]', 60)[0], flush=True); worker.ask(b'[\"spin\"]', 60)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", asking], env=environment, stdout=subprocess.PIPE, text=True) as parent:
+ASKING = """
+import json, sys
+from lib.system.worker_process import WorkerProcess
+worker = WorkerProcess([sys.executable, sys.argv[1], ""])
+print(worker.ask(b'["say"]', 60)[0], flush=True)
+worker.ask(json.dumps(["spin", sys.argv[2]]).encode(), 60)
+"""
+
+
+def test_a_busy_process_ends_when_who_asked_is_killed(script: Path, tmp_path: Path) -> None:
+    environment, busy = {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path / "busy"
+    command = [sys.executable, "-c", ASKING, str(script), str(busy)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         process = int(parent.stdout.readline())
-        time.sleep(0.2)  # it has its next question
+        while not busy.exists() and parent.poll() is None:
+            time.sleep(0.01)
         parent.kill()
+    assert busy.exists()
     until = time.monotonic() + 30
     while time.monotonic() < until and _runs(process):
         time.sleep(0.05)
     assert not _runs(process)
+
+
+FORK = """
+import os, sys
+from lib.system.worker_process import WorkerProcess
+worker = WorkerProcess([sys.executable, sys.argv[1], ""])
+ours = worker.ask(b'["say"]', 60)[0]
+child = os.fork()
+if child == 0:
+    sys.exit(worker.ask(b'["say"]', 60)[0] == ours)  # which ends what this process started, and no more
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert status == 0, status
+assert worker.ask(b'["say"]', 60)[0] == ours
+"""
+
+
+def test_a_fork_has_a_process_of_its_own_and_leaves_its_parents_alone(script: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", FORK, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("lib.system.pattern_worker", ["1000"]),
+        ("lib.data.template_worker", ["1000"]),
+        ("lib.evaluate.function_worker", ["math:sqrt"]),
+    ],
+)
+def test_every_process_has_its_limit_of_time(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(worker_loop, "answer_questions", lambda prepare, seconds: limits.append(seconds))
+    monkeypatch.setattr(sys, "argv", [module, *words, "7.5"])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    runpy.run_module(module, run_name="__main__")
+    assert limits == [7.5]
 
 
 def _runs(process: int) -> bool:
@@ -152,6 +198,22 @@ def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run:
     while time.monotonic() < until and _runs(process):
         time.sleep(0.01)
     assert not _runs(process) and not ended.exists()
+
+
+def test_why_nothing_is_found_or_rendered_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_searcher", lambda: WorkerProcess(["/nowhere/worker"]))
+    monkeypatch.setattr(template_process, "_renderer", patterns._searcher)
+    with pytest.raises(Stopped, match="searches for regular expressions does not start: .*No such file"):
+        patterns.is_match("a", "a")
+    with pytest.raises(Stopped, match="renders chat templates does not start: .*No such file"):
+        template_process.render([[]], chat_template="x")
+    leaves = [sys.executable, "-c", "print('{}', flush=True); input(); exit(5)"]
+    monkeypatch.setattr(patterns, "_searcher", lambda: WorkerProcess(leaves))
+    monkeypatch.setattr(template_process, "_renderer", patterns._searcher)
+    with pytest.raises(UserError, match="'a' finds nothing in a text of 1 letters: its process ended with status 5"):
+        patterns.is_match("a", "a")
+    with pytest.raises(UserError, match="on 1 conversation, is not rendered: its process ended with status 5"):
+        template_process.render([[]], chat_template="x")
 
 
 def test_templates_end_with_their_limits_and_never_render_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
