@@ -71,9 +71,10 @@ def test_the_oldest_of_the_address_that_has_most_makes_room(pages: Any) -> None:
         assert b"200 OK" in connection.recv(100)
 
 
-def test_answers_whose_askers_were_pushed_out_count_until_they_end(pages: Any) -> None:
+def test_answers_whose_askers_were_pushed_out_count_until_they_end(pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app, connect = pages
     asking = [connect("10.0.0.1", ASKING) for _ in range(8)]
     assert app.most <= 3 and sum(map(is_closed, asking[:5])) == 5
+    monkeypatch.setattr(bounded_server, "PUSHED_OUT_SECONDS", 30.0)
     app.released.set()
     assert b"200 OK" in connect("10.0.0.1", ASKING).recv(100)
