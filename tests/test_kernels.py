@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import pickle
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -42,10 +45,16 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     tokens = [np.arange(20 + n, dtype=np.int32) for n in range(count + 1)]
     rows = [Example(row, tokens[0], tuple(tokens[1:])) for row in range(2)]
 
-    of_parts: set[str] = set()
-    with monkeypatch.context() as patched:  # graphs are looked at instead of evaluated, which would compile them here
-        patched.setattr(mx, "eval", lambda *arrays: of_parts.update(fused(*arrays)))
-        patched.setattr(mx, "async_eval", lambda *arrays: of_parts.update(fused(*arrays)))
+    @contextlib.contextmanager
+    def evaluated() -> Iterator[set[str]]:
+        """The kernels of what is evaluated meanwhile: it is looked at instead, as it would be compiled here."""
+        seen: set[str] = set()
+        with monkeypatch.context() as patched:
+            patched.setattr(mx, "eval", lambda *arrays: seen.update(fused(*arrays)))
+            patched.setattr(mx, "async_eval", lambda *arrays: seen.update(fused(*arrays)))
+            yield seen
+
+    with evaluated() as of_parts:
         for part in kernels.PARTS:
             kernels.compile_part(part, settings, rows)
 
@@ -54,8 +63,13 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     model.train()
     batch = collate(rows, 16, True)
     reference = mx.full((len(batch.rows), count), -10.0) if losses.needs_reference(settings.train) else None
-    whole = fused(step.gradients_of(arrays_of(batch.inputs), reference, None, None))
-    assert whole and whole <= of_parts
+    with evaluated() as whole:  # as a step does it
+        (_, sums), gradients = step.gradients_of(arrays_of(batch.inputs), reference, None, None)
+        whole |= fused(sums, gradients)
+        of_gradients = set(whole)
+        mean, squares = step.mean_of(gradients, sums[1:2].squeeze())
+        step.take(mean, mx.sqrt(step.world.sum_of_all(squares)), 0.001)
+    assert of_gradients and of_gradients < whole <= of_parts
 
 
 @pytest.fixture
@@ -68,24 +82,32 @@ def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def compiled_once(tmp_path: Path, words: Sequence[str] = ()) -> list[str]:
-    """What a run of one rank is told while it loads its model."""
+def compiled_once(
+    tmp_path: Path, words: Sequence[str] = (), rank: int = 0, hosts: Sequence[str] = ("one",), streams: bool = False
+) -> list[str]:
+    """What a rank is told while it loads its model."""
     model, data = tiny.model_folder(tmp_path / "model"), tmp_path / "train.jsonl"
     tiny.write_jsonl(data, list(tiny.pairs(4)))
     settings, told = load.load(None, [f"model.path={model}", f"data.train={data}", *words]), list[str]()
     rows = load_dataset(str(data), settings.data, "preference", None)
-    with kernels.compiled(settings, rows, World(), ["one"], told.append):
+    world = dataclasses.replace(World(), rank=rank, size=len(hosts))
+    with kernels.compiled(settings, None if streams else rows, world, hosts, told.append):
         pass
     return told
+
+
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    """What the processes of the parts do instead."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
 
 def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
     on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
-    (tmp_path / "python").write_text('#!/bin/sh\ncat > "$MLX_PTX_CACHE_DIR/$3.ptx"\n')
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    python(tmp_path, monkeypatch, 'sleep 0.3; cat > "$MLX_PTX_CACHE_DIR/$3.ptx"')
     (told,) = compiled_once(tmp_path)
     assert "compiling CUDA kernels" in told
     config, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())
@@ -98,3 +120,72 @@ def test_a_folder_that_cannot_be_written_stops_no_run(on_cuda: Path, tmp_path: P
     on_cuda.write_text("no folder")
     told = compiled_once(tmp_path)
     assert len(told) == 2 and "compiled in the first step" in told[1] and str(on_cuda) in told[1]
+
+
+def test_the_first_rank_of_each_host_compiles_where_rows_are_known(
+    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python(tmp_path, monkeypatch, "exit 0")
+    assert compiled_once(tmp_path, streams=True) == compiled_once(tmp_path, rank=1, hosts="aa") == []
+    assert compiled_once(tmp_path, rank=2, hosts="abb") == [] and not on_cuda.exists()
+    assert len(compiled_once(tmp_path, rank=1, hosts="ab")) == 1
+    monkeypatch.setattr(kernels, "device", lambda: "metal")
+    assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
+
+
+def test_kernels_are_compiled_anew_for_what_their_code_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(*words: str, **stored: object) -> str:
+        model = tiny.model_folder(tmp_path, **stored)
+        settings = load.load(None, [f"model.path={model}", "data.train=-", *words])
+        return kernels._digest(settings.model, settings.train)
+
+    same = digest()
+    assert {same} == {
+        digest("train.learning_rate=1e-3", "train.global_batch_size=64", "train.seed=3", "run.name=x"),
+        digest(hidden_size=64, num_hidden_layers=7, vocab_size=100),
+    }
+    others = [digest(model_type="qwen2"), digest(quantization={"bits": 4, "group_size": 32})]
+    others += [digest(f"model.{word}") for word in ("dtype=float16", "method=full", "gradient_checkpointing=true")]
+    others += [digest(f"train.{word}") for word in ("loss=ipo", "optimizer=lion", "weight_decay=0.5", "beta=0.3")]
+    others += [digest("train.max_grad_norm=null"), digest("train.optimizer_options={betas: [0.8, 0.9]}")]
+    monkeypatch.setattr(mx, "__version__", "0")
+    assert len({same, *others, digest()}) == 2 + len(others)
+
+
+def test_a_part_ends_with_the_block_whatever_it_does(
+    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python(tmp_path, monkeypatch, "exec 0<&-; exec sleep 100")  # it reads nothing of a long text
+    with kernels._running("head", tmp_path / "head", bytes(2**20)) as process:
+        assert process.poll() is None
+    assert process.returncode == -signal.SIGKILL
+    monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.0)
+    assert len(compiled_once(tmp_path)) == 1
+
+
+def test_a_kernels_code_comes_last_and_what_others_compiled_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, folder, moved, replace = tmp_path / "own", tmp_path / "all", list[str](), Path.replace
+    for name in ("one/a.ptx", "one/a.txt", "b.ptx"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text("ours")
+    folder.mkdir()
+    (folder / "b.ptx").write_text("theirs")
+    monkeypatch.setattr(Path, "replace", lambda path, target: moved.append(path.name) or replace(path, target))
+    kernels._publish(own, folder)
+    assert moved == ["a.txt", "a.ptx"] and (folder / "one/a.ptx").read_text() == "ours"
+    assert (folder / "b.ptx").read_text() == "theirs"
+
+
+def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 9, "vocab_size": 5000}
+    stored = shape | {"quantization": {"bits": 4, "group_size": 32}, "torch_dtype": "float16"}
+    folder = tiny.model_folder(tmp_path, **stored)
+    for words, dtype in (([], mx.float16), (["model.dtype=bfloat16"], mx.bfloat16)):
+        model = kernels.small_model(load.load(None, [f"model.path={folder}", "data.train=-", *words]).model, 0)
+        linear = model.layers[1].self_attn.q_proj.linear
+        assert (linear.bits, linear.group_size, linear.scales.dtype) == (4, 32, dtype)
+        assert (len(model.layers), model.model.embed_tokens.weight.shape[0]) == (kernels.BLOCKS, kernels.VOCABULARY)
