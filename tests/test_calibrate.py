@@ -332,6 +332,14 @@ def test_a_share_that_rounds_disagree_on_is_none() -> None:
     assert share(2.0, 3.1, 4.2) is None and share(3.1, 3.1) is None and measured.outside_blocks({}) is None
 
 
+def test_the_share_is_measured_with_the_largest_micro_batch_that_leaves_time_for_three_rounds() -> None:
+    """A round takes as long as five micro-batches at most."""
+    times = {1: 0.1, 2: 0.15, 4: 0.25, 8: 0.6}
+    measured = calibrate.Measured({size: {"seconds": {"1": [once]}} for size, once in times.items()})
+    assert [measured.size_in(seconds) for seconds in (0.1, 1.6, 3.7, 3.8)] == [1, 1, 2, 4]
+    assert measured.size_in(60.0) == measured.best == 4
+
+
 def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--config",
