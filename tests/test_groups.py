@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from lib.config.schema import Config, DataSettings, TrainSettings
 from lib.data.collate import collate
 from lib.data.dataset import Example
-from lib.data.groups import load_groups
+from lib.data.groups import Group, groups_in_memory, load_groups
 from lib.data.model_limits import ModelLimits
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -204,8 +204,11 @@ def test_loss_gradients_and_figures_are_those_of_trl(case: str) -> None:
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_rewards_that_are_alike_and_groups_of_one_have_no_advantage(kind: str) -> None:
-    rewards, counted = mx.array([[0.3, 0.3, 0.3], [5.0, 0.0, 0.0]]), mx.array([[1.0, 1, 1], [1, 0, 0]])
-    assert not np.array(advantages(rewards, counted, kind, mx.zeros(2))).any()
+    alike = [
+        [reward] * 7 for reward in (0.1, 0.3, 0.7)
+    ]  # the sum of seven, divided by seven, is not always one of them
+    rewards, counted = mx.array([*alike, [5.0] + [0.0] * 6]), mx.array([[1.0] * 7] * 3 + [[1.0] + [0.0] * 6])
+    assert not np.array(advantages(rewards, counted, kind, mx.zeros(4))).any()
 
 
 # ---- A step of a model
@@ -386,12 +389,19 @@ def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tm
         "logps": [[-1, -2, -3], [-4, -5], [0]],
     }
     made = [{"prompt_ids": [5, 6], **record, "completion_mask": [[1, 0, 1], [0, 0], [1]]}]
+    smaller = {"completion_ids": [[4, 1], [2]], "rewards": [2.0, 1.0], "logps": [[-6, -7], [-8]]}
+    made.append({"prompt_ids": [5], **smaller, "completion_mask": [[1, 1], [1]]})
     settings = DataSettings(train=str(tiny.write_jsonl(tmp_path / "groups.jsonl", made)), max_length=64)
-    batch = collate([load_groups(settings, ModelLimits(48))[0]], 4, True)
-    assert batch.mask is not None and batch.mask.sum(axis=-1).tolist() == [[2, 0, 0]]
+    groups = load_groups(settings, ModelLimits(48))
+    assert [[len(ids) for ids in group.completions] for group in (groups[0], groups[1])] == [[3, 1, 1], [2, 1, 1]]
+    batch = collate([groups[0], groups[1]], 4, True)
+    assert batch.mask is not None and batch.mask.sum(axis=-1).tolist() == [[2, 0, 0], [2, 1, 0]]
     assert batch.sampling_logps is not None and batch.sampling_logps[0, 0, :2].tolist() == [-1, -3]
-    assert batch.rewards is not None and batch.rewards[0, :2].tolist() == [1.0, 0.5] and np.isnan(batch.rewards[0, 2])
-    assert batch.reward_deviations is not None and batch.reward_deviations[0] == np.float32(np.sqrt(0.125))
+    assert batch.sampling_logps[1, :2, :2].tolist() == [[-6, -7], [-8, 0]]
+    assert batch.rewards is not None and batch.rewards[:, :2].tolist() == [[1.0, 0.5], [2.0, 1.0]]
+    assert np.isnan(batch.rewards[:, 2]).all() and batch.reward_deviations is not None
+    assert batch.reward_deviations.tolist() == [np.float32(np.std([1.0, 0.5, 2.0, 1.0], ddof=1))] * 2
+    assert groups_in_memory("one", [Group([5], [[1], [2]], [3.0, None], None)], []).deviation == 0.0
 
 
 def test_without_logps_the_policy_itself_counts_as_the_one_that_sampled(tmp_path: Path) -> None:
