@@ -22,7 +22,7 @@ from lib.system.worker_process import Ended, NotStarted, WorkerProcess
 from tests.tiny import ROOT
 
 WORKER = """
-import os, re, signal, sys
+import os, re, signal, subprocess, sys
 answers = os.dup(1)
 from lib.system import worker_loop
 worker_loop.GRACE_SECONDS = 0
@@ -37,6 +37,8 @@ def answer(asked):
         return bytearray(2**62)
     if what == "wait":
         signal.pause()
+    if what == "start":
+        given = [subprocess.Popen(["sleep", "100"]).pid]
     if what == "spin":
         open(given[0], "x").close()
         re.match("(a+)+$", "a" * 40 + "b")
@@ -83,6 +85,17 @@ def test_how_a_process_ended_is_said_and_the_next_question_has_another_one(scrip
     while _runs(process):
         time.sleep(0.01)
     assert asked(worker, "say", "ä" * 2**20)[2:] == ["ä" * 2**20]
+
+
+def test_what_a_process_started_ends_with_it(script: Path) -> None:
+    worker = worker_of(script)
+    started = asked(worker, "start")[-1]
+    with pytest.raises(TimeoutError):
+        asked(worker, "wait", seconds=0.05)
+    assert _ends(started)
+    started = asked(worker, "start")[-1]
+    del worker  # nobody will ask any more
+    assert _ends(started)
 
 
 def test_a_process_that_reads_nothing_ends_the_question_in_time(script: Path) -> None:
@@ -134,10 +147,7 @@ def test_a_busy_process_ends_when_who_asked_is_killed(script: Path, tmp_path: Pa
             time.sleep(0.01)
         parent.kill()
     assert busy.exists()
-    until = time.monotonic() + 30
-    while time.monotonic() < until and _runs(process):
-        time.sleep(0.05)
-    assert not _runs(process)
+    assert _ends(process)
 
 
 FORK = """
@@ -190,6 +200,14 @@ def test_every_process_has_its_limit_of_time(module: str, words: list[str], monk
     assert limits == [7.5]
 
 
+def _ends(process: int) -> bool:
+    """Whether a process of somebody's ends, now or within some time."""
+    until = time.monotonic() + 30
+    while (runs := _runs(process)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not runs
+
+
 def _runs(process: int) -> bool:
     """Whether a process of somebody's is there, and no zombie."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout
@@ -211,10 +229,7 @@ def test_a_command_ends_with_ctrl_c_and_what_it_started_too(tmp_path: Path, run:
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         run(["sh", "-c", f"(sleep 30; touch {ended}) & echo $! > {note}.new; mv {note}.new {note}; wait"], 60.0)
-    process, until = int(note.read_text()), time.monotonic() + 30
-    while time.monotonic() < until and _runs(process):
-        time.sleep(0.01)
-    assert not _runs(process) and not ended.exists()
+    assert _ends(int(note.read_text())) and not ended.exists()
 
 
 def test_why_nothing_is_found_or_rendered_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
