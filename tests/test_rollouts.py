@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,9 @@ from lib.config.rollout_settings import RolloutSettings
 from lib.dashboard import charts, pictures
 from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
+from lib.data.answer_questions import load_questions
 from lib.data.prompts import open_prompts
+from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
@@ -453,10 +456,24 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     assert (
         "a run of rounds has no held-out pairs; name some with --data, or evaluate.answers" in capsys.readouterr().err
     )
-    sums = run.parent.parent / "sums.jsonl"
-    tiny.write_jsonl(sums, [{"prompt": "Add 12 and 34.", "answer": "46"}, {"prompt": "Add 58 and 67.", "answer": "-1"}])
-    assert evaluate.main(["--run", str(run), f"evaluate.answers={sums}", "evaluate.max_tokens=1"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"questions": 2, "exact_match": 0.0}
+    sums, model = run.parent.parent / "sums.jsonl", tiny.ROOT / "configs/quickstart/model"
+    own = [f"evaluate.answers={sums}", "evaluate.max_tokens=6", r"evaluate.answer_pattern=(?s)\A(.*)"]
+
+    def match(answers: list[str]) -> float:
+        tiny.write_jsonl(sums, [{"prompt": f"Add {n} and 67.", "answer": answer} for n, answer in enumerate(answers)])
+        assert evaluate.main(["--run", str(run), *own]) == 0
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told.pop("questions") == len(answers) and set(told) == {"exact_match"}
+        return float(told["exact_match"])
+
+    assert match(["no"] * 4) == 0.0
+    config = load(run / "config.yaml", own)
+    questions = load_questions(config, load_tokenizer_of(config.model))
+    trained, base = (
+        [mlx_lm.generate(*loaded, question.prompt_ids, max_tokens=6).strip() for question in questions]
+        for loaded in (mlx_lm.load(str(model), adapter_path=str(run)), mlx_lm.load(str(model)))
+    )
+    assert trained != base and match([*trained[:3], "no"]) == 0.75
 
 
 def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
