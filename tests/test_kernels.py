@@ -75,7 +75,7 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
 @pytest.fixture
 def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine that would compile kernels: the folder where MLX would keep them. A part says that it ran."""
-    folder = tmp_path / "kernels"
+    folder = tmp_path / "of mlx" / "kernels"
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(folder))
     monkeypatch.setattr(kernels, "device", lambda: "cuda")
     monkeypatch.setattr(kernels, "is_compiled", lambda *_: True)
@@ -83,15 +83,19 @@ def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled_once(
-    tmp_path: Path, words: Sequence[str] = (), rank: int = 0, hosts: Sequence[str] = ("one",), streams: bool = False
+    tmp_path: Path,
+    words: Sequence[str] = (),
+    rank: int = 0,
+    hosts: Sequence[str] = ("one",),
+    rows: int | None = 4,
 ) -> list[str]:
     """What a rank is told while it loads its model."""
     model, data = tiny.model_folder(tmp_path / "model"), tmp_path / "train.jsonl"
-    tiny.write_jsonl(data, list(tiny.pairs(4)))
+    tiny.write_jsonl(data, list(tiny.pairs(rows or 4)))
     settings, told = load.load(None, [f"model.path={model}", f"data.train={data}", *words]), list[str]()
-    rows = load_dataset(str(data), settings.data, "preference", None)
+    known = None if rows is None else load_dataset(str(data), settings.data, "preference", None)  # else they stream
     world = dataclasses.replace(World(), rank=rank, size=len(hosts))
-    with kernels.compiled(settings, None if streams else rows, world, hosts, told.append):
+    with kernels.compiled(settings, known, world, hosts, told.append):
         pass
     return told
 
@@ -107,16 +111,18 @@ def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
     on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
-    python(tmp_path, monkeypatch, 'sleep 0.3; cat > "$MLX_PTX_CACHE_DIR/$3.ptx"')
+    python(tmp_path, monkeypatch, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
     (told,) = compiled_once(tmp_path)
     assert "compiling CUDA kernels" in told
     config, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())
     assert config.train.loss == "sigmoid" and len(rows) == 2
-    assert len(list(on_cuda.iterdir())) == 2  # and what says that it is done
-    assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"])) == 1
+    assert (on_cuda / "update.txt").read_text().strip() != str(on_cuda), "where it cannot be found by halves"
+    assert len(list(on_cuda.iterdir())) == 3  # and what says that it is done
+    assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"], rows=1)) == 1
 
 
 def test_a_folder_that_cannot_be_written_stops_no_run(on_cuda: Path, tmp_path: Path) -> None:
+    on_cuda.parent.mkdir()
     on_cuda.write_text("no folder")
     told = compiled_once(tmp_path)
     assert len(told) == 2 and "compiled in the first step" in told[1] and str(on_cuda) in told[1]
@@ -126,10 +132,13 @@ def test_the_first_rank_of_each_host_compiles_where_rows_are_known(
     on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python(tmp_path, monkeypatch, "exit 0")
-    assert compiled_once(tmp_path, streams=True) == compiled_once(tmp_path, rank=1, hosts="aa") == []
+    assert compiled_once(tmp_path, rows=None) == compiled_once(tmp_path, rank=1, hosts="aa") == []
     assert compiled_once(tmp_path, rank=2, hosts="abb") == [] and not on_cuda.exists()
     assert len(compiled_once(tmp_path, rank=1, hosts="ab")) == 1
-    monkeypatch.setattr(kernels, "device", lambda: "metal")
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "device", lambda: "metal")
+        assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
+    monkeypatch.setattr(kernels, "is_compiled", lambda *_: False)
     assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
 
 
