@@ -89,6 +89,11 @@ def test_what_was_cut_teaches_nothing_if_asked() -> None:
     assert chosen_and_rejected(pairs_of(cut, RolloutSettings(mask_truncated=True))) == [(1, 0)]
     (made,) = groups_of([cut], RolloutSettings(mask_truncated=True))
     assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
+    shorter = group(0.0, 1.0, tokens=[[2, 4, 1], [1]])
+    (made,) = groups_of([shorter], RolloutSettings(mask_truncated=True))
+    assert made.mask == [[True] * 3, [True]]
+    assert groups_of([shorter], RolloutSettings()) == [made._replace(mask=None)]
+    assert (made.prompt, made.completions, made.logps) == ([2, 3], [[2, 4, 1], [1]], [[-0.5] * 3, [-0.5]])
 
 
 def test_groups_of_equal_scores_can_be_left_out() -> None:
@@ -110,7 +115,7 @@ def test_figures_are_sums_over_counts() -> None:
 @pytest.mark.parametrize(
     ("scores", "lengths", "expected"),
     [
-        ([[1, 2, 3], [50, 60]], [[5, 6, 7], [1, 11]], 1.0),
+        ([[1, 2, 3], [None, None], [50, 60]], [[5, 6, 7], [9, 1], [1, 11]], 1.0),
         ([[1, 2], [7, 7]], [[6, 5], [1, 9]], -0.5 / np.sqrt(0.5 * 32.5)),
         ([[1, 1], [None, 2]], [[6, 5], [1, 9]], None),
         ([[0, 1, None]], [[3, 3, 9]], None),
@@ -164,8 +169,9 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
     following = samples(length_correlation=0.85)
     assert "the judge's scores follow length: their correlation is 0.85" in said(following, following, 0.5)[0]
     assert said(following, samples(length_correlation=0.75), 0.5) == []
-    few = samples(length_correlation=0.85, pairs=15)
-    assert said(few, few, 0.5) == []
+    few, enough = (samples(length_correlation=0.85, pairs=pairs) for pairs in (15, 16))
+    against = samples(length_correlation=-0.85)
+    assert said(few, few, 0.5) == said(against, against, 0.5) == [] and len(said(enough, enough, 0.5)) == 1
     assert "rewards rise while held-out falls" in said(samples(), samples(score=0.6), 0.4)[0]
     assert said(samples(), samples(score=0.3), 0.4) == []
     assert said(samples(), samples(score=0.6), 0.46) == said(samples(), samples(score=0.6), 0.46, None) == []
