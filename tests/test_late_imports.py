@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lib import late_imports
 from lib.late_imports import LATE, LateModule, LateName
 from tests.tiny import ROOT
 
@@ -51,8 +52,19 @@ def test_a_stand_in_is_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert late("0.1") == real("0.1") and type(late("0.1")) is real and late.from_float(0.5) == real("0.5")
     assert isinstance(real(1), late) and not isinstance(1, late) and issubclass(real, late)
     assert issubclass(type("Own", (real,), {}), late) and (late | None).__args__[0] is late
+    assert (None | late).__args__[1] is late
 
     class Own(late):  # type: ignore[misc,valid-type]
         """As mlx-lm inherits from a tokenizer."""
 
     assert Own.__mro__[1] is real
+
+
+def test_what_is_imported_already_or_meanwhile_has_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    import decimal
+
+    monkeypatch.setattr(late_imports, "LATE", dict.fromkeys(("decimal", "of_texts", "of_downloads"), ("Name",)))
+    with late_imports._stand_ins():
+        assert sys.modules["decimal"] is decimal and isinstance(sys.modules["of_texts"], LateModule)
+        monkeypatch.setitem(sys.modules, "of_downloads", decimal)  # the real one took the place
+    assert sys.modules["decimal"] is sys.modules["of_downloads"] is decimal and "of_texts" not in sys.modules

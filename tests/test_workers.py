@@ -29,13 +29,15 @@ worker_loop.GRACE_SECONDS = 0
 def answer(asked):
     what, *given = asked
     if what == "leave":
-        print("not a letter more", file=sys.stderr)
+        print("a letter\\n" * 2000 + "not a letter more", file=sys.stderr)
         os._exit(given[0])
     if what == "die":
         os.kill(os.getpid(), given[0])
     if what == "fill":
         return bytearray(2**62)
-    if what == "wait":
+    if what == "close":
+        os.closerange(3, 99)
+    if what in ("wait", "close"):
         signal.pause()
     if what == "start":
         given = [subprocess.Popen(["sleep", "100"]).pid]
@@ -85,6 +87,12 @@ def test_how_a_process_ended_is_said_and_the_next_question_has_another_one(scrip
     while _runs(process):
         time.sleep(0.01)
     assert asked(worker, "say", "ä" * 2**20)[2:] == ["ä" * 2**20]
+
+
+def test_a_process_that_writes_no_more_is_ended(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "END_SECONDS", 0.05)
+    with pytest.raises(Ended, match="SIGKILL"):
+        asked(worker_of(script), "close")
 
 
 def test_what_a_process_started_ends_with_it(script: Path) -> None:
@@ -251,6 +259,10 @@ def test_why_nothing_is_found_or_rendered_is_said(monkeypatch: pytest.MonkeyPatc
 def test_templates_end_with_their_limits_and_never_render_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = template_process._renderer().command[-2:]
     assert limits == [str(template_process.RENDER_BYTES), str(template_process.RENDER_SECONDS)]
+    assert template_process._renderer().folder == patterns._searcher().folder == ROOT, "whatever folder we are in"
+    monkeypatch.setattr(tokenization_utils_base, template_process.RENDERER, None)  # and so put back
+    template_process.install()
+    assert tokenization_utils_base.render_jinja_template is template_process.render  # as transformers calls it
     monkeypatch.delattr(tokenization_utils_base, template_process.RENDERER)
     with pytest.raises(Stopped, match=r"transformers \S+ renders chat templates by another name than render_jinja_te"):
         template_process.install()
