@@ -187,8 +187,6 @@ class Measured:
         seconds: of steps, {number of blocks: {number of micro-batches: [of each round]}}; of two numbers of either kind,
             or empty.
         """
-        if not seconds:
-            return None
         shares = []
         for times in zip(*(times for by_count in seconds.values() for times in by_count.values()), strict=False):
             of_round = iter(times)

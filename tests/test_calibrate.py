@@ -331,13 +331,24 @@ def test_a_share_that_rounds_disagree_on_is_none() -> None:
     measured = calibrate.Measured()
 
     def share(*wholes: float) -> float | None:
-        """Of rounds in which all four blocks took so long, and one block 1 s."""
+        """Of rounds in which all eight blocks took so long, and two blocks 1 s."""
         few, whole = ({"1": [*once], "3": [3 * one for one in once]} for once in ([1.0] * 9, wholes))
-        return measured.outside_blocks({"1": few, "4": whole})
+        return measured.outside_blocks({"2": few, "8": whole})
 
-    assert share(3.1, 3.1, 3.1) == pytest.approx(0.3 / 3.1)  # three blocks more take 2.1 s, so one takes 0.7
-    assert share(2.9, 3.1, 3.3, 3.0, 3.2, 3.1, 3.1, 3.1) == pytest.approx(0.3 / 3.1, rel=0.1)
-    assert share(2.0, 3.1, 4.2) is None and share(3.1, 3.1) is None and measured.outside_blocks({}) is None
+    assert share(3.1, 3.1, 3.1) == pytest.approx(0.3 / 3.1)  # six blocks more take 2.1 s, so two take 0.7
+    wide = (2.5, 3.7, 2.5, 3.7, 3.1, 3.1, 2.5, 3.7, 3.1)  # a deviation of 0.08, but in nine rounds: the median's share
+    assert share(*wide) == pytest.approx(0.3 / 3.1)
+    assert (share(4.3, 4.3, 4.3), share(1.05, 1.05, 1.05), share(0.0, 0.0, 0.0)) == (0.0, 0.9, 0.0)
+    assert share(2.55, 3.1, 3.65) is None, "a standard error of 0.044"
+    assert share(3.1, 3.1) is None and measured.outside_blocks({}) is None
+
+
+def test_the_share_is_measured_with_the_largest_micro_batch_that_leaves_time_for_three_rounds() -> None:
+    """A round takes as long as five micro-batches at most."""
+    times = {1: 0.1, 2: 0.15, 4: 0.25, 8: 0.6}
+    measured = calibrate.Measured({size: {"seconds": {"1": [once]}} for size, once in times.items()})
+    assert [measured.size_in(seconds) for seconds in (0.1, 1.6, 3.7, 3.8)] == [1, 1, 2, 4]
+    assert measured.size_in(60.0) == measured.best == 4
 
 
 def test_a_quick_calibration_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

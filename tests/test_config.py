@@ -1,5 +1,6 @@
 """Settings: one definition each, YAML and words fill them, and mistakes are told in one line."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -110,22 +111,42 @@ def test_help_lists_every_setting_with_its_meaning() -> None:
         assert key in text and meaning, key
 
 
-def test_a_link_of_ones_own_leads_to_ones_own_folder_of_checkpoints_and_nowhere_else(tmp_path: Path) -> None:
+def test_a_link_of_ones_own_leads_to_ones_own_folder_of_checkpoints_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, disk, other = tmp_path / "run", tmp_path / "disk", tmp_path / "other"
-    for folder in (run, disk / "step-00000004", disk / "ranks", other / "checkpoints", tmp_path / "papers"):
+    for folder in (run / "kept", disk / "step-00000004", disk / "ranks", other / "checkpoints", tmp_path / "papers"):
         folder.mkdir(parents=True)
-    (other / "config.yaml").touch()
-    (tmp_path / "papers" / "step-1.txt").touch()
+    for file in (run / "config.yaml", other / "config.yaml", tmp_path / "papers" / "step-1.txt"):
+        file.touch()
+    (disk / ".unfinished-step-00000008").mkdir()
     checkpoints = run / "checkpoints"
-    checkpoints.symlink_to(disk)
-    read_file.require_own(run)
+    for target in (run / "kept", disk):
+        checkpoints.unlink(missing_ok=True)
+        checkpoints.symlink_to(target)
+        read_file.require_own(run)
     for name in (".DS_Store", "._step-00000004"):  # as macOS adds them
         (disk / name).touch()
     read_file.require_own(run)
-    for target in (other / "checkpoints", tmp_path / "papers", tmp_path / "nowhere", Path("/")):
+    why = "checkpoints is a link.*or a link to a folder of yours"
+    plain = Path.stat
+    for name in (checkpoints, disk):  # the link is somebody else's, or the folder that it leads to
+
+        def stat(path: Path, *, follow_symlinks: bool = True, name: Path = name) -> os.stat_result:
+            facts = plain(path, follow_symlinks=follow_symlinks)
+            is_it = path == name and follow_symlinks == (name == disk)
+            return os.stat_result((*facts[:4], facts.st_uid + is_it, *facts[5:]))
+
+        with monkeypatch.context() as patched, pytest.raises(UserError, match=why):
+            patched.setattr(Path, "stat", stat)
+            read_file.require_own(run)
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=why):
+        patched.setattr(os, "geteuid", lambda: checkpoints.lstat().st_uid + 1)
+        read_file.require_own(run)
+    for target in (other / "checkpoints", tmp_path / "papers", tmp_path / "nowhere", other / "config.yaml", Path("/")):
         checkpoints.unlink()
         checkpoints.symlink_to(target)
-        with pytest.raises(UserError, match="checkpoints is a link.*or a link to a folder of yours"):
+        with pytest.raises(UserError, match=why):
             read_file.require_own(run)
     checkpoints.unlink()
     (run / "logs").symlink_to(disk)

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -29,8 +30,10 @@ from lib.serve import api_keys, openai_answers, openai_requests, request_reading
 from lib.serve import command as server
 from lib.serve.backend_pool import Backend, Pool, QueueFull, choose
 from lib.serve.backend_supervisor import Process, Recipe, pause_seconds
+from lib.serve.connections import LONGEST_DELAY_SECONDS, PROBE_DELAY_SECONDS
 from lib.serve.gateway import Gateway
 from lib.serve.openai_requests import Limits, RequestError
+from lib.serve.readers import Reader
 from lib.serve.request_reading import Told
 from tests.tiny import ROOT
 
@@ -419,10 +422,11 @@ def asked(
     send: Callable[[Any], Coroutine[Any, Any, None]],
     method: str = "GET",
     path: str = "/v1/models",
+    **acts: Callable[[], None],
 ) -> Any:
     encoded = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
     aborted: list[bool] = []
-    client = SimpleNamespace(abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda: None)
+    client = SimpleNamespace(abort=lambda: aborted.append(True), ignore=lambda: None, recognise=lambda: None, **acts)
     scope = {"type": "http", "method": method, "path": path, "headers": encoded, "query_string": b""}
     scope |= {"state": {"client": client}, "client": ("127.0.0.1", 1)}
 
@@ -489,6 +493,49 @@ def test_browsers_are_let_in_by_name_alone() -> None:
     assert allowed((), "https://a.example") is None
     assert allowed(("https://a.example",), "https://a.example") == b"https://a.example"
     assert allowed(("https://a.example",), "https://b.example") is None
+
+
+class Rests(BaseException):
+    """The gateway lets a client wait."""
+
+
+def test_a_flood_of_probes_delays_no_owner_and_other_requests_delay_no_probe() -> None:
+    async def send(message: Any) -> None:
+        pass
+
+    def rest() -> None:
+        raise Rests
+
+    def rests(path: str, flooded: str) -> bool:
+        gateway = application()
+        for who in ("local", "127.0.0.1"):  # the owner where there are no keys; whoever probes
+            delays = [getattr(gateway, flooded).delay_seconds(who) for _ in range(200)]
+        assert max(delays) == {"probes": PROBE_DELAY_SECONDS, "turns": LONGEST_DELAY_SECONDS}[flooded]
+        try:
+            asked(gateway, {}, send, path=path, rest=rest)
+        except Rests:
+            return True
+        return False
+
+    paths = ("/healthz", "/readyz", "/v1/models")
+    assert [rests(path, "probes") for path in paths] == [True, True, False]
+    assert [rests(path, "turns") for path in paths] == [False, False, True]
+
+
+def test_a_reader_ends_with_a_server_that_ends_while_it_starts() -> None:
+    """It would tell of a broken pipe after the server's last line."""
+
+    async def story() -> None:
+        reader = Reader(Told(str(ROOT / "configs/quickstart/model"), False, None, {}, {}), lambda *a, **b: None)
+        starting = asyncio.ensure_future(reader.start())
+        while (process := reader._process) is None:
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+
+    asyncio.run(story())
 
 
 # ---- How backends are started ------------------------------------------------------------------------------------------

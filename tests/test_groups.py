@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from lib.config.schema import Config, DataSettings, TrainSettings
+from lib.data.batch_shapes import BatchShape
 from lib.data.collate import collate
 from lib.data.dataset import Example
-from lib.data.groups import load_groups
+from lib.data.groups import Group, groups_in_memory, load_groups
 from lib.data.model_limits import ModelLimits
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -204,8 +207,11 @@ def test_loss_gradients_and_figures_are_those_of_trl(case: str) -> None:
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_rewards_that_are_alike_and_groups_of_one_have_no_advantage(kind: str) -> None:
-    rewards, counted = mx.array([[0.3, 0.3, 0.3], [5.0, 0.0, 0.0]]), mx.array([[1.0, 1, 1], [1, 0, 0]])
-    assert not np.array(advantages(rewards, counted, kind, mx.zeros(2))).any()
+    alike = [
+        [reward] * 7 for reward in (0.1, 0.3, 0.7)
+    ]  # the sum of seven, divided by seven, is not always one of them
+    rewards, counted = mx.array([*alike, [5.0] + [0.0] * 6]), mx.array([[1.0] * 7] * 3 + [[1.0] + [0.0] * 6])
+    assert not np.array(advantages(rewards, counted, kind, mx.zeros(4))).any()
 
 
 @pytest.mark.parametrize("of", RATIOS)
@@ -255,7 +261,8 @@ def rows_of(count: int, seed: int = 3, samples: int = 3) -> list[Example]:
         learnt = tuple(np.full(len(own), is_learnt) for own, is_learnt in zip(completions, chance < 0.6, strict=True))
         prompt = rng.integers(0, 20, rng.integers(1, 6)).astype(np.int32)
         rows.append(Example(row, prompt, completions, None, learnt, rewards, sampling_logps=sampled))
-    return rows
+    deviation = float(np.nanstd([row.rewards for row in rows], ddof=1))
+    return [replace(row, reward_deviation=deviation) for row in rows]
 
 
 def reference_of(batch: Any, seed: int = 9) -> np.ndarray:
@@ -268,11 +275,16 @@ def reference_of(batch: Any, seed: int = 9) -> np.ndarray:
 
 
 def step_gradients(
-    model: Any, settings: Config, rows: list[Example], sizes: list[int], shared: bool = True
+    model: Any,
+    settings: Config,
+    rows: list[Example],
+    sizes: list[int],
+    shared: bool = True,
+    shapes: Sequence[BatchShape] = (),
 ) -> tuple[StepResult, dict[str, np.ndarray]]:
     spy, batches, start = Spy(learning_rate=0.0), [], 0
     for size in sizes:
-        batch = collate(rows[start : start + size], 4, shared)
+        batch = collate(rows[start : start + size], 4, shared, shapes)
         batches.append((batch, reference_of(batch)))
         start += size
     result = make_step(model, spy, settings.train, World(), dropout=False)(0, 10, batches)
@@ -283,7 +295,7 @@ WORDS = ("train.loss=grpo", "train.max_grad_norm=null", "train.beta=0.5", "train
 
 
 def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
-    model, settings = build(tmp_path, *WORDS)
+    model, settings = build(tmp_path, *WORDS, "train.advantages=batch_standardized")
     rows = rows_of(3)
     result, gradients = step_gradients(model, settings, rows, [2, 1])
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
@@ -339,8 +351,9 @@ def test_micro_batches_of_any_size_and_layout_add_up_to_the_same_step(tmp_path: 
         return [finite_means(result), gradients]
 
     expected, limits = rounding.expected_and_limits(model, compute)
-    for sizes, shared in (([1] * 6, True), ([4, 2], True), ([1, 5], False)):
-        result, gradients = step_gradients(model, settings, rows, sizes, shared)
+    padded = BatchShape(8, 3, prefix=0, length=16, suffix_tokens=384, is_dense=True, uses=1, scored=96, width=8)
+    for sizes, *how in ([1] * 6, True), ([4, 2], True), ([1, 5], False), ([6], False, [padded]):
+        result, gradients = step_gradients(model, settings, rows, sizes, *how)
         rounding.assert_within([finite_means(result), gradients], expected, limits)
 
 
@@ -418,12 +431,22 @@ def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tm
         "logps": [[-1, -2, -3], [-4, -5], [0]],
     }
     made = [{"prompt_ids": [5, 6], **record, "completion_mask": [[1, 0, 1], [0, 0], [1]]}]
+    smaller = {"completion_ids": [[4, 1], [2]], "rewards": [2.0, 1.0], "logps": [[-6, -7], [-8]]}
+    made.append({"prompt_ids": [5], **smaller, "completion_mask": [[1, 1], [1]]})
     settings = DataSettings(train=str(tiny.write_jsonl(tmp_path / "groups.jsonl", made)), max_length=64)
-    batch = collate([load_groups(settings, ModelLimits(48))[0]], 4, True)
-    assert batch.mask is not None and batch.mask.sum(axis=-1).tolist() == [[2, 0, 0]]
+    groups = load_groups(settings, ModelLimits(48))
+    assert [[len(ids) for ids in group.completions] for group in (groups[0], groups[1])] == [[3, 1, 1], [2, 1, 1]]
+    batch = collate([groups[0], groups[1]], 4, True)
+    assert batch.mask is not None and batch.mask.sum(axis=-1).tolist() == [[2, 0, 0], [2, 1, 0]]
     assert batch.sampling_logps is not None and batch.sampling_logps[0, 0, :2].tolist() == [-1, -3]
-    assert batch.rewards is not None and batch.rewards[0, :2].tolist() == [1.0, 0.5] and np.isnan(batch.rewards[0, 2])
-    assert batch.reward_deviations is not None and batch.reward_deviations[0] == np.float32(np.sqrt(0.125))
+    assert batch.sampling_logps[1, :2, :2].tolist() == [[-6, -7], [-8, 0]]
+    assert batch.rewards is not None and batch.rewards[:, :2].tolist() == [[1.0, 0.5], [2.0, 1.0]]
+    assert np.isnan(batch.rewards[:, 2]).all() and batch.reward_deviations is not None
+    assert batch.reward_deviations.tolist() == [np.float32(np.std([1.0, 0.5, 2.0, 1.0], ddof=1))] * 2
+    one = Group([5], [[1], [2]], [3.0, None], [[-1], [-1]])
+    assert groups_in_memory("one", [one], []).deviation == 0.0
+    others = one._replace(rewards=[2.0, None]), one._replace(logps=[[-2], [-1]]), one._replace(mask=[[False], [True]])
+    assert len({groups_in_memory("one", [group], []).digest for group in (one, *others)}) == 4
 
 
 def test_without_logps_the_policy_itself_counts_as_the_one_that_sampled(tmp_path: Path) -> None:
@@ -493,7 +516,10 @@ GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 
         ({"logps": [[-1.0, 0.5], [0]]}, "logps[0] has what is no log-probability"),
         ({"completion_mask": [[1, 0]]}, "completion_mask is not a list with one list for each"),
         ({"completion_mask": [[1, 0], [1, 1]]}, "completion_mask[1] is not a list of 1 numbers"),
-        ({"completion_mask": [[1, 0], ["1"]]}, "completion_mask[1] has what is neither 0 nor 1"),
+        ({"completion_mask": [["1", 0], [1]]}, "completion_mask[0] has what is neither 0 nor 1"),
+        ({"logps": 3}, "logps is not a list with one list for each"),
+        ({"logps": [3, [0]]}, "logps[0] is not a list of 2 numbers"),
+        ({"logps": [[-1.0, None], [0]]}, "logps[0] has what is no log-probability"),
         ({"prompt_ids": [5] * 63}, "data.max_length=64"),
     ],
     ids=str,
@@ -515,6 +541,9 @@ def test_a_record_that_is_no_group_is_one_clear_line(tmp_path: Path, change: dic
         (["data.streaming=true"], "data.streaming is not for train.loss=grpo"),
         (["train.loss_type=dr_grpo"], "train.max_completion_length belong together"),
         (["train.loss=sigmoid", "train.epsilon=0.1"], "train.epsilon is for train.loss=grpo"),
+        (["train.loss=sigmoid", "train.ratio=completion"], "train.ratio is for train.loss=grpo"),
+        (["train.loss=sigmoid", "train.advantages=centered"], "train.advantages is for train.loss=grpo"),
+        (["train.loss=sigmoid", "train.max_completion_length=9"], "train.max_completion_length is for train.loss=grpo"),
         (["train.loss=sigmoid", "train.beta=0"], "train.beta=0 is for grpo alone"),
         (["train.use_weighting=true"], "train.use_weighting is for losses of pairs"),
     ],

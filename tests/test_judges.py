@@ -1,5 +1,6 @@
 """Judges of rounds: checks and functions in a process of their own, graders, reward models; what fails is left out."""
 
+import datetime
 import json
 import math
 import sys
@@ -61,12 +62,26 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_function_has_a_process_of_its_own(functions: None) -> None:
+def test_a_function_has_a_process_of_its_own(functions: None, capfd: pytest.CaptureFixture[str]) -> None:
     judge = guarded_scorer_of(settings("round_judges:length"), "rollouts.judge")
-    assert judge([asked("a", "abc"), asked("")]) == [[1.0, 3.0], [0.0]]
-    assert "round_judges" not in sys.modules
+    assert judge([asked("a", "abc", day=datetime.date(2026, 1, 2)), asked("")]) == [[1.0, 3.0], [0.0]]
+    assert "round_judges" not in sys.modules and "a word to the standard output" in capfd.readouterr().err
     with pytest.raises(UserError, match="rollouts.judge=round_judges:absent: .*give module:function"):
         guarded_scorer_of(settings("round_judges:absent"), "rollouts.judge")
+
+
+def test_a_function_of_this_folder_is_found_as_long_as_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "here.py"
+    module.write_text("import os\ndef leave(prompt, completions, record):\n    os._exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    judge = guarded_scorer_of(settings("here:leave"), "rollouts.judge")
+    with pytest.raises(UserError, match="^rollouts.judge=here:leave: q.jsonl:1: its process ended with status 3$"):
+        judge([asked("a")])
+    module.unlink()
+    with pytest.raises(UserError, match="^rollouts.judge=here:leave: q.jsonl:1: ModuleNotFoundError: .*'here'$"):
+        judge([asked("a")])
 
 
 def test_a_judge_that_fails_on_an_answer_leaves_that_one_out(functions: None) -> None:

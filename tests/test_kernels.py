@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import json
 import pickle
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -46,10 +49,16 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     tokens = [np.arange(20 + n, dtype=np.int32) for n in range(count + 1)]
     rows = [Example(row, tokens[0], tuple(tokens[1:])) for row in range(2)]
 
-    of_parts: set[str] = set()
-    with monkeypatch.context() as patched:  # graphs are looked at instead of evaluated, which would compile them here
-        patched.setattr(mx, "eval", lambda *arrays: of_parts.update(fused(*arrays)))
-        patched.setattr(mx, "async_eval", lambda *arrays: of_parts.update(fused(*arrays)))
+    @contextlib.contextmanager
+    def evaluated() -> Iterator[set[str]]:
+        """The kernels of what is evaluated meanwhile: it is looked at instead, as it would be compiled here."""
+        seen: set[str] = set()
+        with monkeypatch.context() as patched:
+            patched.setattr(mx, "eval", lambda *arrays: seen.update(fused(*arrays)))
+            patched.setattr(mx, "async_eval", lambda *arrays: seen.update(fused(*arrays)))
+            yield seen
+
+    with evaluated() as of_parts:
         for part in kernels.PARTS:
             kernels.compile_part(part, settings, rows)
 
@@ -58,8 +67,13 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     model.train()
     batch = collate(rows, 16, True)
     reference = mx.full((len(batch.rows), count), -10.0) if losses.needs_reference(settings.train) else None
-    whole = fused(step.gradients_of(arrays_of(batch.inputs), reference, None, None))
-    assert whole and whole <= of_parts
+    with evaluated() as whole:  # as a step does it
+        (_, sums), gradients = step.gradients_of(arrays_of(batch.inputs), reference, None, None)
+        whole |= fused(sums, gradients)
+        of_gradients = set(whole)
+        mean, squares = step.mean_of(gradients, sums[1:2].squeeze())
+        step.take(mean, mx.sqrt(step.world.sum_of_all(squares)), 0.001)
+    assert of_gradients and of_gradients < whole <= of_parts
 
 
 def test_the_loss_of_groups_is_compared_with_a_reference_of_tokens(
@@ -93,7 +107,7 @@ def test_a_model_of_large_blocks_is_not_drawn(tmp_path: Path, monkeypatch: pytes
 @pytest.fixture
 def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine that would compile kernels: the folder where MLX would keep them. A part says that it ran."""
-    folder = tmp_path / "kernels"
+    folder = tmp_path / "of mlx" / "kernels"
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(folder))
     monkeypatch.setattr(kernels, "device", lambda: "cuda")
     monkeypatch.setattr(kernels, "is_compiled", lambda *_: True)
@@ -101,14 +115,21 @@ def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled_once(
-    tmp_path: Path, words: Sequence[str] = (), meanwhile: Callable[[], object] = lambda: None, longest: int = 12
+    tmp_path: Path,
+    words: Sequence[str] = (),
+    meanwhile: Callable[[], object] = lambda: None,
+    longest: int = 12,
+    rank: int = 0,
+    hosts: Sequence[str] = ("one",),
+    rows: int | None = 4,
 ) -> list[str]:
-    """What a run of one rank is told while it loads its model."""
+    """What a rank is told while it loads its model."""
     model, data = tiny.model_folder(tmp_path / "model"), tmp_path / "train.jsonl"
-    tiny.write_jsonl(data, list(tiny.pairs(4, longest=longest)))
+    tiny.write_jsonl(data, list(tiny.pairs(rows or 4, longest=longest)))
     settings, told = load.load(None, [f"model.path={model}", f"data.train={data}", *words]), list[str]()
-    rows = load_dataset(str(data), settings.data, "preference", None)
-    with kernels.compiled(settings, rows, World(), ["one"], told.append):
+    known = None if rows is None else load_dataset(str(data), settings.data, "preference", None)  # else they stream
+    world = dataclasses.replace(World(), rank=rank, size=len(hosts))
+    with kernels.compiled(settings, known, world, hosts, told.append):
         meanwhile()
     return told
 
@@ -116,7 +137,12 @@ def compiled_once(
 def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
     """One part, which a script plays."""
     monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+    python(tmp_path, monkeypatch, script)
+
+
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    """What the processes of the parts do instead."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{does}\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
@@ -124,13 +150,14 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
 def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
     on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play(monkeypatch, tmp_path, 'cat > "$MLX_PTX_CACHE_DIR/$3.ptx"')
+    play(monkeypatch, tmp_path, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
     (told,) = compiled_once(tmp_path)
     assert "compiling CUDA kernels" in told
     config, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())
     assert config.train.loss == "sigmoid" and len(rows) == 2
-    assert len(list(on_cuda.iterdir())) == 2  # and what says that it is done
-    assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"])) == 1
+    assert (on_cuda / "update.txt").read_text().strip() != str(on_cuda), "where it cannot be found by halves"
+    assert len(list(on_cuda.iterdir())) == 3  # and what says that it is done
+    assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"], rows=1)) == 1
 
 
 def test_the_model_is_found_from_the_folder_that_a_part_works_in(
@@ -174,7 +201,81 @@ def test_what_a_part_had_not_finished_is_no_kernel(
 def test_a_folder_that_cannot_be_written_stops_no_run(
     folder: str, on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    on_cuda.parent.mkdir()
     on_cuda.write_text("no folder")
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / folder))
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(on_cuda.with_name(folder)))
     told = compiled_once(tmp_path)
-    assert "compiled in the first step" in told[-1] and str(tmp_path / folder) in told[-1]
+    assert "compiled in the first step" in told[-1] and str(on_cuda.with_name(folder)) in told[-1]
+
+
+def test_the_first_rank_of_each_host_compiles_where_rows_are_known(
+    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python(tmp_path, monkeypatch, "exit 0")
+    assert compiled_once(tmp_path, rows=None) == compiled_once(tmp_path, rank=1, hosts="aa") == []
+    assert compiled_once(tmp_path, rank=2, hosts="abb") == [] and not on_cuda.exists()
+    assert len(compiled_once(tmp_path, rank=1, hosts="ab")) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "device", lambda: "metal")
+        assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
+    monkeypatch.setattr(kernels, "is_compiled", lambda *_: False)
+    assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
+
+
+def test_kernels_are_compiled_anew_for_what_their_code_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(*words: str, **stored: object) -> str:
+        model = tiny.model_folder(tmp_path, **stored)
+        settings = load.load(None, [f"model.path={model}", "data.train=-", *words])
+        return kernels._digest(settings.model, settings.train)
+
+    same = digest()
+    assert {same} == {
+        digest("train.learning_rate=1e-3", "train.global_batch_size=64", "train.seed=3", "run.name=x"),
+        digest(hidden_size=64, num_hidden_layers=7, vocab_size=100),
+    }
+    others = [digest(model_type="qwen2"), digest(quantization={"bits": 4, "group_size": 32})]
+    others += [digest(f"model.{word}") for word in ("dtype=float16", "method=full", "gradient_checkpointing=true")]
+    others += [digest(f"train.{word}") for word in ("loss=ipo", "optimizer=lion", "weight_decay=0.5", "beta=0.3")]
+    others += [digest("train.max_grad_norm=null"), digest("train.optimizer_options={betas: [0.8, 0.9]}")]
+    monkeypatch.setattr(mx, "__version__", "0")
+    assert len({same, *others, digest()}) == 2 + len(others)
+
+
+def test_a_part_ends_with_the_block_whatever_it_does(
+    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python(tmp_path, monkeypatch, "exec sleep 100")
+    (tmp_path / "work").touch()
+    with kernels._running("head", tmp_path / "head", tmp_path / "work") as process:
+        assert process.poll() is None
+    assert process.returncode == -signal.SIGKILL
+    monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.0)
+    assert len(compiled_once(tmp_path)) == 1
+
+
+def test_a_kernels_code_comes_last_and_what_others_compiled_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, folder, moved, replace = tmp_path / "own", tmp_path / "all", list[str](), Path.replace
+    for name in ("one/a.ptx", "one/a.txt", "b.ptx"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text("ours")
+    folder.mkdir()
+    (folder / "b.ptx").write_text("theirs")
+    monkeypatch.setattr(Path, "replace", lambda path, target: (moved.append(path.name), replace(path, target))[1])
+    kernels._publish(own, folder)
+    assert moved == ["a.txt", "a.ptx"] and (folder / "one/a.ptx").read_text() == "ours"
+    assert (folder / "b.ptx").read_text() == "theirs"
+
+
+def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 9, "vocab_size": 5000}
+    stored = shape | {"quantization": {"bits": 4, "group_size": 32}, "torch_dtype": "float16"}
+    folder = tiny.model_folder(tmp_path, **stored)
+    for words, dtype in (([], mx.float16), (["model.dtype=bfloat16"], mx.bfloat16)):
+        model = kernels.small_model(load.load(None, [f"model.path={folder}", "data.train=-", *words]).model, 0)
+        linear = model.layers[1].self_attn.q_proj.linear
+        assert (linear.bits, linear.group_size, linear.scales.dtype) == (4, 32, dtype)
+        assert (len(model.layers), model.model.embed_tokens.weight.shape[0]) == (kernels.BLOCKS, kernels.VOCABULARY)

@@ -29,6 +29,7 @@ from lib.plan.plan_warnings import advised
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.system import hardware
+from lib.system.hardware import Device
 from tests import tiny
 from tests.test_plan import LLAMA_8B
 from tests.test_replan import KEY, calibrated
@@ -223,18 +224,20 @@ def planned(
     *words: str,
     stored: dict[str, Any] = LLAMA_8B,
     link: Link | None = ASSUMED_LINK,
-    curve: BatchCurve | None = None,
+    curve: BatchCurve | Sequence[BatchCurve | None] | None = None,
+    devices: Sequence[Device] = ("metal",) * 9,
     **facts: Any,
 ) -> ClusterPlan:
-    """Of hosts a, b, ...: their memory, and the rate of their matrix products, or a curve of all."""
+    """Of hosts a, b, ...: their memory, and the rate of their matrix products, or a curve of all or of each."""
     config = load(None, ["model.path=-", "data.train=-", "train.global_batch_size=32", *words])
     hosts = []
     for rank, (memory, rate) in enumerate(zip(memory_gb, gflops, strict=True)):
+        own = curve[rank] if isinstance(curve, Sequence) else curve
         one = calibrated(chr(ord("a") + rank), {1: 1.0, 2: 1.0}).model_copy(
-            update={"curves": (curve,) if curve else (), "gflops": rate, "links": (link,) if link else ()}
+            update={"curves": (own,) if own else (), "gflops": rate, "links": (link,) if link else ()}
         )
         size = memory and int(memory * GB)
-        hosts.append(RankHost(one.machine.host, one, device="metal", memory_bytes=size))
+        hosts.append(RankHost(one.machine.host, one, device=devices[rank], memory_bytes=size))
     shape = model_shape_of(stored)
     known: dict[str, Any] = {
         "shape": shape,
@@ -391,25 +394,30 @@ def test_the_update_is_part_of_a_predicted_step() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(0.24)
 
 
-def test_what_is_outside_of_the_blocks_takes_as_long_as_was_measured() -> None:
-    """A pair takes the whole model 0.5 s, of which a fifth is no block's; the arithmetic alone gives the head less."""
+OF_A_PAIR = BatchCurve.from_rates({1: 2.0, 2: 2.0}).model_copy(update={"key": KEY})  # 0.5 s through the whole model
+FIFTH = OF_A_PAIR.model_copy(update={"outside_blocks": 0.2})  # of it is no block's
+
+
+def blocks_and_rest(*curves: BatchCurve | None, devices: Sequence[Device] = ("metal", "metal")) -> tuple[float, float]:
+    """Seconds of a pair on the second of two hosts: in all blocks, and in what is outside of them."""
     words = ("strategy=pipelined", "plan.shares=[24,8]", "plan.micro_batch_sizes=[1]")
-    curve = BatchCurve.from_rates({1: 2.0, 2: 2.0}).model_copy(update={"key": KEY})
+    at = planned([128, 128], [1e4, 1e4], *words, curve=curves, devices=devices).cut_costs
+    assert at is not None
+    blocks, rest = at.forward_seconds + at.backward_seconds, at.end_forward_seconds + at.end_backward_seconds
+    assert rest[0] == 0, "the first stage has an embedding, which is looked up"
+    return blocks[1][-1], rest[1]
 
-    def blocks_and_rest(share: float | None) -> tuple[float, float]:
-        plan = planned([128, 128], [1e4, 1e4], *words, curve=curve.model_copy(update={"outside_blocks": share}))
-        at = plan.cut_costs
-        assert at is not None
-        blocks, rest = at.forward_seconds + at.backward_seconds, at.end_forward_seconds + at.end_backward_seconds
-        assert rest[0] == 0, "the first stage has an embedding, which is looked up"
-        return blocks[1][-1], rest[1]
 
-    assert blocks_and_rest(0.2) == pytest.approx((0.4, 0.1))
-    by_operations = blocks_and_rest(None)
-    assert sum(by_operations) == pytest.approx(0.5) and by_operations[1] < 0.05
+def test_what_is_outside_of_the_blocks_takes_as_long_as_was_measured() -> None:
+    assert blocks_and_rest(FIFTH, FIFTH) == pytest.approx((0.4, 0.1))
+    by_operations = blocks_and_rest(OF_A_PAIR, OF_A_PAIR)
+    assert sum(by_operations) == pytest.approx(0.5) and by_operations[1] < 0.05, "the arithmetic gives the head less"
 
 
 def test_a_host_without_that_measurement_has_the_share_of_its_kind() -> None:
+    by_operations = blocks_and_rest(OF_A_PAIR, OF_A_PAIR)
+    assert blocks_and_rest(FIFTH, OF_A_PAIR) == pytest.approx((0.4, 0.1))
+    assert blocks_and_rest(FIFTH, OF_A_PAIR, devices=("cpu", "metal")) == by_operations
     assert known_or_alike([0.1, None, 0.2, None, None], ["cpu", "cpu", "cpu", "metal", None]) == pytest.approx(
         [0.1, 0.15, 0.2, None, None], nan_ok=True
     )

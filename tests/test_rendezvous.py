@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,34 @@ def test_a_key_is_made_once_for_this_user_alone_and_waited_for(tmp_path: Path) -
     path.write_text("guess me\n")
     with pytest.raises(UserError, match="it holds 8 characters, not one line of 32 or more"):
         rendezvous.key_of(path, True, 0.2, print)
+
+
+def test_the_first_of_the_network_with_most_strangers_makes_room(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert handshake.to_push_out({1: "a", 2: "b", 3: "c", 4: "b", 5: "b", 6: "a"}) == 2
+    monkeypatch.setattr(handshake, "STRANGERS", 2)
+    listening = socket.create_server(("127.0.0.1", 0))
+    with handshake.Listener(listening, KEY, "test") as listener, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", listener.port)
+        silent = [stack.enter_context(socket.create_connection(address, WAIT_SECONDS)) for _ in range(4)]
+        threading.Thread(target=handshake.connect, args=(address, KEY, "test", WAIT_SECONDS), daemon=True).start()
+        stack.enter_context(listener.accept(WAIT_SECONDS).connection)
+        assert [one.recv(1) for one in silent[:3]] == [b""] * 3
+        assert [one.network for one in listener._strangers.values()] == ["127.0.0.1"], "whatever their ports"
+
+    async def nobody(channel: handshake.StreamChannel) -> None:
+        raise AssertionError("nobody proves anything here")
+
+    async def story() -> None:
+        streams = handshake.StreamListener(KEY, "test", nobody)
+        await streams.start(port)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for reader, writer in silent[:2]:
+            assert await asyncio.wait_for(reader.read(1), WAIT_SECONDS) == b""
+            writer.close()
+        assert list(streams._strangers.values()) == ["127.0.0.1"] * 2
+        await streams.close()
+
+    asyncio.run(story())
 
 
 def test_a_primary_that_is_started_again_finds_its_secondaries(port: int) -> None:

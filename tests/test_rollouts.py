@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,9 @@ from lib.config.rollout_settings import RolloutSettings
 from lib.dashboard import charts, pictures
 from lib.dashboard import rounds as rounds_shown
 from lib.dashboard.history import RunHistory
+from lib.data.answer_questions import load_questions
 from lib.data.prompts import open_prompts
+from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate.answers import part_of
@@ -85,6 +88,11 @@ def test_what_was_cut_teaches_nothing_if_asked() -> None:
     nothing = replace(whole, answers=[replace(answer, finish="length") for answer in whole.answers])
     assert groups_of([nothing, group(1.0, 1.0)], RolloutSettings(mask_truncated=True)) == []
     assert len(groups_of([nothing, cut], RolloutSettings(mask_truncated=True))) == 2
+    shorter = group(0.0, 1.0, tokens=[[2, 4, 1], [1]])
+    (made,) = groups_of([shorter], RolloutSettings(mask_truncated=True))
+    assert made.mask == [[True] * 3, [True]]
+    assert groups_of([shorter], RolloutSettings()) == [made._replace(mask=None)]
+    assert (made.prompt, made.completions, made.logps) == ([2, 3], [[2, 4, 1], [1]], [[-0.5] * 3, [-0.5]])
 
 
 def test_groups_of_equal_scores_can_be_left_out() -> None:
@@ -106,7 +114,7 @@ def test_figures_are_sums_over_counts() -> None:
 @pytest.mark.parametrize(
     ("scores", "lengths", "expected"),
     [
-        ([[1, 2, 3], [50, 60]], [[5, 6, 7], [1, 11]], 1.0),
+        ([[1, 2, 3], [None, None], [50, 60]], [[5, 6, 7], [9, 1], [1, 11]], 1.0),
         ([[1, 2], [7, 7]], [[6, 5], [1, 9]], -0.5 / np.sqrt(0.5 * 32.5)),
         ([[1, 1], [None, 2]], [[6, 5], [1, 9]], None),
         ([[0, 1, None]], [[3, 3, 9]], None),
@@ -160,8 +168,9 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
     following = samples(length_correlation=0.85)
     assert "the judge's scores follow length: their correlation is 0.85" in said(following, following, 0.5)[0]
     assert said(following, samples(length_correlation=0.75), 0.5) == []
-    few = samples(length_correlation=0.85, pairs=15)
-    assert said(few, few, 0.5) == []
+    few, enough = (samples(length_correlation=0.85, pairs=pairs) for pairs in (15, 16))
+    against = samples(length_correlation=-0.85)
+    assert said(few, few, 0.5) == said(against, against, 0.5) == [] and len(said(enough, enough, 0.5)) == 1
     assert "rewards rise while held-out falls" in said(samples(), samples(score=0.6), 0.4)[0]
     assert said(samples(), samples(score=0.3), 0.4) == []
     assert said(samples(), samples(score=0.6), 0.46) == said(samples(), samples(score=0.6), 0.46, None) == []
@@ -418,10 +427,24 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
     assert (
         "a run of rounds has no held-out pairs; name some with --data, or evaluate.answers" in capsys.readouterr().err
     )
-    sums = run.parent.parent / "sums.jsonl"
-    tiny.write_jsonl(sums, [{"prompt": "Add 12 and 34.", "answer": "46"}, {"prompt": "Add 58 and 67.", "answer": "-1"}])
-    assert evaluate.main(["--run", str(run), f"evaluate.answers={sums}", "evaluate.max_tokens=1"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"questions": 2, "exact_match": 0.0}
+    sums, model = run.parent.parent / "sums.jsonl", tiny.ROOT / "configs/quickstart/model"
+    own = [f"evaluate.answers={sums}", "evaluate.max_tokens=6", r"evaluate.answer_pattern=(?s)\A(.*)"]
+
+    def match(answers: list[str]) -> float:
+        tiny.write_jsonl(sums, [{"prompt": f"Add {n} and 67.", "answer": answer} for n, answer in enumerate(answers)])
+        assert evaluate.main(["--run", str(run), *own]) == 0
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told.pop("questions") == len(answers) and set(told) == {"exact_match"}
+        return float(told["exact_match"])
+
+    assert match(["no"] * 4) == 0.0
+    config = load(run / "config.yaml", own)
+    questions = load_questions(config, load_tokenizer_of(config.model))
+    trained, base = (
+        [mlx_lm.generate(*loaded, question.prompt_ids, max_tokens=6).strip() for question in questions]
+        for loaded in (mlx_lm.load(str(model), adapter_path=str(run)), mlx_lm.load(str(model)))
+    )
+    assert trained != base and match([*trained[:3], "no"]) == 0.75
     pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), list(tiny.pairs(3)))
     assert evaluate.main(["--run", str(run), f"data.valid={pairs}"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
