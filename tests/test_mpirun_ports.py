@@ -27,15 +27,19 @@ else:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lends a process its child's socket")
-def test_a_stranger_is_hung_up_on_and_its_own_process_never(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("comes_up", [0, 1])
+def test_a_stranger_is_hung_up_on_and_its_own_process_never(monkeypatch: pytest.MonkeyPatch, comes_up: int) -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, start_new_session=True)
     whole_table = mpirun_ports._entries
     tables: list[list[mpirun_ports.Entry]] = []
 
     def written_piece_by_piece() -> list[mpirun_ports.Entry]:
-        """The connecting ends of whatever came up since the last look are not in the table yet."""
-        doors = {one.local for one in whole_table() if one.state == mpirun_ports.LISTENING}
-        tables.append([one for one in whole_table() if tables or one.remote not in doors])
+        """Its own connection comes up before or between the two first looks, and has one end in the table then."""
+        look, entries = len(tables), whole_table()
+        theirs, ours = f":{port:04X}", f":{other:04X}"  # the ends of the ports
+        own = {one.local for one in entries if one.remote.endswith(theirs) and not one.local.endswith(ours)}
+        is_late = {one for one in entries if one.local in own or (look < comes_up and one.remote in own)}
+        tables.append([one for one in entries if look > comes_up or one not in is_late])
         return tables[-1]
 
     try:
@@ -46,6 +50,7 @@ def test_a_stranger_is_hung_up_on_and_its_own_process_never(monkeypatch: pytest.
             while len(mpirun_ports._sockets_of(server.pid)) < 3:  # it has accepted both
                 time.sleep(0.01)
             trusted: set[str] = set()
+            other = stranger.getsockname()[1]
             monkeypatch.setattr(mpirun_ports, "_entries", written_piece_by_piece)
             assert mpirun_ports.hang_up_on_strangers(server.pid, trusted) == 1
             assert stranger.recv(1) == b""
