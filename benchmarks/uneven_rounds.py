@@ -1,6 +1,6 @@
 """Rounds on two ranks of 3:1 speed, against the sum of what each does alone: sampling, and the whole run.
 
-    python benchmarks/uneven_rounds.py               about three minutes
+    python benchmarks/uneven_rounds.py               about nine minutes
     python benchmarks/uneven_rounds.py --overlap     with rollouts.overlap=true
     python benchmarks/uneven_rounds.py --judge 0.02  and a judge that takes so many seconds for each answer
     python benchmarks/uneven_rounds.py --quick       a minute: fewer and smaller rounds
