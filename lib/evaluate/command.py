@@ -82,10 +82,14 @@ def _work_of(options: argparse.Namespace) -> Callable[[Config, argparse.Namespac
     return evaluate if options.score is None and options.make_pairs is None else in_bulk
 
 
+def _names_pairs(options: argparse.Namespace) -> bool:
+    """Whether the command names held-out pairs, which a run of rounds has none of."""
+    return options.data is not None or any(word.startswith("data.valid=") for word in options.overrides)
+
+
 def evaluate(settings: Config, options: argparse.Namespace, world: World) -> None:
     """Evaluates a saved run, or a model against a reference; prints a line for people and one of JSON."""
-    names_pairs = options.data is not None or any(word.startswith("data.valid=") for word in options.overrides)
-    if settings.rollouts.rounds and not names_pairs:
+    if settings.rollouts.rounds and not _names_pairs(options):
         _answer(settings, options, world)
         return
     say = RunConsole(world)
