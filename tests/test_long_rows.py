@@ -1,5 +1,7 @@
 """Attention in blocks of queries: the same outputs and gradients, and memory that grows with the length alone."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.model import attention_blocks
-from lib.model.attention_blocks import LONG, MULTIPLE, SCORE_BYTES, block_rows
+from lib.model.attention_blocks import LONG, MULTIPLE, SCORE_BYTES, TILE, block_rows, is_fused
 from lib.model.blocked_attention import causal_attention
+from lib.system.hardware import Device
 
 
 def drawn(sequences: int, heads: int, kv_heads: int, length: int, positions: int) -> list[mx.array]:
@@ -41,13 +44,44 @@ def test_blocks_give_what_all_at_once_gives(
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 40_000), st.integers(0, 10_000), st.sampled_from([2, 4]))
 def test_a_blocks_scores_have_a_limit(sequences: int, heads: int, queries: int, before: int, item: int) -> None:
     keys = queries + before
-    for device in ("cpu", "metal"):
-        rows = block_rows(device, sequences, heads, queries, keys, item)  # type: ignore[arg-type]
-        assert 1 <= rows <= queries and (rows == queries or rows % MULTIPLE == 0)
-        assert keys > LONG or rows == queries
-        if rows > MULTIPLE and keys > LONG:
-            assert rows * sequences * heads * keys * item <= SCORE_BYTES
-    assert block_rows("cuda", sequences, heads, queries, keys, item) == queries
+    rows = block_rows(False, sequences, heads, queries, keys, item)
+    assert 1 <= rows <= queries and (rows == queries or rows % MULTIPLE == 0)
+    assert keys > LONG or rows == queries
+    if rows > MULTIPLE and keys > LONG:
+        assert rows * sequences * heads * keys * item <= SCORE_BYTES
+    assert block_rows(True, sequences, heads, queries, keys, item) == queries
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "item", "fused"),
+    [
+        ("cuda", 64, 2, True),
+        ("cuda", 128, 2, True),
+        ("cuda", 256, 2, False),
+        ("cuda", 100, 2, False),
+        ("cuda", 64, 4, False),
+        ("metal", 64, 2, False),
+        ("cpu", 64, 2, False),
+    ],
+)
+def test_only_cudnn_keeps_no_scores(device: Device, head_dim: int, item: int, fused: bool) -> None:
+    assert is_fused(device, head_dim, item) == fused
+
+
+@pytest.mark.parametrize(("length", "positions"), [(1, 1), (5, 130), (127, 127), (129, 140)])
+def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = drawn(2, 4, 2, length, positions)
+    wanted, lengths, kernel = both(inputs), [], mx.fast.scaled_dot_product_attention
+
+    def noted(queries: mx.array, *arrays: mx.array, **options: Any) -> mx.array:
+        lengths.append(queries.shape[2])
+        return kernel(queries, *arrays, **options)
+
+    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    for found, array in zip(both(inputs), wanted, strict=True):
+        assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
+    assert [each % TILE for each in lengths] == [0]
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:

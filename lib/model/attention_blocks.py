@@ -7,15 +7,21 @@ from lib.system.hardware import Device
 LONG = 2048  # positions: shorter rows are attended to at once
 SCORE_BYTES = 2**27  # of scores at a time, over all sequences and heads
 MULTIPLE = 64  # of a block's queries
+TILE = 128  # queries of each sequence of which cuDNN's backward pass wants a multiple
 
 
-def block_rows(device: Device, sequences: int, heads: int, queries: int, keys: int, item_bytes: int) -> int:
+def is_fused(device: Device, head_dim: int, item_bytes: int) -> bool:
+    """Whether attention has a kernel that keeps no scores for the backward pass: cuDNN's, as MLX uses it."""
+    return device == "cuda" and item_bytes == 2 and head_dim <= 128 and head_dim % 8 == 0
+
+
+def block_rows(is_fused: bool, sequences: int, heads: int, queries: int, keys: int, item_bytes: int) -> int:
     """Queries of each sequence that attend at a time; all of them where nothing is gained by blocks.
 
-    MLX's backward pass of attention keeps the scores on a CPU and on Metal, which has no fused kernel for it: memory
-    would grow with the square of the length. On CUDA cuDNN's kernel keeps none.
+    Without a fused kernel MLX's backward pass of attention keeps the scores: memory would grow with the square of the
+    length.
     """
-    if device == "cuda" or keys <= LONG:
+    if is_fused or keys <= LONG:
         return queries
     rows = SCORE_BYTES // (sequences * heads * keys * item_bytes) // MULTIPLE * MULTIPLE
     return min(queries, max(MULTIPLE, rows))

@@ -158,17 +158,23 @@ class Stream:
             out = local_attention(q, k, v, min(windows, default=None), scale=scale, **options)
             return out.swapaxes(1, 2).flatten(0, 1)
 
-        cut, outputs, prefixes = self.rows * self.prefix, [], []
-        whole = [x.squeeze(2) for x in (queries, keys, values)]
+        outputs, prefixes = [], []
+        # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
+        parts = [mx.split(x.squeeze(2), [self.rows * self.prefix]) for x in (queries, keys, values)]
         if self.prefix:
-            prefixes = [x[:cut].reshape(self.rows, self.prefix, *x.shape[1:]).swapaxes(1, 2) for x in whole]
+            prefixes = [x.reshape(self.rows, self.prefix, *x.shape[1:]).swapaxes(1, 2) for x, _ in parts]
             outputs.append(attention(*prefixes))
-        tails = [self._spread(x[cut:]).reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for x in whole]
+        tails = [self._spread(x).reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for _, x in parts]
         if self.prefix:
-            for i in (1, 2):
-                tails[i] = mx.concatenate([mx.repeat(prefixes[i], self.completions, axis=0), tails[i]], axis=2)
+            tails[1:] = [self._behind(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
         outputs.append(self._gather(attention(*tails)))
         return mx.concatenate(outputs)[:, :, None]
+
+    def _behind(self, prefix: mx.array, tails: mx.array) -> mx.array:
+        """Each row's prefix, [b, heads, P, head_dim], before each of its tails: [b * K, heads, P + T, head_dim]."""
+        tails = mx.unflatten(tails, 0, (self.rows, self.completions))
+        prefixes = mx.broadcast_to(prefix[:, None], (*tails.shape[:3], *prefix.shape[2:]))
+        return mx.concatenate([prefixes, tails], axis=3).flatten(0, 1)
 
     def _spread(self, x: mx.array) -> mx.array:
         """[N - b * P, ...] ➜ [b * K * T, ...]; nobody reads what is at a sequence's padding."""

@@ -27,7 +27,7 @@ from typing import Literal
 from lib.config.schema import Config
 from lib.data.batch_shapes import BatchShape
 from lib.model import adapter_layers
-from lib.model.attention_blocks import block_rows
+from lib.model.attention_blocks import TILE, block_rows, is_fused
 from lib.model.partition import ModelShape
 from lib.plan.memory_tape import Array, Tape
 from lib.system.hardware import Device
@@ -272,14 +272,16 @@ class Step:
         width, kv_width = q.elements / self.tokens, k.elements / self.tokens
         outputs, parts = [], []
         for sequences, queries, keys in self.rectangles():
-            own = sequences * queries * width
-            both = sequences * (self.batch.prefix + queries) * kv_width
-            is_whole = not self.batch.prefix or queries == keys == self.batch.prefix
+            more = -queries % TILE if self.is_fused() else 0
+            own = sequences * (queries + more) * width
+            both = sequences * (self.batch.prefix + queries + more) * kv_width
+            is_whole = (not self.batch.prefix or queries == keys == self.batch.prefix) and not more
             ks = [each if is_whole else tape.make(both, item, each) for each in (k, v)]
             scores = sequences * queries * keys * shape.heads
-            rows = block_rows(self.device, sequences, shape.heads, queries, keys, item)
+            rows = block_rows(self.is_fused(), sequences, shape.heads, queries, keys, item)
             block = scores * rows / queries if rows < queries else 0.0
-            qs, probabilities, out = self.products(q, ks, own, block or scores, keeps=not block)
+            given = tape.make(own, item, q) if more else q
+            qs, probabilities, out = self.products(given, ks, own, block or scores, keeps=not block)
             outputs.append(tape.make(own, item, out))  # in the order of tokens
             parts.append(_AttentionPart(qs, ks, probabilities, out, own, both, scores, queries, block))
         y = tape.make(q.elements, item, *outputs) if len(outputs) > 1 else outputs[0]
@@ -297,7 +299,7 @@ class Step:
         return y
 
     def is_fused(self) -> bool:
-        return self.device == "cuda" and self.item == 2 and self.shape.head_dim <= 128 and not self.shape.head_dim % 8
+        return is_fused(self.device, self.shape.head_dim, self.item)
 
     def products(
         self, q: Array, ks: list[Array], own: float, scores: float, keeps: bool
@@ -321,11 +323,9 @@ class Step:
         if part.block_elements:  # probabilities, their cotangents and the scores'
             tape.touch(qs, keys, values, d_out, scratch=4 * part.block_elements * item)
             return [tape.make(size, item, qs, keys, values, d_out) for size in (own, both, both)]
-        if probabilities is None and part.query_length % 128 == 0:
+        if probabilities is None:
             tape.touch(qs, keys, values, part.output, d_out, scratch=4 * own)
             return [tape.make(size, item, qs, keys, values, d_out) for size in (own, both, both)]
-        if probabilities is None:  # cuDNN's backward pass wants whole tiles: else it is made of plain products
-            probabilities = tape.make(scores, item, qs, keys)
         repeated = both * self.shape.heads / self.shape.kv_heads
         dv = tape.make(repeated, item, probabilities, d_out)
         # With the probabilities' cotangent, in its place.
