@@ -64,31 +64,31 @@ def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
     """What low-rank layers give for one input.
 
     The gradient is written out: the low-rank terms are added where the large products are made, the layers' A are one
-    matrix, x A is kept rather than made again, and no gradient of the frozen W is ever asked for.
+    matrix, x A is kept rather than made again, and no gradient of the frozen W is ever asked for. What has a row a rank
+    lies in memory so, [r, tokens]: a layer's own rows are no copy then, as its columns would be.
     """
     linears = [layer.linear for layer in layers]
     ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]
 
     @mx.custom_function
     def products(x: mx.array, a: mx.array, *bs: mx.array) -> tuple[mx.array, ...]:
-        low = x @ a
-        lows = mx.split(low, ends, axis=1)
+        low = a @ x.T
         ys: list[mx.array] = []
-        for linear, own, b in zip(linears, lows, bs, strict=True):
+        for linear, own, b in zip(linears, mx.split(low, ends), bs, strict=True):
             # One after another: of quantised layers no two weights are dequantised at a time.
             given = mx.depends([x], ys[-1:])[0] if ys and isinstance(linear, QuantisedLinear) else x
-            ys.append(mx.addmm(linear(given), own, b))
+            ys.append(mx.addmm(linear(given), own.T, b))
         return *ys, low
 
     @products.vjp
     def products_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         (x, a, *bs), dys, low = primals, cotangents[:-1], outputs[-1]
-        d_low = mx.concatenate([dy @ b.T for dy, b in zip(dys, bs, strict=True)], axis=1)
+        d_low = mx.concatenate([b @ dy.T for dy, b in zip(dys, bs, strict=True)])
         dx = _input_gradient(linears, x, dys)
-        d_bs = [own.T @ dy for own, dy in zip(mx.split(low, ends, axis=1), dys, strict=True)]
-        return mx.addmm(dx, d_low, a.T), x.T @ d_low, *d_bs
+        d_bs = [own @ dy for own, dy in zip(mx.split(low, ends), dys, strict=True)]
+        return mx.addmm(dx, d_low.T, a), d_low @ x, *d_bs
 
-    a = mx.concatenate([layer.lora_a for layer in layers], axis=1).astype(x.dtype)
+    a = mx.concatenate([layer.lora_a.T for layer in layers]).astype(x.dtype)
     outputs = products(
         x.reshape(-1, x.shape[-1]), a, *((layer.scale * layer.lora_b).astype(x.dtype) for layer in layers)
     )
