@@ -26,7 +26,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from lib.config.schema import Config, ModelSettings, TrainSettings
 from lib.data.collate import Batch, collate_trained
@@ -237,8 +237,7 @@ def loss(step: TrainStep, batch: Batch) -> None:
 
 def update(step: TrainStep, batch: Batch) -> None:
     """From the gradients' sums to new parameters."""
-    gradients = tree_map(lambda p: mx.ones(p.shape), step.model.trainable_parameters())
-    mean, squares = step.mean_of(gradients, mx.array(1.0))
+    mean, squares = step.mean_of(step.gradients_of_value(1.0), mx.array(1.0))
     step.take(mean, mx.sqrt(step.world.sum_of_all(squares)), step.train.learning_rate)
     mx.eval(step.model.trainable_parameters())
 

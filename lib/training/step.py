@@ -28,6 +28,7 @@ from lib.model.token_stream import StreamInputs, arrays_of, embedding_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
+from lib.training.joined_arrays import JoinedArrays, is_worth_it
 from lib.training.neftune import noisy
 from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
 from lib.training.optimizers import AdamW8bit, apply_gradients, evaluate_in_turn
@@ -218,6 +219,7 @@ class TrainStep:
     mean_of: MeanOf
     update: Update
     optimizer_state: list[Tree]  # one, which a compiled update reads and writes
+    joined: JoinedArrays | None = None  # stands for all arrays in these trees of gradients and parameters
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
     shapes: set[object] = field(default_factory=set)  # of the batches so far
     last_started: float = field(default_factory=time.perf_counter)
@@ -323,7 +325,7 @@ class TrainStep:
             tokens = sum(batch.real_tokens for batch in counted)
             padded_tokens = sum(batch.computed_tokens for batch in counted)
         if gradients is None:  # no row of this step is this rank's
-            gradients = tree_map(lambda p: mx.zeros(p.shape, mx.float32), self.model.trainable_parameters())
+            gradients = self.gradients_of_value(0.0)
         return gradients, OwnPart(sums, tokens, padded_tokens, failed_bytes), failure
 
     def _forward_backward(
@@ -366,12 +368,22 @@ class TrainStep:
     def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
         """The update by mean gradients, whose norm is known; its evaluation has begun."""
         self.optimizer.learning_rate = rate
+        if self.joined is not None:
+            parameters = self.joined.parameters()
+            self.optimizer_state[0] = self.joined.optimizer.state
+            self.joined.take(self.update(parameters, gradients, norm))
+            return
         self.optimizer_state[0] = self.optimizer.state  # another object after a resume
         self.model.update(self.update(self.model.trainable_parameters(), gradients, norm))
         evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
 
+    def gradients_of_value(self, value: float) -> Tree:
+        """Gradients, every number of which is this one."""
+        gradients = tree_map(lambda p: mx.full(p.shape, value, mx.float32), self.model.trainable_parameters())
+        return gradients if self.joined is None else self.joined.join(gradients)
 
-def _compiled(model: nn.Module, train: TrainSettings) -> GradientsOf:
+
+def _compiled(model: nn.Module, train: TrainSettings, joined: JoinedArrays | None) -> GradientsOf:
     """GradientsOf, compiled, but for the metrics.
 
     Those are dozens of operations on arrays of a number a row, and cost nothing one by one. Compiled they would be some
@@ -382,8 +394,13 @@ def _compiled(model: nn.Module, train: TrainSettings) -> GradientsOf:
         figures = figures_of(train, model, inputs)
         return loss_and_sums(train, figures, inputs, *beside)[0], figures
 
+    def as_joined(inputs: StreamInputs, *beside: mx.array | None) -> tuple[tuple[mx.array, Figures], Tree]:
+        values, gradients = value_and_gradients(inputs, *beside)
+        return values, gradients if joined is None else joined.join(gradients)
+
+    value_and_gradients = nn.value_and_grad(model, loss_of)
     state = [model.state, mx.random.state]
-    compiled = mx.compile(nn.value_and_grad(model, loss_of), inputs=state, outputs=state)
+    compiled = mx.compile(as_joined, inputs=state, outputs=state)
 
     def gradients_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[tuple[mx.array, mx.array], Tree]:
         (_, figures), gradients = compiled(inputs, *beside)
@@ -423,18 +440,24 @@ def make_step(
 
     def mean_of(gradients: Tree, count: mx.array) -> tuple[Tree, exchange.Arrays]:
         mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
-        return mean, {name: mx.square(g).sum() for name, g in tree_flatten(mean)}
+        # Rows first: float32 forgets what is added to a sum of millions.
+        return mean, {name: mx.square(mx.atleast_1d(g)).sum(axis=-1).sum() for name, g in tree_flatten(mean)}
 
     def update(parameters: Tree, gradients: Tree, norm: mx.array) -> Tree:
         if train.max_grad_norm is not None:
             factor = mx.minimum(train.max_grad_norm / (norm + 1e-6), 1.0)
             gradients = tree_map(lambda g: g * factor, gradients)
-        return apply_gradients(optimizer, gradients, parameters, train.loraplus_lr_ratio)
+        updating = optimizer if joined is None else joined.optimizer
+        return apply_gradients(updating, gradients, parameters, train.loraplus_lr_ratio)
 
     gradients_of = nn.value_and_grad(model, forward)
     optimizer_state: list[Tree] = [optimizer.state]
+    sync, joined = sync or SyncSettings(), None
     if is_compiled(train, world):
-        gradients_of = _compiled(model, train)
+        has_whole_model = not isinstance(world, Lockstep) and sync.compression == "none"
+        if has_whole_model and train.loraplus_lr_ratio is None and is_worth_it(model, optimizer):
+            joined = JoinedArrays(model, optimizer)
+        gradients_of = _compiled(model, train, joined)
     if _compiles(train):
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)
@@ -445,7 +468,7 @@ def make_step(
         train,
         world,
         dropout,
-        sync or SyncSettings(),
+        sync,
         {} if feedback is None else feedback,
         world.rank if rank is None else rank,
         forward,
@@ -453,4 +476,5 @@ def make_step(
         mean_of,
         update,
         optimizer_state,
+        joined,
     )

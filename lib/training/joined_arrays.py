@@ -1,0 +1,112 @@
+"""Trained arrays joined into one: an adapter has hundreds of them, which cost a GPU more to launch than to compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+ELEMENTWISE = (
+    optim.SGD,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.AdaDelta,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.Lion,
+)  # MLX's optimizers that treat each number by itself
+LARGEST_BYTES = 2**28  # of all arrays: an update makes every number anew before it lets the old ones go
+WIDTH = 1024  # of the joined array's rows: sums of its squares are of a row first
+NAME = "all"  # of the joined array, in a tree of gradients or of parameters
+
+
+class JoinedArrays:
+    """What is trained of a model as one array, in the order of MLX's tree_flatten; the optimizer's state, likewise.
+
+    The model and the optimizer's `state` have parts of it, by the names that they have without this.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer):
+        arrays = tree_flatten(model.trainable_parameters())
+        self.names = [name for name, _ in arrays]
+        self.shapes = [array.shape for _, array in arrays]
+        self.ends: list[int] = np.cumsum([array.size for _, array in arrays]).tolist()
+        self.places = [_place(model, name) for name in self.names]
+        self.given, self.optimizer = optimizer, copy.copy(optimizer)
+        """The one whose state all see, and the one that updates the joined array."""
+        self.whole: mx.array | None = None
+        self.parts: list[mx.array] = []
+        self.state: Mapping[str, Any] | None = None  # as all see it
+
+    def join(self, tree: Mapping[str, Any]) -> dict[str, mx.array]:
+        """A tree of trained arrays, or of their gradients, as a tree of one: float32 [rows, WIDTH], zeros at the end."""
+        return {NAME: _joined([array for _, array in tree_flatten(tree)])}
+
+    def parameters(self) -> dict[str, mx.array]:
+        """The model's, which somebody else may have changed meanwhile; the optimizer's state is as fresh."""
+        arrays: list[mx.array] = [module[key] for module, key in self.places]
+        if self.whole is None or any(own is not other for own, other in zip(self.parts, arrays, strict=True)):
+            self.whole = _joined(arrays)
+        if self.state is None or self.given.state is not self.state:
+            self.optimizer.state = self._joined_state(self.given.state)
+            self.optimizer.init({NAME: self.whole})
+        self.optimizer.learning_rate = self.given.learning_rate
+        return {NAME: self.whole}
+
+    def take(self, parameters: Mapping[str, Any]) -> None:
+        """Gives the model and the optimizer their parts of the updated array; the evaluation has begun."""
+        self.whole = parameters[NAME]
+        mx.async_eval(self.whole, self.optimizer.state)  # the device has its work before the parts are made
+        self.parts = self._parts(self.whole)
+        for (module, key), part in zip(self.places, self.parts, strict=True):
+            module[key] = part
+        moments = {key: self._parts(whole) for key, whole in self.optimizer.state[NAME].items()}
+        others = {name: value for name, value in self.optimizer.state.items() if name != NAME}
+        of_names = [(name, {key: parts[i] for key, parts in moments.items()}) for i, name in enumerate(self.names)]
+        self.given.state = self.state = others | dict(tree_unflatten(of_names))
+        mx.async_eval(self.parts, moments)
+
+    def _parts(self, whole: mx.array) -> list[mx.array]:
+        *pieces, _ = mx.split(whole.reshape(-1), self.ends)
+        return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def _joined_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """An optimizer's state as that of the joined array; without what it has not begun yet."""
+        flat = dict(tree_flatten(state))
+        joined: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, mx.array)}
+        keys = {name.rpartition(".")[2] for name in flat if name.startswith(f"{self.names[0]}.")}
+        if keys:
+            joined[NAME] = {key: _joined([flat[f"{name}.{key}"] for name in self.names]) for key in sorted(keys)}
+        return joined
+
+
+def is_worth_it(model: nn.Module, optimizer: optim.Optimizer) -> bool:
+    """Whether what is trained can be updated as one array: float32, small, by an optimizer that looks at no shapes."""
+    arrays = [array for _, array in tree_flatten(model.trainable_parameters())]
+    return (
+        type(optimizer) in ELEMENTWISE
+        and len(arrays) > 1
+        and all(array.dtype == mx.float32 for array in arrays)
+        and sum(array.nbytes for array in arrays) <= LARGEST_BYTES
+    )
+
+
+def _joined(arrays: Sequence[mx.array]) -> mx.array:
+    padding = mx.zeros(-sum(array.size for array in arrays) % WIDTH)
+    return mx.concatenate([*(array.reshape(-1).astype(mx.float32) for array in arrays), padding]).reshape(-1, WIDTH)
+
+
+def _place(model: nn.Module, name: str) -> tuple[Any, str]:
+    """The module that has an array, and its name there."""
+    holder: Any = model
+    *path, key = name.split(".")
+    for step in path:
+        holder = holder[int(step)] if isinstance(holder, list) else holder[step]
+    return holder, key
