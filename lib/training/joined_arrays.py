@@ -46,7 +46,7 @@ class JoinedArrays:
         self.state: Mapping[str, Any] | None = None  # as all see it
 
     def join(self, tree: Mapping[str, Any]) -> dict[str, mx.array]:
-        """A tree of trained arrays, or of their gradients, as a tree of one: float32 [rows, WIDTH], zeros at the end."""
+        """A tree of trained arrays, or of their gradients, as a tree of one: [rows, WIDTH], zeros at its end."""
         return {NAME: _joined([array for _, array in tree_flatten(tree)])}
 
     def parameters(self) -> dict[str, mx.array]:
