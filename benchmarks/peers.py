@@ -3,10 +3,12 @@
     python benchmarks/peers.py                                  two small Llamas, on this machine's default device
     python benchmarks/peers.py --quick                          one of them, fewer steps (environments exist already)
     python benchmarks/peers.py --shapes 1b --lengths 512+512 896+128 --batch-sizes 16 32 48 --dtype bfloat16     on a GPU
+    python benchmarks/peers.py --shapes 8b --lengths 512+512 --batch-sizes 8 --dtype bfloat16 --bits 4           on a GPU
 
 Peers: unsloth (unsloth_zoo's MLXDPOTrainer; it is gated to Apple silicon, so here it is told that it runs there),
 mlx-lm-lora, and TRL (PyTorch), each in its best setting: reference log-probabilities computed before training where it can,
-no gradient checkpointing, its own compilation. Environments are made once, below --environments; --here takes the running
+no gradient checkpointing, its own compilation; TRL on a GPU as it is, with Liger's kernels, and with torch.compile. With --bits
+the base is quantised: MLX's programs get the same one, TRL quantises the plain one by bitsandbytes (nf4). Environments are made once, below --environments; --here takes the running
 interpreter for all. Every MLX program gets the same BLAS, on a CPU with one thread and with one for every core, and Tandem
 also as one rank a core, as `mpirun -n` starts it: the best of each is what counts. Every step trains the same batch, drawn at random in text that
 all tokenise alike; LoRA of rank 8 on all seven projections starts from the same non-zero adapter, so that the first losses
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,6 +52,7 @@ ENVIRONMENTS = {
     "mlx-lm-lora": ["mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-lm-lora==5.10.2", *BLAS],
     "trl": ["trl==1.16.0", "peft"],
 }
+ON_CUDA = {"trl": ["liger-kernel", "bitsandbytes"]}  # further ones
 ALONE = {
     "unsloth": ["unsloth_zoo==2026.10.9"]
 }  # without their dependencies: PyTorch and CUDA, which the MLX part leaves alone
@@ -64,7 +68,16 @@ SHAPES = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
 }
+PLAIN, QUANTISED = "model", "quantised"  # folders of one model's weights
 
 
 def main() -> int:
@@ -111,16 +124,16 @@ def compare(
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Every peer in each of its settings in turn, `--rounds` times; a row each, printed."""
-    results: dict[tuple[str, int, int], list[dict[str, Any]]] = {
-        (peer, threads, ranks): [] for peer in peers for threads, ranks in settings_of(peer, batch_size, options)
+    results: dict[tuple[str, int, int, str], list[dict[str, Any]]] = {
+        (peer, *way): [] for peer in peers for way in settings_of(peer, batch_size, options)
     }
     for _ in range(options.rounds):
-        for (peer, threads, ranks), runs in results.items():
-            runs.append(run(peer, peers[peer], inputs, batch_size, threads, ranks, options))
+        for (peer, threads, ranks, kernels), runs in results.items():
+            runs.append(run(peer, peers[peer], inputs, batch_size, threads, ranks, kernels, options))
     prompt, completion = map(int, lengths.split("+"))
     ceiling = gflops * 1e9 / least_flops(json.loads((inputs / "model/config.json").read_text()), prompt, completion)
     rows = []
-    for (peer, threads, ranks), runs in results.items():
+    for (peer, threads, ranks, kernels), runs in results.items():
         row: dict[str, Any] = {
             "peer": peer,
             "shape": shape,
@@ -129,8 +142,9 @@ def compare(
             "batch_size": batch_size,
             "blas_threads": threads,
             "ranks": ranks,
+            "kernels": kernels,
         }
-        how = f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {ranks} x {threads}"
+        how = f"{shape:>4} {lengths:>8} batch {batch_size:>3}  {peer:<12} {ranks} x {threads} {kernels:<8}"
         faults = [run["error"] for run in runs if "error" in run]
         if faults:
             rows.append(row | {"error": faults[0], "pairs_per_second": None, "peak_memory_bytes": None})
@@ -150,23 +164,38 @@ def compare(
             f"{row['peak_memory_bytes'] / 2**30:7.2f} GiB   first loss {row['first_loss']:.4f}",
             flush=True,
         )
-    losses = [row["first_loss"] for row in rows if "first_loss" in row]
+    # bitsandbytes rounds weights otherwise than MLX.
+    alike = [row for row in rows if options.bits == 16 or row["peer"] != "trl"]
+    losses = [row["first_loss"] for row in alike if "first_loss" in row]
     allowed = 0.01 if options.dtype == "float32" else 0.05
     if losses and max(losses) - min(losses) > allowed * max(losses):
         raise SystemExit(f"error: the first losses differ, so this compares unlike things: {losses}")
     return rows
 
 
-def settings_of(peer: str, batch_size: int, options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(threads of the BLAS, ranks) that a peer is tried with."""
-    if options.cores == 1 or peer == "trl":  # PyTorch has threads of its own
-        return [(1, 1)]
-    ways = [(1, 1), (options.cores, 1)]
-    return [*ways, (1, options.cores)] if peer == "tandem" and batch_size >= options.cores else ways
+def settings_of(peer: str, batch_size: int, options: argparse.Namespace) -> list[tuple[int, int, str]]:
+    """(threads of the BLAS, ranks, kernels) that a peer is tried with."""
+    if peer == "trl":  # PyTorch has threads of its own
+        return [(1, 1, kernels) for kernels in (TRL_KERNELS if on_cuda() else TRL_KERNELS[:1])]
+    if options.cores == 1:
+        return [(1, 1, "")]
+    ways = [(1, 1, ""), (options.cores, 1, "")]
+    return [*ways, (1, options.cores, "")] if peer == "tandem" and batch_size >= options.cores else ways
+
+
+def on_cuda() -> bool:
+    return shutil.which("nvidia-smi") is not None
 
 
 def run(
-    peer: str, python: str, inputs: Path, batch_size: int, threads: int, ranks: int, options: argparse.Namespace
+    peer: str,
+    python: str,
+    inputs: Path,
+    batch_size: int,
+    threads: int,
+    ranks: int,
+    kernels: str,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """One peer's run in a process of its own, or of several ranks."""
     from lib.system import mpi_and_blas
@@ -174,7 +203,8 @@ def run(
     mpirun = [str(mpi_and_blas.mpirun_path()), "-n", str(ranks), "--bind-to", "core"] if ranks > 1 else []
     command = [*mpirun, python, str(Path(__file__).resolve()), "--worker", peer, "--inputs", str(inputs)]
     command += ["--steps", str(options.steps), "--batch-sizes", str(batch_size)]
-    command += ["--dtype", options.dtype, "--seed", str(options.seed)]
+    command += ["--dtype", options.dtype, "--bits", str(options.bits), "--seed", str(options.seed)]
+    command += ["--kernels", kernels] if kernels else []
     variables = {**os.environ, "OPENBLAS_NUM_THREADS": str(threads), lib.environment.ANY_PYTHON: "1"}
     with tempfile.TemporaryDirectory(prefix="peer-") as folder:
         try:
@@ -221,6 +251,7 @@ def environment(peer: str, options: argparse.Namespace) -> str:
         print(f"making {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         extra = [options.torch] if peer == "trl" else []
+        extra += ON_CUDA.get(peer, []) if on_cuda() else []
         subprocess.run([str(python), "-m", "pip", "install", "-q", *ENVIRONMENTS[peer], *extra], check=True)
         if peer in ALONE:
             subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", *ALONE[peer]], check=True)
@@ -243,7 +274,7 @@ def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, option
     from lib.model import adapter_files, adapters
     from lib.model import load as load_module
 
-    model_folder = folder / "model"
+    model_folder = folder / PLAIN
     model_folder.mkdir(parents=True)
     common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "rms_norm_eps": 1e-5}
     common |= {
@@ -263,6 +294,8 @@ def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, option
     model = load_module.load(settings.model, options.seed)
     weights = {name: a for name, a in tree_flatten(model.parameters()) if "rotary" not in name}
     mx.save_safetensors(str(model_folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    if options.bits < 16:
+        write_quantised(folder, model, sizes, options.bits)
     adapters.make_trainable(model, settings.model, options.seed)
     key = mx.random.key(options.seed)
     for name, value in adapter_files.trainable(model).items():
@@ -290,6 +323,28 @@ def write_inputs(folder: Path, shape: str, lengths: str, batch_size: int, option
                 "rejected_ids": [*ids["rejected"], end],
             }
             tokens.write(json.dumps(record) + "\n")
+
+
+def write_quantised(folder: Path, model: Any, sizes: dict[str, Any], bits: int) -> None:
+    """The same model quantised in place, beside the plain one."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+
+    form = {"group_size": 64, "bits": bits}
+    own = folder / QUANTISED
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps(sizes | {"quantization": form, "quantization_config": form}))
+    write_tokenizer(own, sizes["vocab_size"])
+    nn.quantize(model, **form)
+    weights = {name: a for name, a in tree_flatten(model.parameters()) if "rotary" not in name}
+    mx.save_safetensors(str(own / "model.safetensors"), weights, metadata={"format": "mlx"})
+
+
+def mlx_model(options: argparse.Namespace) -> Path:
+    """The folder of the model that MLX's programs train."""
+    folder: Path = options.inputs / (PLAIN if options.bits == 16 else QUANTISED)
+    return folder
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -328,12 +383,12 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
 
     batch, ranks = options.batch_sizes[0], mpi_and_blas.launch_environment().size
     words = [
-        f"model.path={options.inputs / 'model'}",
-        f"model.reference={options.inputs / 'model'}",
+        f"model.path={mlx_model(options)}",
+        f"model.reference={mlx_model(options)}",
         f"model.adapter={options.inputs / 'adapter'}",
     ]
     words += [
-        f"model.dtype={options.dtype}",
+        *([f"model.dtype={options.dtype}"] if options.bits == 16 else []),
         f"model.rank={RANK}",
         f"model.scale={SCALE}",
         f"data.train={options.inputs / 'tokens.jsonl'}",
@@ -368,7 +423,7 @@ def with_adapter(options: argparse.Namespace) -> tuple[Any, Any]:
     from mlx_lm import load
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    model, tokenizer = load(str(options.inputs / "model"))
+    model, tokenizer = load(str(mlx_model(options)))
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0})
     model.load_weights(list(mx.load(str(options.inputs / "adapter" / "adapters.safetensors")).items()), strict=False)
@@ -416,7 +471,7 @@ def mlx_lm_lora(options: argparse.Namespace) -> dict[str, Any]:
     from mlx_lm_lora.trainer.dpo_trainer import DPOTrainingArgs, train_dpo
 
     model, _ = with_adapter(options)
-    reference, _ = load(str(options.inputs / "model"))
+    reference, _ = load(str(mlx_model(options)))
     rows = []
     for row in records(options.inputs / "tokens.jsonl"):
         prompt = row["prompt_ids"]
@@ -466,15 +521,22 @@ def trl(options: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     kind = getattr(torch, options.dtype)
 
+    four_bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=kind
+    )
+
     def load() -> Any:
-        folder = options.inputs / "model"
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation="sdpa")
+        more = {} if options.bits == 16 else {"quantization_config": four_bits}
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            options.inputs / PLAIN, dtype=kind, attn_implementation="sdpa", **more
+        )
 
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = peft.LoraConfig(
         r=RANK, lora_alpha=RANK * SCALE, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM"
     )
-    model = peft.get_peft_model(load().to("cuda" if cuda else "cpu"), lora)
+    base = load()
+    model = peft.get_peft_model(base.to("cuda" if cuda else "cpu") if options.bits == 16 else base, lora)
     ours = load_file(options.inputs / "adapter" / "adapters.safetensors")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -496,7 +558,8 @@ def trl(options: argparse.Namespace) -> dict[str, Any]:
         gradient_checkpointing=False,
         bf16=options.dtype == "bfloat16",
         use_cpu=not cuda,
-        use_liger_kernel=cuda and options.liger,
+        use_liger_kernel=options.kernels == "liger",
+        torch_compile=options.kernels == "compile",
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -536,6 +599,7 @@ def result_of(first_loss: float, times: list[float], peak_memory_bytes: int) -> 
 
 
 WORKERS = {"tandem": tandem, "unsloth": unsloth, "mlx-lm-lora": mlx_lm_lora, "trl": trl}
+TRL_KERNELS = ("plain", "liger", "compile")
 
 
 # ---- What a person sees ----------------------------------------------------------------------------------------------
@@ -599,7 +663,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", default=list(WORKERS), choices=list(WORKERS))
-    parser.add_argument("--shapes", nargs="+", default=["256", "512"], choices=list(SHAPES), help="hidden size, or 1b")
+    parser.add_argument(
+        "--shapes", nargs="+", default=["256", "512"], choices=list(SHAPES), help="hidden size, or 1b, 8b"
+    )
     parser.add_argument("--lengths", nargs="+", default=["128+128", "192+64"], metavar="PROMPT+COMPLETION")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -609,12 +675,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="most seconds of one run")
     parser.add_argument("--environments", type=Path, default=ROOT / ".peers")
     parser.add_argument("--torch", default="torch", metavar="SPEC", help="what pip installs for TRL, e.g. a CPU build")
-    parser.add_argument("--liger", action="store_true", help="TRL with Liger's kernels, on a GPU")
+    parser.add_argument("--bits", type=int, default=16, choices=[4, 16], help="of the base's weights")
     parser.add_argument("--here", action="store_true", help="all peers in this interpreter's environment")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
+    parser.add_argument("--kernels", choices=TRL_KERNELS, help=argparse.SUPPRESS)
     parser.add_argument("--inputs", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:

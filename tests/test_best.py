@@ -24,8 +24,8 @@ from lib.training.find_checkpoint import find
 from tests import tiny
 
 STEPS, EVERY, PATIENCE = 16, 2, 2
-# So much that the held-out loss soon rises.
-WORDS = [f"train.steps={STEPS}", f"evaluate.every={EVERY}", "train.learning_rate=0.3", "train.schedule=constant"]
+# The held-out loss falls and rises again: of three of its pairs two are learnt, and the third is one of them swapped.
+WORDS = [f"train.steps={STEPS}", f"evaluate.every={EVERY}", "train.learning_rate=0.03", "train.schedule=constant"]
 
 
 EARLY = f"train.patience={PATIENCE}"
@@ -60,11 +60,22 @@ def same(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def swapped(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair whose answers have changed places."""
+    return row | {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: `whole` takes all its steps, and `early` has patience."""
     folder = tmp_path_factory.mktemp("best")
     words = [*tiny.settings(folder), *WORDS, "checkpoint.every=1", "checkpoint.keep=1"]
+    learnt = rows_of(folder / "train.jsonl")
+    tiny.write_jsonl(folder / "valid.jsonl", [*learnt, *learnt, *map(swapped, learnt)])
     tiny.train(folder, [*words, "run.name=whole"])
     tiny.train(folder, [*words, "run.name=early", EARLY, "checkpoint.keep=50"])
     return folder
@@ -223,7 +234,9 @@ def test_patience_needs_something_to_wait_for(words: list[str], tmp_path: Path) 
 
 
 def test_without_evaluations_on_the_way_a_run_that_goes_on_holds_its_last_weights(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.learning_rate=0.3", "train.schedule=constant", "train.steps=2"]
+    words = [*tiny.settings(tmp_path), "train.learning_rate=0.05", "train.schedule=constant", "train.steps=2"]
+    # What is learnt makes this worse.
+    tiny.write_jsonl(tmp_path / "valid.jsonl", list(map(swapped, rows_of(tmp_path / "train.jsonl"))))
     tiny.train(tmp_path, [*words, "run.name=run"])
     run = tmp_path / "runs" / "run"
     tiny.train(tmp_path, ["--resume", str(run), "train.steps=12"])
