@@ -24,7 +24,6 @@ from lib.training.find_checkpoint import find
 from tests import tiny
 
 STEPS, EVERY, PATIENCE = 16, 2, 2
-# The held-out loss falls and rises again: of three of its pairs two are learnt, and the third is one of them swapped.
 WORDS = [f"train.steps={STEPS}", f"evaluate.every={EVERY}", "train.learning_rate=0.03", "train.schedule=constant"]
 
 
@@ -69,13 +68,19 @@ def swapped(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
 
 
+def written(folder: Path) -> list[str]:
+    """tiny.settings, whose held-out loss falls and rises again: of three pairs two are learnt, the third is swapped."""
+    words = tiny.settings(folder)
+    learnt = rows_of(folder / "train.jsonl")
+    tiny.write_jsonl(folder / "valid.jsonl", [*learnt, *learnt, *map(swapped, learnt)])
+    return words
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: `whole` takes all its steps, and `early` has patience."""
     folder = tmp_path_factory.mktemp("best")
-    words = [*tiny.settings(folder), *WORDS, "checkpoint.every=1", "checkpoint.keep=1"]
-    learnt = rows_of(folder / "train.jsonl")
-    tiny.write_jsonl(folder / "valid.jsonl", [*learnt, *learnt, *map(swapped, learnt)])
+    words = [*written(folder), *WORDS, "checkpoint.every=1", "checkpoint.keep=1"]
     tiny.train(folder, [*words, "run.name=whole"])
     tiny.train(folder, [*words, "run.name=early", EARLY, "checkpoint.keep=50"])
     return folder
@@ -175,7 +180,7 @@ def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_dama
 def test_ranks_end_together_with_the_best(words: list[str], tmp_path: Path) -> None:
     world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
     folder = Path(world.broadcast_text(str(tmp_path)))
-    common = json.loads(world.broadcast_text(json.dumps(tiny.settings(folder) if world.rank == 0 else [])))
+    common = json.loads(world.broadcast_text(json.dumps(written(folder) if world.rank == 0 else [])))
     words = [*common, *WORDS, *words, "evaluate.samples=0", "run.name=run"]
     script.train(load.load(None, words), world, resume=False, dry_run=False)
     world.gather_text("finished")
