@@ -205,7 +205,6 @@ def local_attention(
     as long as the window attend to the keys of their own block and of the one before: time and memory grow with T *
     window (sliding windows as in Longformer, arXiv:2004.05150, section 3.1).
     """
-    sdpa = mx.fast.scaled_dot_product_attention
     sequences, length = queries.shape[0], keys.shape[2]
     if window is None or length <= window:
         return causal_attention(queries, keys, values, **options)
@@ -223,7 +222,7 @@ def local_attention(
         return mx.concatenate([x[:, :-1], x[:, 1:]], axis=3).flatten(0, 1)
 
     mask = base.create_causal_mask(window, offset=window, window_size=window)
-    out = sdpa(
+    out = mx.fast.scaled_dot_product_attention(
         blocks(queries[:, :, early:]).flatten(0, 1),
         with_one_before(keys),
         with_one_before(values),
@@ -233,7 +232,7 @@ def local_attention(
     out = mx.unflatten(out, 0, (sequences, -1)).swapaxes(1, 2).flatten(2, 3)[:, :, :rest]
     if early == 0:
         return out
-    first = sdpa(queries[:, :, :early], keys[:, :, :start], values[:, :, :start], mask="causal", **options)
+    first = causal_attention(queries[:, :, :early], keys[:, :, :start], values[:, :, :start], **options)
     return mx.concatenate([first, out], axis=2)
 
 
