@@ -1,5 +1,6 @@
 """Attention in blocks of queries: the same outputs and gradients, and memory that grows with the length alone."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,10 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.config.schema import ModelSettings
 from lib.model import attention_blocks
 from lib.model.attention_blocks import LONG, MULTIPLE, SCORE_BYTES, TILE, block_rows, is_fused
 from lib.model.blocked_attention import causal_attention
+from lib.model.load import load
+from lib.model.token_stream import cannot_share_prompts, local_attention
 from lib.system.hardware import Device
+from tests.tiny import model_folder
 
 
 def drawn(sequences: int, heads: int, kv_heads: int, length: int, positions: int) -> list[mx.array]:
@@ -101,3 +106,28 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytes
     short, middle, long = (peak_bytes(length) for length in (512, 1024, 2048))
     assert long < 2048**2 * 2 * 4, "less than the scores alone"
     assert long - middle < 3 * (middle - short) + 2**22, (short, middle, long)
+
+
+def test_whole_tiles_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, sinks = drawn(2, 4, 2, 9, 11), mx.array([0.5, -1.0, 0.0, 2.0])
+    wanted = causal_attention(*inputs, scale=0.35, sinks=sinks)
+    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    found = causal_attention(*inputs, scale=0.35, sinks=sinks)
+    assert found.shape == wanted.shape
+    assert mx.linalg.norm(found - wanted).item() <= 1e-5 * mx.linalg.norm(wanted).item()
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+@pytest.mark.parametrize("queries", [5, 12])
+def test_windows_in_whole_tiles(window: int | None, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = drawn(2, 4, 2, queries, 12)
+    wanted = local_attention(*inputs, window, scale=0.35)
+    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    found = local_attention(*inputs, window, scale=0.35)
+    assert mx.linalg.norm(found - wanted).item() <= 1e-5 * mx.linalg.norm(wanted).item()
+
+
+def test_a_stream_in_whole_tiles_is_still_as_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    model = load(ModelSettings(path=str(model_folder(tmp_path)), random_init=True), 0)
+    assert cannot_share_prompts(model) is None

@@ -11,7 +11,7 @@ TILE = 128  # queries of each sequence of which cuDNN's backward pass wants a mu
 
 
 def is_fused(device: Device, head_dim: int, item_bytes: int) -> bool:
-    """Whether attention has a kernel that keeps no scores for the backward pass: cuDNN's, as MLX uses it."""
+    """Whether attention has a kernel that keeps no scores for the backward pass: cuDNN's, from Ampere on."""
     return device == "cuda" and item_bytes == 2 and head_dim <= 128 and head_dim % 8 == 0
 
 

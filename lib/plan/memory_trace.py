@@ -102,7 +102,6 @@ class _AttentionPart:
     query_elements: float
     key_elements: float  # of the keys, and again of the values
     score_elements: float
-    query_length: int
     block_elements: float  # of the scores that are made at a time and not kept; 0: no blocks
 
 
@@ -256,25 +255,25 @@ class Step:
         self.later(back)
         return y
 
-    def rectangles(self) -> list[tuple[int, int, int]]:
-        """Of the attention: (sequences, queries of each, keys that each query reads)."""
-        batch = self.batch
+    def rectangles(self) -> list[tuple[int, int, int, int]]:
+        """Of the attention: (sequences, queries of each, its positions, keys that each query reads)."""
+        batch, window = self.batch, self.training.window
         rectangles = [(batch.rows * batch.completions, batch.length, batch.prefix + batch.length)]
         if batch.prefix:
             rectangles.insert(0, (batch.rows, batch.prefix, batch.prefix))
-        window = self.training.window
-        if window is None:
-            return rectangles
-        return [(n, queries, min(keys, 2 * window) if keys > window else keys) for n, queries, keys in rectangles]
+        return [
+            (n, queries, positions, positions if window is None or positions <= window else min(positions, 2 * window))
+            for n, queries, positions in rectangles
+        ]
 
     def attention(self, q: Array, k: Array, v: Array) -> Array:
         shape, tape, item = self.shape, self.tape, self.item
         width, kv_width = q.elements / self.tokens, k.elements / self.tokens
         outputs, parts = [], []
-        for sequences, queries, keys in self.rectangles():
-            more = -queries % TILE if self.is_fused() else 0
+        for sequences, queries, positions, keys in self.rectangles():
+            more = -queries % TILE if self.is_fused() and keys == positions else 0
             own = sequences * (queries + more) * width
-            both = sequences * (self.batch.prefix + queries + more) * kv_width
+            both = sequences * (positions + more) * kv_width
             is_whole = (not self.batch.prefix or queries == keys == self.batch.prefix) and not more
             ks = [each if is_whole else tape.make(both, item, each) for each in (k, v)]
             scores = sequences * queries * keys * shape.heads
@@ -282,8 +281,8 @@ class Step:
             block = scores * rows / queries if rows < queries else 0.0
             given = tape.make(own, item, q) if more else q
             qs, probabilities, out = self.products(given, ks, own, block or scores, keeps=not block)
-            outputs.append(tape.make(own, item, out))  # in the order of tokens
-            parts.append(_AttentionPart(qs, ks, probabilities, out, own, both, scores, queries, block))
+            outputs.append(tape.make(sequences * queries * width, item, out))  # in the order of tokens
+            parts.append(_AttentionPart(qs, ks, probabilities, out, own, both, scores, block))
         y = tape.make(q.elements, item, *outputs) if len(outputs) > 1 else outputs[0]
 
         def back() -> None:
