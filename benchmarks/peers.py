@@ -12,7 +12,7 @@ the base is quantised: MLX's programs get the same one, TRL quantises the plain 
 interpreter for all. Every MLX program gets the same BLAS, on a CPU with one thread and with one for every core, and Tandem
 also as one rank a core, as `mpirun -n` starts it: the best of each is what counts. Every step trains the same batch, drawn at random in text that
 all tokenise alike; LoRA of rank 8 on all seven projections starts from the same non-zero adapter, so that the first losses
-can be compared: more than 1 % apart (bfloat16: 5 %) is an error. The steps' medians count, over --rounds in turn. The
+can be compared: more than 1 % apart (bfloat16: 5 %) is an error, but for TRL with --bits. The steps' medians count, over --rounds in turn. The
 ceiling is this machine's measured matmul rate over the fewest operations that a pair takes.
 
 The last line is one JSON object: rows, and our pairs/s over each peer's, best batch of each.

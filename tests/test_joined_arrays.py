@@ -1,5 +1,6 @@
 """Adapters updated as one array: the weights, states and names of an update array by array."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from lib.config.schema import SyncSettings
 from lib.data.collate import collate
-from lib.distributed.world import World
+from lib.distributed.world import World, start
+from lib.system import mpi_and_blas
 from lib.training import joined_arrays, step
 from lib.training.joined_arrays import ELEMENTWISE, NAME, JoinedArrays, is_worth_it
 from tests.test_step import build, examples, reference_logps
@@ -139,3 +141,53 @@ def test_large_or_narrow_arrays_are_not_joined(tmp_path: Path, monkeypatch: pyte
     module, key = train_step.joined.places[0]
     module[key] = module[key].astype(mx.bfloat16)
     assert not is_worth_it(model, optimizer)
+
+
+def test_the_arrays_are_joined_once_and_then_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, train_step = made(tmp_path)
+    counts: list[int] = []
+    join = joined_arrays._joined
+    monkeypatch.setattr(joined_arrays, "_joined", lambda arrays: (counts.append(len(arrays)), join(arrays))[1])
+    taken(train_step, 0, 1)
+    assert counts
+    counts.clear()
+    taken(train_step, 1, STEPS)
+    assert not counts, "gradients are joined in the compiled step"
+
+
+def test_an_update_that_fails_leaves_nothing_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, straight = made(tmp_path)
+    taken(straight, 0, 2)
+    other_model, other_optimizer, failing = made(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no room")
+
+    for index in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(joined_arrays.JoinedArrays, "_parts", fail)
+            with pytest.raises(RuntimeError, match="no room"):
+                taken(failing, index, index + 1)
+        taken(failing, index, index + 1)
+    found = held(other_model, other_optimizer)
+    for name, array in held(model, optimizer).items():
+        assert_array_equal(found[name], array)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("compiled", [(True, True), (True, False), (False, False)])
+def test_ranks_join_together_or_not_at_all(compiled: tuple[bool, bool], tmp_path: Path) -> None:
+    world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
+    model, settings = build(tmp_path, f"train.compile={json.dumps(compiled[world.rank])}", "train.learning_rate=0.01")
+    own_model, own_optimizer, alone = made(tmp_path / "alone")
+    optimizer = step.make_optimizer(settings.train)
+    train_step = step.make_step(model, optimizer, settings.train, world, dropout=False)
+    assert (train_step.joined is not None) == all(compiled)
+    rows, references = examples(), reference_logps(3)
+    own = slice(0, 2) if world.rank == 0 else slice(2, 3)
+    for index in range(STEPS):
+        train_step(index, 10, [(collate(rows[own], 8, True), references[own])])
+        alone(index, 10, [(collate(rows, 8, True), references)])
+    wanted = held(own_model, own_optimizer)
+    for name, array in held(model, optimizer).items():
+        assert_allclose(array, wanted[name], rtol=1e-3, atol=1e-5)

@@ -64,8 +64,8 @@ def adapted(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.array]:
     """What low-rank layers give for one input.
 
     The gradient is written out: the low-rank terms are added where the large products are made, the layers' A are one
-    matrix, x A is kept rather than made again, and no gradient of the frozen W is ever asked for. What has a row a rank
-    lies in memory so, [r, tokens]: a layer's own rows are no copy then, as its columns would be.
+    matrix, x A is kept rather than made again, and no gradient of the frozen W is ever asked for. It is kept as
+    (x A)^T, [r of all layers, tokens]: a layer's own rows are a view, where its columns would be a copy.
     """
     linears = [layer.linear for layer in layers]
     ends = np.cumsum([layer.lora_a.shape[1] for layer in layers]).tolist()[:-1]

@@ -30,7 +30,7 @@ NAME = "all"  # of the joined array, in a tree of gradients or of parameters
 class JoinedArrays:
     """What is trained of a model as one array, in the order of MLX's tree_flatten; the optimizer's state, likewise.
 
-    The model and the optimizer's `state` have parts of it, by the names that they have without this.
+    Between steps the model and `optimizer.state` hold views of these, under their usual names.
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer):
@@ -39,8 +39,10 @@ class JoinedArrays:
         self.shapes = [array.shape for _, array in arrays]
         self.ends: list[int] = np.cumsum([array.size for _, array in arrays]).tolist()
         self.places = [_place(model, name) for name in self.names]
-        self.given, self.optimizer = optimizer, copy.copy(optimizer)
-        """The one whose state all see, and the one that updates the joined array."""
+        self.named = optimizer
+        """The optimizer whose state everybody sees."""
+        self.optimizer = copy.copy(optimizer)
+        """The one that updates the joined array."""
         self.whole: mx.array | None = None
         self.parts: list[mx.array] = []
         self.state: Mapping[str, Any] | None = None  # as all see it
@@ -49,29 +51,41 @@ class JoinedArrays:
         """A tree of trained arrays, or of their gradients, as a tree of one: [rows, WIDTH], zeros at its end."""
         return {NAME: _joined([array for _, array in tree_flatten(tree)])}
 
-    def parameters(self) -> dict[str, mx.array]:
-        """The model's, which somebody else may have changed meanwhile; the optimizer's state is as fresh."""
-        arrays: list[mx.array] = [module[key] for module, key in self.places]
-        if self.whole is None or any(own is not other for own, other in zip(self.parts, arrays, strict=True)):
-            self.whole = _joined(arrays)
-        if self.state is None or self.given.state is not self.state:
-            self.optimizer.state = self._joined_state(self.given.state)
-            self.optimizer.init({NAME: self.whole})
-        self.optimizer.learning_rate = self.given.learning_rate
-        return {NAME: self.whole}
+    def are_in_place(self) -> bool:
+        """Whether the model has the views that it was given, and nobody has changed one."""
+        return bool(self.parts) and all(
+            module[key] is part for (module, key), part in zip(self.places, self.parts, strict=True)
+        )
 
-    def take(self, parameters: Mapping[str, Any]) -> None:
-        """Gives the model and the optimizer their parts of the updated array; the evaluation has begun."""
-        self.whole = parameters[NAME]
-        mx.async_eval(self.whole, self.optimizer.state)  # the device has its work before the parts are made
-        self.parts = self._parts(self.whole)
+    def put_in_place(self) -> None:
+        """Gives the model its views again."""
         for (module, key), part in zip(self.places, self.parts, strict=True):
             module[key] = part
-        moments = {key: self._parts(whole) for key, whole in self.optimizer.state[NAME].items()}
+
+    def parameters(self) -> dict[str, mx.array]:
+        """The joined array, for an update; joined again where somebody else has replaced an array or the state."""
+        whole = self.whole if self.are_in_place() else None
+        if whole is None:
+            whole = _joined([module[key] for module, key in self.places])
+        if self.state is None or self.named.state is not self.state:
+            self.optimizer.state = self._joined_state(self.named.state)
+            self.optimizer.init({NAME: whole})
+        self.state = None  # until `take`: an update that fails leaves nothing to go on with
+        self.optimizer.learning_rate = self.named.learning_rate
+        return {NAME: whole}
+
+    def take(self, parameters: Mapping[str, Any]) -> None:
+        """Gives the model and the optimizer their views of the updated array; the evaluation has begun."""
+        whole = parameters[NAME]
+        mx.async_eval(whole, self.optimizer.state)  # the device has its work before the views are made
+        parts = self._parts(whole)
+        moments = {key: self._parts(moment) for key, moment in self.optimizer.state[NAME].items()}
         others = {name: value for name, value in self.optimizer.state.items() if name != NAME}
-        of_names = [(name, {key: parts[i] for key, parts in moments.items()}) for i, name in enumerate(self.names)]
-        self.given.state = self.state = others | dict(tree_unflatten(of_names))
-        mx.async_eval(self.parts, moments)
+        of_names = [(name, {key: views[i] for key, views in moments.items()}) for i, name in enumerate(self.names)]
+        mx.async_eval(parts, moments)
+        self.whole, self.parts = whole, parts
+        self.put_in_place()
+        self.named.state = self.state = others | dict(tree_unflatten(of_names))
 
     def _parts(self, whole: mx.array) -> list[mx.array]:
         *pieces, _ = mx.split(whole.reshape(-1), self.ends)

@@ -164,6 +164,15 @@ def _compiles(train: TrainSettings) -> bool:
     return train.compile if train.compile is not None else mx.default_device() == mx.gpu
 
 
+def _all_join(world: World, joins: bool) -> bool:
+    """Whether every rank's gradients are one array: one that does not compile may sum with one that does."""
+    if isinstance(world, Lockstep):  # parts differ
+        return False
+    if world.size == 1:
+        return joins
+    return round(world.all_sum(mx.array([float(joins)]), "how gradients are laid out").item()) == world.size
+
+
 def _raise_failures(failure: str | None, ranks_bytes: Sequence[float]) -> None:
     """Raises OutOfMemory on all ranks, where memory ran out on some. ranks_bytes: what each of those held; else 0."""
     if failed := {rank: int(size) for rank, size in enumerate(ranks_bytes) if size}:
@@ -219,7 +228,7 @@ class TrainStep:
     mean_of: MeanOf
     update: Update
     optimizer_state: list[Tree]  # one, which a compiled update reads and writes
-    joined: JoinedArrays | None = None  # stands for all arrays in these trees of gradients and parameters
+    joined: JoinedArrays | None = None  # gradients_of, mean_of and update then take trees of one array
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
     shapes: set[object] = field(default_factory=set)  # of the batches so far
     last_started: float = field(default_factory=time.perf_counter)
@@ -403,7 +412,10 @@ def _compiled(model: nn.Module, train: TrainSettings, joined: JoinedArrays | Non
     compiled = mx.compile(as_joined, inputs=state, outputs=state)
 
     def gradients_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[tuple[mx.array, mx.array], Tree]:
+        are_in_place = joined is not None and joined.are_in_place()
         (_, figures), gradients = compiled(inputs, *beside)
+        if joined is not None and are_in_place:  # mx.compile gives the model new objects for all that it has
+            joined.put_in_place()
         return loss_and_sums(train, figures, inputs, *beside), gradients
 
     return gradients_of
@@ -452,11 +464,11 @@ def make_step(
 
     gradients_of = nn.value_and_grad(model, forward)
     optimizer_state: list[Tree] = [optimizer.state]
-    sync, joined = sync or SyncSettings(), None
+    sync = sync or SyncSettings()
+    is_alike = train.loraplus_lr_ratio is None and sync.compression == "none"
+    joins = is_alike and _compiles(train) and is_worth_it(model, optimizer)
+    joined = JoinedArrays(model, optimizer) if _all_join(world, joins) else None
     if is_compiled(train, world):
-        has_whole_model = not isinstance(world, Lockstep) and sync.compression == "none"
-        if has_whole_model and train.loraplus_lr_ratio is None and is_worth_it(model, optimizer):
-            joined = JoinedArrays(model, optimizer)
         gradients_of = _compiled(model, train, joined)
     if _compiles(train):
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
