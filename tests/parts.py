@@ -146,7 +146,7 @@ def run_all(parts: list[Part]) -> int:
         names = part.failed.read_text().split("\n") if part.failed.exists() else []
         print(f"failed in {part.name}, status {part.status}:", *sorted({*names} - {""}), sep="\n    ", file=sys.stderr)
     if not bad:
-        print(f"passed: {', '.join(part.name for part in parts)}")
+        print(f"passed: {', '.join(part.name for part in parts)}", flush=True)
     return int(bool(bad))
 
 
@@ -164,7 +164,11 @@ def main(words: list[str]) -> int:
             signal.signal(number, end)
     with tempfile.TemporaryDirectory() as folder:
         groups = [list(group) for is_end, group in groupby(words, lambda word: word == "--") if not is_end]
-        return run_all([Part(name, command, Path(folder)) for name, *command in groups])
+        try:
+            return run_all([Part(name, command, Path(folder)) for name, *command in groups])
+        except BrokenPipeError:  # nobody reads; what is still to be written goes nowhere, or Python would end with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
 
 
 if __name__ == "__main__":

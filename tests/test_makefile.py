@@ -158,12 +158,14 @@ def test_what_ends_the_tests_ends_their_parts(tmp_path: Path, number: signal.Sig
     assert process.stdout.read() == ("" if number is signal.SIGINT else "ended\n")
 
 
-def test_parts_end_where_nobody_reads_what_they_write(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # as a shell starts Python, and as many containers do
+def test_parts_end_where_nobody_reads_what_they_write(unbuffered: str, tmp_path: Path) -> None:
     second = f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 100"
     first = f"while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; read line"
     command = parts("a", "sh", "-c", first, "--", "b", "true", "--", "c", "sh", "-c", second)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+    variables = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, **pipes) as process:
         assert process.stdout is not None and process.stdin is not None and process.stdout.readline()
         process.stdout.close()
         process.stdin.write(b"\n")
