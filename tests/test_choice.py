@@ -131,22 +131,31 @@ def test_gradient_checkpointing_comes_before_dividing() -> None:
 
 
 def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
-    """By hand: each rank's part of the blocks and the whole head, and four sums of 8 pairs' tokens a block."""
+    """By hand: each rank's part of the blocks and the head's positions, and four sums of 8 pairs' tokens a block."""
     plan = planned([host("a", 128, gflops=3e3), host("b", 64, gflops=1e3)])
     way = ways(plan)["sharded"]
     parts = [0.75, 0.25]
     blocks, head = SHAPE.divided_parameters, 128256 * 4096
-    computes = [4 * 0.4 * (part * blocks + head) / (blocks + head) for part in parts]  # 32 pairs by 8, 0.4 s each
+    computes = [4 * 0.4 * part for part in parts]  # 32 pairs by 8, 0.4 s each
     message = 8 * 2 * KEY.sequence_length * 4096 * 2
-    sums = 4 * 32 * 4 * (0.001 + message / 1e8)
+    count = 4 * 32 + 1  # one of what the head gives back
+    sums = count * 4 * (0.001 + message / 1e8)
     assert way.strategy == "sharded, 75% + 25%" and way.step_seconds == pytest.approx(max(computes) + sums, rel=0.01)
-    assert way.bytes_per_step == pytest.approx(4 * 32 * 4 * message)
+    assert way.bytes_per_step == pytest.approx(count * 4 * message)
     whole = 16.06e9
     # Of a block's activations, what no rank has a part of.
     kept = 4 * 4096 / (4 * 4096 + 2 * (32 + 8) * 128 + 3 * 14336)
     fraction = (0.75 * blocks + head) / (blocks + head)
     activations = (27e9 - whole) * (fraction + (1 - fraction) * kept)
     assert way.memory_bytes == pytest.approx(0.75 * 2 * blocks + 4 * head + activations, rel=0.01)
+    # What no division makes less is bound by memory: 45 passes over a block's hidden units.
+    machines = [host("a", 128, gflops=3e3), host("b", 64, gflops=1e3)]
+    slow = [one.model_copy(update={"memory_bytes_per_second": 1e12}) for one in machines]
+    of_all = 45 * 32 * 4 * message / 1e12
+    assert ways(planned(slow))["sharded"].step_seconds == pytest.approx(max(computes) + 0.25 * of_all + sums, rel=0.01)
+    trained = ways(planned(machines, "model.method=full"))["sharded"]  # a head that is trained is computed by all
+    whole_head = 4 * 0.4 * (0.75 * blocks + head) / (blocks + head) + 4 * 32 * 4 * (0.001 + message / 1e8)
+    assert trained.step_seconds == pytest.approx(whole_head, rel=0.01)
     told = planned([host("a", 128, gflops=3e3), host("b", 64, gflops=1e3)], "strategy=sharded")
     held = sum(part.divided_bytes for part in told.parts) + told.parts[0].whole_bytes
     fractions = [(part.share * blocks + head) / (blocks + head) for part in told.parts]

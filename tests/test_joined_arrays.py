@@ -17,7 +17,7 @@ from lib.data.collate import collate
 from lib.distributed.world import World, start
 from lib.system import mpi_and_blas
 from lib.training import joined_arrays, step
-from lib.training.joined_arrays import ELEMENTWISE, NAME, JoinedArrays, is_worth_it
+from lib.training.joined_arrays import ELEMENTWISE, JoinedArrays, is_worth_it
 from tests.test_step import build, examples, reference_logps
 
 STEPS = 3
@@ -84,12 +84,13 @@ def test_one_changed_array_of_many_is_seen(tmp_path: Path) -> None:
     taken(train_step, 0, 1)
     joined = train_step.joined
     assert joined is not None
-    unchanged = joined.parameters()[NAME]
+    unchanged = joined.parameters(0.01)
     assert unchanged is joined.whole
     module, key = joined.places[-1]
     module[key] = module[key] + 1
-    changed = np.flatnonzero(np.array(joined.parameters()[NAME] != unchanged))
-    assert_array_equal(changed, np.arange(*joined.ends[-2:]))
+    changed = np.flatnonzero(np.array(joined.parameters(0.01)["all"] != unchanged["all"]))
+    size = sum(part.size for part in joined.parts)
+    assert_array_equal(changed, np.arange(size - joined.parts[-1].size, size))
 
 
 def test_zeros_at_the_end_stay_zeros_and_count_nowhere(tmp_path: Path) -> None:
@@ -97,7 +98,8 @@ def test_zeros_at_the_end_stay_zeros_and_count_nowhere(tmp_path: Path) -> None:
     taken(train_step, 0, STEPS)
     joined = train_step.joined
     assert joined is not None and joined.whole is not None
-    assert joined.whole.size > joined.ends[-1] and not joined.whole.reshape(-1)[joined.ends[-1] :].any()
+    whole, size = joined.whole["all"], sum(part.size for part in joined.parts)
+    assert whole.size > size and not whole.reshape(-1)[size:].any()
 
 
 def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:

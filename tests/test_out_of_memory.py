@@ -323,9 +323,9 @@ def test_weights_that_stood_in_for_others_are_back_where_a_step_failed() -> None
         raise MemoryError
 
     with pytest.raises(OutOfMemory) as caught:
-        step._tried(World(), model, "step 1", ask_reference)
+        step._tried(World(), step.places_of(model), "step 1", ask_reference)
     assert caught.value.ranks == (0,) and mx.array_equal(model.weight, own)
-    gradients, sums, failure = step._tried(World(size=2), model, "step 1", ask_reference)
+    gradients, sums, failure = step._tried(World(size=2), step.places_of(model), "step 1", ask_reference)
     assert gradients is None and not sums.any() and failure == "std::bad_alloc"
 
 

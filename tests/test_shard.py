@@ -341,6 +341,33 @@ def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, wor
     world.gather_text("checked")
 
 
+@two
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.use_weighting=true"),
+        ("model.method=dora", "model.gradient_checkpointing=true", "train.loss=orpo"),
+        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "model.shard_vocabulary=true"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
+    world: World, folder: Path, words: tuple[str, ...]
+) -> None:
+    common = [*words_of(world, folder), "train.steps=8", *words, "train.max_grad_norm=0.05", "strategy=sharded"]
+    common += ["checkpoint.final=last", "train.compile=true"]
+    alone = rounding.trained_alone(world, common)
+    run = train(world, folder, [*common, "plan.shares=[1,1]"], "sharded")
+    world.gather_text("finished")
+    rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
+    first_sent: dict[int, int] = {}  # a pass is traced once, and its bytes are counted at every step
+    steps = steps_of(run, world.rank)
+    for record in steps:
+        assert record["bytes_sent"] == first_sent.setdefault(record["padded_tokens"], record["bytes_sent"]) > 10_000
+    assert len(first_sent) < len(steps)
+    world.gather_text("checked")
+
+
 @mpi
 def test_a_run_moves_between_divisions_and_one_rank(world: World, folder: Path) -> None:
     common = [*words_of(world, folder, mlp_bias=True), "model.method=full", "train.learning_rate=1e-4"]

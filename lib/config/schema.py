@@ -460,11 +460,6 @@ class Config(Section):
                 f"train.optimizer={self.train.optimizer} looks at whole matrices, "
                 "which no rank of strategy=sharded has; take adamw"
             )
-        if self.train.compile:
-            raise ValueError(
-                "train.compile with strategy=sharded would hang: ranks with unequal parts compile unequal graphs; "
-                "leave it out"
-            )
         if self.sync.compression != "none":
             raise ValueError(
                 f"sync.compression={self.sync.compression} is for gradients and merges, "

@@ -63,12 +63,18 @@ class Lockstep(World):
 
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
         flat = dict(tree_flatten(gradients))
-        parts = tree_unflatten([(name, g) for name, g in flat.items() if name in self.ranks.partial])
+        parts = tree_unflatten([(name, g) for name, g in flat.items() if self.kind_of(name) == "partial"])
         total, sums = self.ranks.sum_gradients(parts, sums if self.ranks.rank == 0 else mx.zeros_like(sums))
         return tree_unflatten(list((flat | dict(tree_flatten(total))).items())), sums
 
+    def kind_of(self, name: str) -> str:
+        for kind, names in (("partial", self.ranks.partial), ("part", self.ranks.parts)):
+            if name == kind or name in names:
+                return kind
+        return "whole"
+
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
-        once = {name: value for name, value in values.items() if name in self.ranks.parts or self.ranks.rank == 0}
+        once = {name: value for name, value in values.items() if self.kind_of(name) == "part" or self.ranks.rank == 0}
         return self.ranks.all_sum(super().sum_of_all(once), "the gradient's norm")
 
     def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:

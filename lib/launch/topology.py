@@ -39,18 +39,20 @@ def pairs_of(backend: str, count: int) -> list[Pair]:
 
 
 def largest_ring(count: int, reached: Mapping[Pair, str]) -> list[int]:
-    """Indices of hosts that form a ring, in order: each reaches the next one, the last one the first.
+    """Indices of as many hosts as form a ring, in order: each reaches the next one, the last one the first.
 
-    All of them if possible; otherwise whoever can be added to a ring that begins with the first host.
+    Of several such rings, one that begins with the first host that can be in any.
     """
-    everyone = list(range(count))
-    if all(pair in reached for pair in pairs_of("ring", count)):
-        return everyone
-    ring = everyone[:1]
-    for index in everyone[1:]:
-        if (ring[-1], index) in reached and (index, ring[0]) in reached:
-            ring.append(index)
-    return ring
+    best = list(range(count))[:1]
+    for first in range(count):
+        longest = {first: [first]}  # of the ways from the first host, by where they end
+        for index in range(first + 1, count):
+            before = [way for last, way in longest.items() if (last, index) in reached]
+            if before:
+                longest[index] = [*max(before, key=len), index]
+        closed = [way for last, way in longest.items() if (last, first) in reached]
+        best = max([best, *closed], key=len)
+    return best
 
 
 def in_ring_order(first: Host, hosts: Sequence[Host]) -> tuple[Host, ...]:

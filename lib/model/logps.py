@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from lib.model.quantised import dequantised_once
-from lib.model.tensor_parallel import VocabularyPart
+from lib.model.tensor_parallel import PositionsPart, VocabularyPart
 from lib.model.token_stream import (
     Replaced,
     StreamInputs,
@@ -51,8 +51,11 @@ def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tupl
     if hidden is None:
         return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
     logps = token_logps(model, hidden, inputs["targets"])
+    still = _after(mx.stop_gradient(hidden), [logps])  # ranks that hold parts sum both, in this order
     with dequantised_once(model, len(hidden), hidden):
-        log_square_sums = _log_square_sums(model, mx.stop_gradient(hidden))
+        (log_square_sums,) = _of_own_positions(
+            model, lambda own, _: [_log_square_sums(model, own)], still, inputs["targets"]
+        )
     aligned = _summed(logps - log_square_sums, inputs)
     weights = mx.exp(aligned / mx.maximum(inputs["mask"].sum(axis=-1), 1))
     return _summed(logps, inputs), mx.stop_gradient(weights)
@@ -121,7 +124,9 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
     trained makes its logits a second time.
     """
     with dequantised_once(model, len(hidden), hidden):
-        return _token_logps(model, head_of(model), hidden, targets)
+        head = head_of(model)
+        (logps,) = _of_own_positions(model, lambda h, t: [_token_logps(model, head, h, t)], hidden, targets)
+        return logps
 
 
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
@@ -154,16 +159,38 @@ def token_logps_and_entropies(
     if temperature != 1:
         unscaled = head
         head = lambda hidden: unscaled(hidden).astype(mx.float32) / temperature  # noqa: E731
-    part = getattr(model, "vocabulary_part", None)
-    if part is not None or not (model.training and is_frozen(model)):
-        return _token_logps(model, head, hidden, targets), _entropies(model, head, mx.stop_gradient(hidden))
-    logps: list[mx.array] = []
-    entropies: list[mx.array] = []
-    for h, t in _chunks(hidden, targets, head(hidden[:1]).shape[-1]):
-        of_chunk, logits = _logps_and_logits(head, h, t, [*logps[-1:], *entropies[-1:]])
-        logps.append(of_chunk)
-        entropies.append(-_mean_logp(logits)[0])
-    return mx.concatenate(logps), mx.stop_gradient(mx.concatenate(entropies))
+
+    def of_both(hidden: mx.array, targets: mx.array) -> list[mx.array]:
+        if hasattr(model, "vocabulary_part") or not (model.training and is_frozen(model)):
+            entropies = _entropies(model, head, mx.stop_gradient(hidden))
+            return [_token_logps(model, head, hidden, targets), mx.stop_gradient(entropies)]
+        logps: list[mx.array] = []
+        of_chunks: list[mx.array] = []
+        for h, t in _chunks(hidden, targets, head(hidden[:1]).shape[-1]):
+            of_chunk, logits = _logps_and_logits(head, h, t, [*logps[-1:], *of_chunks[-1:]])
+            logps.append(of_chunk)
+            of_chunks.append(-_mean_logp(logits)[0])
+        return [mx.concatenate(logps), mx.stop_gradient(mx.concatenate(of_chunks))]
+
+    logps, entropies = _of_own_positions(model, of_both, hidden, targets)
+    return logps, entropies
+
+
+def _of_own_positions(
+    model: nn.Module, figures_of: Callable[[mx.array, mx.array], list[mx.array]], hidden: mx.array, targets: mx.array
+) -> list[mx.array]:
+    """figures_of(hidden, targets), float32 [M] each; of ranks that hold one head each makes those of some positions.
+
+    The gradient of a head that is trained is made whole on every rank, as if it were alone.
+    """
+    part: PositionsPart | None = getattr(model, "positions_part", None)
+    bounds = None if part is None else part.bounds(len(targets))
+    if part is None or bounds is None or (model.training and not is_frozen(model)):
+        return figures_of(hidden, targets)
+    begin, end = bounds
+    own = mx.stack(figures_of(part.ranks.sum_backward(hidden)[begin:end], targets[begin:end]))
+    of_all = part.ranks.sum_forward(mx.pad(own, [(0, 0), (begin, len(targets) - end)]))
+    return [row.squeeze(0) for row in mx.split(of_all, len(own))]
 
 
 def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -89,6 +89,12 @@ class Division:
     vocabulary: tuple[int, ...] = ()  # rows of the embedding and the head; empty: every rank keeps all
     weights: tuple[float, ...] = ()  # that it was made from
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have parts of the same shapes."""
+        counts = (self.kv_heads, self.mlp_columns, self.expert_columns, self.vocabulary)
+        return all(len(set(of_ranks)) <= 1 for of_ranks in counts)
+
 
 @dataclass(frozen=True)
 class Part:

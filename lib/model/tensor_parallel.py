@@ -13,7 +13,9 @@ The model files know nothing of it: the classes of these two modules are derived
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -60,6 +62,8 @@ def shard(model: nn.Module, division: Division, ranks: Ranks) -> tuple[dict[str,
     partial: set[str] = set()
     if division.vocabulary:  # first, because these are read whole: there is still room
         parts |= _divide_vocabulary(model, names, division, ranks)
+    else:
+        model.positions_part = PositionsPart(ranks, division.weights)
     for layer in model.layers:
         for module, divided in (
             (layer.self_attn, _attention_parts(layer.self_attn, division)),
@@ -208,6 +212,22 @@ class VocabularyPart:
             return own
         around = [(0, 0)] * (own.ndim - 1) + [(self.first, self.size - self.last)]
         return self.ranks.sum_forward(mx.pad(own, around))
+
+
+@dataclass(frozen=True)
+class PositionsPart:
+    """Of a model whose head every rank holds whole: each applies it to some of the positions, as many as its weight."""
+
+    ranks: Ranks
+    weights: Sequence[float]
+
+    def bounds(self, positions: int) -> tuple[int, int] | None:
+        """This rank's first position, and the next rank's; None where some rank would have none."""
+        total = sum(self.weights)
+        ends = [round(positions * end / total) for end in itertools.accumulate(self.weights, initial=0.0)]
+        if any(begin == end for begin, end in itertools.pairwise(ends)):
+            return None
+        return ends[self.ranks.rank], ends[self.ranks.rank + 1]
 
 
 # ---- What the parts do together

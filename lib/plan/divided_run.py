@@ -130,7 +130,11 @@ def _plan_sharded(config: Config, cluster: Cluster) -> ClusterPlan:
     if run.block_shape is not None:  # beside a pipeline, with what is assumed of it
         sums = sums or ASSUMED_LINK.seconds
         curves = _curves_beside_a_pipeline(config, cluster, curves, plan.gradient_checkpointing)
-    return replace(plan, predictions=(predict_sharded(plan, run.shape, curves, sharded_tokens(run), sums),))
+    memory_rates = [one.memory_bytes_per_second if one else None for one in cluster.calibrations]
+    is_frozen = config.model.method != "full" and not config.model.adapt_embeddings
+    tokens = sharded_tokens(run)
+    prediction = predict_sharded(plan, run.shape, curves, tokens, sums, is_frozen, memory_rates)
+    return replace(plan, predictions=(prediction,))
 
 
 def _curves_beside_a_pipeline(

@@ -117,43 +117,62 @@ class RoundsPlan:
     is_summed: bool  # on its way; else everybody gets everybody's whole
 
 
+PASSES_OF_ALL = 45
+"""How often a block reads or writes a number for every token and hidden unit, which no division makes fewer.
+
+Forward and backward: 10 for two norms, 12 for residual sums, 5 for what adapters read, 18 for their gradients.
+"""
+
+
 def predict_sharded(
     plan: ClusterPlan,
     shape: ModelShape,
     curves: Sequence[BatchCurve | None],
     tokens_per_pair: int,
     sum_seconds: Callable[[float], float] | None,
+    head_is_frozen: bool,
+    memory_rates: Sequence[float | None],
 ) -> Prediction:
     """What a divided model gives: each rank's part of the compute, and a block's four sums, two of them backward.
 
-    A rank computes its heads and columns, and, unless the vocabulary is divided, the whole head. A sum carries a number
-    for every token and hidden unit, and nobody goes on before it: their times add up. What the sums of the adapters'
-    whole halves cost is left out. Of a mixture of experts, all are counted as if they ran.
+    A rank computes its heads and columns, and its part of the head: rows of the vocabulary, positions beside a frozen
+    head, or all of one that is trained. What every rank does for all hidden units is bound by memory: norms, residual
+    sums, adapters' inputs and their gradients. A sum carries a number for every token and hidden unit, and nobody goes
+    on before it: their times add up. What the sums of the adapters' whole halves cost is left out. Of a mixture of
+    experts, all are counted as if they ran.
 
     Args:
         plan: of plan_sharded.
         curves: one a rank, of the whole model on its host, or None.
         tokens_per_pair: that go through the blocks.
         sum_seconds: one sum of so many bytes over the slowest link; None if no link is measured.
+        memory_rates: bytes/s read and written on each rank's host, or None; then what all do is not counted.
     """
     assert plan.division is not None
     ranks, sizes = len(plan.ranks), np.array(plan.ranks[0].micro_batch_sizes)
-    rows = plan.division.vocabulary
+    rows, weights = plan.division.vocabulary, plan.division.weights
     head = shape.vocabulary * shape.hidden_size
-    fractions = [
-        (part.share * shape.divided_parameters + head * (rows[rank] / shape.vocabulary if rows else 1.0))
-        / (shape.divided_parameters + head)
-        for rank, part in enumerate(plan.parts)
-    ]
+    of_head = [own / sum(rows) for own in rows] if rows else [1.0] * ranks  # held; beside a frozen one less is computed
+    computed = [own / sum(weights) for own in weights] if head_is_frozen and not rows else of_head
+
+    def fractions(of_head: Sequence[float]) -> list[float]:
+        parts = zip(plan.parts, of_head, strict=True)
+        return [
+            (part.share * shape.divided_parameters + own * head) / (shape.divided_parameters + head)
+            for part, own in parts
+        ]
+
     messages = sizes * tokens_per_pair * shape.hidden_size * shape.other_bytes
-    per_batch = 4 * shape.blocks + bool(rows)  # a divided embedding is summed, too
+    per_batch = 4 * shape.blocks + bool(rows) + (bool(rows) or head_is_frozen)  # the embedding; what the head's gives
     known = [curve for curve in curves if curve is not None]
     seconds, solo = None, None
     if len(known) == ranks:
-        computes = [
-            fraction * (float(curve.seconds(sizes).sum()) + curve.step_overhead_seconds)
-            for fraction, curve in zip(fractions, known, strict=True)
-        ]
+        passes = PASSES_OF_ALL * shape.blocks * float(messages.sum())
+        computes = []
+        for fraction, one, rate in zip(fractions(computed), known, memory_rates, strict=True):
+            alone = float(one.seconds(sizes).sum())
+            of_all = min(passes / rate, alone) if rate else 0.0
+            computes.append(fraction * (alone - of_all) + of_all + one.step_overhead_seconds)
         if all(curve.max_batch_size for curve in known):  # else some host does nothing alone
             solo = sum(map(solo_pairs_per_second, known))
         if sum_seconds is not None:
@@ -162,7 +181,7 @@ def predict_sharded(
     own = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * (shape.mlp_columns or shape.expert_columns)
     kept_by_all = 4 * shape.hidden_size / (4 * shape.hidden_size + own)
     needed = []
-    for part, fraction, curve in zip(plan.parts, fractions, curves, strict=True):
+    for part, fraction, curve in zip(plan.parts, fractions(of_head), curves, strict=True):
         peak = peak_bytes(curve, int(sizes.max())) if curve else None
         whole = sum(part.divided_bytes for part in plan.parts) + part.whole_bytes
         measured = max(0.0, (peak or 0) - whole) * (fraction + (1 - fraction) * kept_by_all)

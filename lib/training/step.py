@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
+from lib.distributed.collectives import Traffic
 from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
@@ -28,7 +29,7 @@ from lib.model.token_stream import StreamInputs, arrays_of, embedding_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
-from lib.training.joined_arrays import JoinedArrays, is_worth_it
+from lib.training.joined_arrays import JoinedArrays, is_worth_it, places_of
 from lib.training.neftune import noisy
 from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
 from lib.training.optimizers import AdamW8bit, apply_gradients, evaluate_in_turn
@@ -44,6 +45,7 @@ Forward = Callable[
 ]  # (inputs, reference, labels, baseline) -> (loss, SUMS)
 MeanOf = Callable[[Tree, mx.array], tuple[Tree, exchange.Arrays]]  # (mean gradients, squared norms by name)
 Watching = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+Places = Sequence[tuple[nn.Module, str]]
 Update = Callable[[Tree, Tree, mx.array], Tree]  # (parameters, gradients, norm) -> parameters
 
 
@@ -154,10 +156,14 @@ def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array 
 def is_compiled(train: TrainSettings, world: World) -> bool:
     """Whether the step is traced once for every shape of its batches.
 
-    Where ranks have parts of every block their graphs differ, and so would their collectives: there it never is. Within
-    a stage of a pipeline there are none.
+    Where ranks have unequal parts of every block their graphs differ, and so might the order of their collectives:
+    there it never is. Nor is it by default where a sum leaves the device, as over a Mac's ring: nobody has tried that.
     """
-    return (isinstance(world, InStages) or not isinstance(world, Lockstep)) and _compiles(train)
+    if isinstance(world, Lockstep) and not isinstance(world, InStages):  # within a stage there are none
+        division = world.ranks.division
+        if division is None or not division.is_even or not (train.compile or world.backend == "nccl"):
+            return False
+    return _compiles(train)
 
 
 def _compiles(train: TrainSettings) -> bool:
@@ -165,12 +171,13 @@ def _compiles(train: TrainSettings) -> bool:
 
 
 def _all_join(world: World, joins: bool) -> bool:
-    """Whether every rank's gradients are one array: one that does not compile may sum with one that does."""
-    if isinstance(world, Lockstep):  # parts differ
+    """Whether every rank's gradients are joined: one that does not compile may sum with one that does."""
+    if isinstance(world, InStages):  # unlike stages train unlike arrays
         return False
-    if world.size == 1:
+    ranks = world.ranks if isinstance(world, Lockstep) else world
+    if ranks.size == 1:
         return joins
-    return round(world.all_sum(mx.array([float(joins)]), "how gradients are laid out").item()) == world.size
+    return round(ranks.all_sum(mx.array([float(joins)]), "how gradients are laid out").item()) == ranks.size
 
 
 def _raise_failures(failure: str | None, ranks_bytes: Sequence[float]) -> None:
@@ -180,14 +187,14 @@ def _raise_failures(failure: str | None, ranks_bytes: Sequence[float]) -> None:
 
 
 def _tried(
-    world: World, model: nn.Module, what: str, work: Callable[[], tuple[Tree | None, mx.array]]
+    world: World, places: Places, what: str, work: Callable[[], tuple[Tree | None, mx.array]]
 ) -> tuple[Tree | None, mx.array, str | None]:
     """Gradients and sums, or None, zeros, and what went wrong where memory ran out: all that was made is let go then.
 
     Raises:
         OutOfMemory: no other rank waits in the sum; or ranks share one model and cannot synchronise there.
     """
-    before = model.trainable_parameters()
+    before = [module[key] for module, key in places]
     try:
         return *work(), None
     except (OutOfMemory, RuntimeError, MemoryError) as error:
@@ -195,7 +202,8 @@ def _tried(
             raise
         failure, between_passes = str(error) or "std::bad_alloc", isinstance(error, OutOfMemory)
         all_know = isinstance(error, OutOfMemory) and bool(error.ranks)
-    model.update(before)  # the reference's may be in their place
+    for (module, key), array in zip(places, before, strict=True):  # the reference's may be in their place
+        module[key] = array
     out_of_memory.release()
     if world.size > 1:
         return None, mx.zeros(len(SUMS)), failure
@@ -228,6 +236,7 @@ class TrainStep:
     mean_of: MeanOf
     update: Update
     optimizer_state: list[Tree]  # one, which a compiled update reads and writes
+    places: Places  # of what is trained
     joined: JoinedArrays | None = None  # gradients_of, mean_of and update then take trees of one array
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
     shapes: set[object] = field(default_factory=set)  # of the batches so far
@@ -310,7 +319,7 @@ class TrainStep:
             passed = watching(iter(taken))
             return None, baseline.log_ratio_sums(self.model, passed, self.train, self.world.together, what)
 
-        _, sums, failure = _tried(self.world, self.model, what, work)
+        _, sums, failure = _tried(self.world, self.places, what, work)
         failed_bytes = [0.0] * size
         failed_bytes[rank] = float(max(1, mx.get_peak_memory())) if failure is not None else 0.0
         arrived = time.perf_counter()
@@ -326,7 +335,7 @@ class TrainStep:
         counted: list[Batch] = []
         tokens = padded_tokens = failed_bytes = 0
         gradients, sums, failure = _tried(
-            self.world, self.model, what, lambda: self._forward_backward(what, batches, counted, compared_with)
+            self.world, self.places, what, lambda: self._forward_backward(what, batches, counted, compared_with)
         )
         if failure is not None:  # the others wait for this rank in the sum: it comes with nothing but that
             failed_bytes = max(1, mx.get_peak_memory())
@@ -376,15 +385,20 @@ class TrainStep:
 
     def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
         """The update by mean gradients, whose norm is known; its evaluation has begun."""
-        self.optimizer.learning_rate = rate
         if self.joined is not None:
-            parameters = self.joined.parameters()
+            parameters = self.joined.parameters(rate)
             self.optimizer_state[0] = self.joined.optimizer.state
             self.joined.take(self.update(parameters, gradients, norm))
             return
+        self.optimizer.learning_rate = rate
         self.optimizer_state[0] = self.optimizer.state  # another object after a resume
         self.model.update(self.update(self.model.trainable_parameters(), gradients, norm))
         evaluate_in_turn(self.model.trainable_parameters(), self.optimizer.state)
+
+    def evaluate_held(self) -> None:
+        """Evaluates what is trained and the optimizer's state: a lazy array belongs to its thread."""
+        if self.joined is None or self.joined.has_new_state or not self.joined.are_in_place():
+            mx.async_eval(self.model.trainable_parameters(), self.optimizer.state)
 
     def gradients_of_value(self, value: float) -> Tree:
         """Gradients, every number of which is this one."""
@@ -392,7 +406,7 @@ class TrainStep:
         return gradients if self.joined is None else self.joined.join(gradients)
 
 
-def _compiled(model: nn.Module, train: TrainSettings, joined: JoinedArrays | None) -> GradientsOf:
+def _compiled(model: nn.Module, train: TrainSettings, traffic: Traffic, joined: JoinedArrays | None) -> GradientsOf:
     """GradientsOf, compiled, but for the metrics.
 
     Those are dozens of operations on arrays of a number a row, and cost nothing one by one. Compiled they would be some
@@ -410,10 +424,18 @@ def _compiled(model: nn.Module, train: TrainSettings, joined: JoinedArrays | Non
     value_and_gradients = nn.value_and_grad(model, loss_of)
     state = [model.state, mx.random.state]
     compiled = mx.compile(as_joined, inputs=state, outputs=state)
+    bytes_sent: dict[object, int] = {}  # within a pass, by its inputs' shapes
 
     def gradients_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[tuple[mx.array, mx.array], Tree]:
         are_in_place = joined is not None and joined.are_in_place()
+        leaves = [leaf for _, leaf in tree_flatten((inputs, beside))]
+        shapes = tuple(leaf.shape if isinstance(leaf, mx.array) else leaf for leaf in leaves)
+        sent_before = traffic.bytes_sent
         (_, figures), gradients = compiled(inputs, *beside)
+        mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
+        if shapes in bytes_sent:  # no function of ours ran, that would have counted them
+            traffic.bytes_sent = sent_before + bytes_sent[shapes]
+        bytes_sent[shapes] = traffic.bytes_sent - sent_before
         if joined is not None and are_in_place:  # mx.compile gives the model new objects for all that it has
             joined.put_in_place()
         return loss_and_sums(train, figures, inputs, *beside), gradients
@@ -466,10 +488,10 @@ def make_step(
     optimizer_state: list[Tree] = [optimizer.state]
     sync = sync or SyncSettings()
     is_alike = train.loraplus_lr_ratio is None and sync.compression == "none"
-    joins = is_alike and _compiles(train) and is_worth_it(model, optimizer)
-    joined = JoinedArrays(model, optimizer) if _all_join(world, joins) else None
+    joins = is_alike and is_compiled(train, world) and is_worth_it(model, optimizer)
+    joined = JoinedArrays(model, optimizer, world.kind_of) if _all_join(world, joins) else None
     if is_compiled(train, world):
-        gradients_of = _compiled(model, train, joined)
+        gradients_of = _compiled(model, train, world.traffic, joined)
     if _compiles(train):
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)
@@ -488,5 +510,6 @@ def make_step(
         mean_of,
         update,
         optimizer_state,
+        places_of(model),
         joined,
     )

@@ -87,12 +87,12 @@ class Learner:
         return result
 
     def _take(self, step: int, index: int, batches: list[MicroBatch]) -> StepResult:
-        model, optimizer, steps = self.run.model, self.run.optimizer, self.run.schedule.steps
+        steps = self.run.schedule.steps
         while True:
             fitting = self.make.within(batches, self.max_micro_batch_size)  # those made ahead may be larger
             size = max((len(batch.rows) for batch, _ in fitting), default=0)
             heartbeat.tell(micro_batch_size=size, gradient_checkpointing=self.recomputes, machine=network.host_name())
-            mx.async_eval(model.trainable_parameters(), optimizer.state)  # a lazy array belongs to its thread
+            self.take_step.evaluate_held()
             try:
                 return out_of_memory.attempt(
                     lambda fitting=fitting: self.take_step(  # type: ignore[misc]
