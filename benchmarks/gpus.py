@@ -1,13 +1,16 @@
-"""One GPU, and the GPUs of this machine as one pipeline over NCCL: pairs/s, waiting, memory.
+"""One GPU, and the GPUs of this machine with parts of one model over NCCL, pipelined and sharded: pairs/s, waiting, memory.
 
-    python benchmarks/gpus.py                              Llamas of 1B and 8B, two GPUs, about six minutes
+    python benchmarks/gpus.py                              Llamas of 1B and 8B, two GPUs, about ten minutes
     python benchmarks/gpus.py --models 8B --limit-gb 11    and one that neither GPU may hold by itself
+    python benchmarks/gpus.py --strategies sharded --batch 16 --sizes 16 --calibrate      beside what the plan predicts
     python benchmarks/gpus.py --quick                      the 1B alone, fewer steps
 
 LoRA-DPO in bfloat16 of random weights, pairs of three times --tokens tokens, --batch of them a step, in the micro-batches of
 --sizes. Each run is train.py's own; figures are medians of its steps, without the first ones. `times one` compares with the
 fastest run of one GPU, whatever its micro-batches. With --limit-gb each run may hold so much memory (plan.memory_limit_gb).
-The bound is 1F1B played with the seconds that each GPU computed, without any message. The last line is one JSON object.
+The bound is 1F1B played with the seconds that each GPU computed, without any message. With --calibrate the GPUs are
+measured before (benchmarks/calibrate.py --quick), and predicted is what the plan made of that, over what the median step
+took. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ def main() -> None:
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=["1B", "8B"])
     add("--gpus", type=int, default=2)
+    add("--strategies", nargs="+", choices=["pipelined", "sharded"], default=["pipelined", "sharded"])
+    add("--calibrate", action="store_true", help="measure the GPUs first, for predictions")
     add("--batch", type=int, default=64, help="pairs a step")
     add("--sizes", type=int, nargs="+", default=[4, 8], help="of micro-batches, in pairs")
     add("--tokens", type=int, default=512, help="of a prompt and of each completion")
@@ -70,22 +75,29 @@ def main() -> None:
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
             write_inputs(Path(folder), model, options)
-            for ranks in (options.gpus,) if options.only_together else (1, options.gpus):
+            if options.calibrate:
+                words = ["--quick", f"--largest={max(options.sizes)}", f"--folder={folder}"]
+                script = ["benchmarks/calibrate.py", *words]
+                if error := launched(Path(folder), options.gpus, script, options.backend):
+                    sys.exit(f"calibrate: {error}")
+            alone = [] if options.only_together else ["alone"]
+            for strategy in (*alone, *options.strategies):
                 for size in options.sizes:
-                    rows.append(row_of(Path(folder), model, ranks, size, options))
+                    rows.append(row_of(Path(folder), model, strategy, size, options))
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     show(rows, options)
     print(json.dumps({"settings": vars(options), "rows": rows}))
 
 
-def row_of(folder: Path, model: str, ranks: int, size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over a run's steps, or why there is none."""
-    row: dict[str, Any] = {"model": model, "gpus": ranks, "size": size}
-    words = [f"run.name={ranks}x{size}", f"plan.micro_batch_sizes=[{size}]", f"train.seed={options.seed}"]
-    words += ["strategy=pipelined"] * (ranks > 1) + options.words
+def row_of(folder: Path, model: str, strategy: str, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over a run's steps, or why there is none. strategy: or "alone"."""
+    ranks, name = (1 if strategy == "alone" else options.gpus), f"{strategy}-{size}"
+    row: dict[str, Any] = {"model": model, "strategy": strategy, "gpus": ranks, "size": size}
+    words = [f"run.name={name}", f"plan.micro_batch_sizes=[{size}]", f"train.seed={options.seed}"]
+    words += [f"strategy={strategy}"] * (ranks > 1) + options.words
     words += [f"plan.memory_limit_gb={options.limit_gb}"] * (options.limit_gb is not None)
-    error = train(folder, ranks, words, options.backend)
-    logs = [folder / f"runs/{ranks}x{size}/logs/rank-{rank:03d}.jsonl" for rank in range(ranks)]
+    error = launched(folder, ranks, ["train.py", *words], options.backend)
+    logs = [folder / f"runs/{name}/logs/rank-{rank:03d}.jsonl" for rank in range(ranks)]
     if error:
         return {**row, "error": error}
     steps = [[one for one in read_records(log) if one["kind"] == "step"][WARM:] for log in logs]
@@ -106,19 +118,21 @@ def row_of(folder: Path, model: str, ranks: int, size: int, options: argparse.Na
         "bytes_per_step": medians("bytes_sent"),
         "losses": [one["loss"] for one in steps[0]],
     }
-    if ranks > 1:
+    plan = json.loads((folder / f"runs/{name}/plan.json").read_text())
+    predicted = next((way["step_seconds"] for way in plan["predictions"] if way["chosen"]), None)
+    if predicted:
+        row["predicted_of_measured"] = predicted / seconds
+    if strategy == "pipelined":
         micro_batches = -(-options.batch // size)
         halves = [compute / micro_batches / 2 for compute in row["compute_seconds"]]
         bound = step_seconds(halves, halves, [Hop()] * (ranks - 1), depths(ranks), micro_batches)
         row |= {"bound_seconds": bound, "of_bound": bound / seconds}
-        row["blocks"] = [
-            stage["blocks"] for stage in json.loads((logs[0].parents[1] / "plan.json").read_text())["stages"]
-        ]
+        row["blocks"] = [stage["blocks"] for stage in plan["stages"]]
     return row
 
 
-def train(folder: Path, ranks: int, words: Sequence[str], backend: str) -> str | None:
-    """A run, one rank a GPU; the last line of what went wrong."""
+def launched(folder: Path, ranks: int, script: Sequence[str], backend: str) -> str | None:
+    """A script and its words, one rank a GPU; the last line of what went wrong."""
     processes = []
     for rank in range(ranks):
         variables = dict(os.environ) | {"CUDA_VISIBLE_DEVICES": str(rank)}
@@ -128,7 +142,7 @@ def train(folder: Path, ranks: int, words: Sequence[str], backend: str) -> str |
         elif ranks > 1:
             (folder / "ring.json").write_text(json.dumps([[f"127.0.0.1:{PORT + one}"] for one in range(ranks)]))
             variables |= {"MLX_HOSTFILE": str(folder / "ring.json"), "MLX_RANK": str(rank)}
-        command = [sys.executable, str(ROOT / "train.py"), "--config", str(folder / "run.yaml"), *words]
+        command = [sys.executable, str(ROOT / script[0]), "--config", str(folder / "run.yaml"), *script[1:]]
         processes.append(
             subprocess.Popen(
                 command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -167,11 +181,13 @@ def show(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     columns = (
         "model",
         "GPUs",
+        "strategy",
         "blocks",
         "micro-batch",
         "pairs/s",
         "times one",
         "of the bound",
+        "predicted",
         "compute s",
         "wait s",
         "GB",
@@ -188,12 +204,13 @@ def show(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
                 f"{row['pairs_per_second']:.3g}",
                 f"{row['pairs_per_second'] / alone:.2f}" if alone else "-",
                 f"{row['of_bound']:.0%}" if "of_bound" in row else "-",
+                f"{row['predicted_of_measured']:.2f}" if "predicted_of_measured" in row else "-",
                 *(" ".join(f"{one:.2f}" for one in row[key]) for key in ("compute_seconds", "wait_seconds")),
                 " ".join(f"{one:.1f}" for one in row["peak_gb"]),
             ]
         blocks = " + ".join(map(str, row.get("blocks", []))) or "-"
-        table.add_row(row["model"], str(row["gpus"]), blocks, str(row["size"]), *cells)
-    Console(width=150).print(table)
+        table.add_row(row["model"], str(row["gpus"]), row["strategy"], blocks, str(row["size"]), *cells)
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
     ]
     assert ways(told)["sharded"].memory_bytes == way.memory_bytes == pytest.approx(max(peaks), rel=1e-6)
     divided = ways(planned([host("a", 128), host("b", 64)], "strategy=sharded", "model.shard_vocabulary=true"))
-    assert divided["sharded"].bytes_per_step == pytest.approx((4 * 32 + 1) * 4 * message)
+    assert divided["sharded"].bytes_per_step == pytest.approx((4 * 32 + 2) * 4 * message)
     unknown = [one.model_copy(update={"links": ()}) for one in (host("a", 128), host("b", 64))]
     assert ways(planned(list(unknown)))["sharded"].step_seconds is None, "a link that nobody measured"
 
