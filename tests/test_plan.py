@@ -401,10 +401,18 @@ LLAMA_8B = {
 }
 
 
-def sharded(memory_gb: list[float | None], gflops: list[float | None], *words: str) -> ClusterPlan:
+def sharded(
+    memory_gb: list[float | None], gflops: list[float | None], *words: str, chips: Sequence[str] = ()
+) -> ClusterPlan:
     settings = load(None, ["model.path=-", "data.train=-", "strategy=sharded", *words])
     hosts = [
-        RankHost(f"host{rank}", gflops=rate, memory_bytes=None if size is None else int(size * 1e9))
+        RankHost(
+            f"host{rank}",
+            gflops=rate,
+            memory_bytes=None if size is None else int(size * 1e9),
+            device_name=chips[rank] if chips else None,
+            device="cuda" if chips else "cpu",
+        )
         for rank, (size, rate) in enumerate(zip(memory_gb, gflops, strict=True))
     ]
     return plan_sharded(settings, hosts, model_shape_of(LLAMA_8B))
@@ -428,6 +436,24 @@ def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:
         assert plan.shares == [16] and plan.micro_batch_sizes == [(8, 8)]  # every rank runs every batch
         assert json.loads(json.dumps(plan.to_dict()))["division"]["kv_heads"] == [p.kv_heads for p in plan.parts]
         assert len({frozenset(row) for row in plan.rows()}) == 1
+
+
+def test_parts_are_equal_where_rates_differ_by_noise() -> None:
+    """Equal parts can be compiled, which on GPUs is worth more than a few percent of a clock."""
+
+    def columns(*args: Any, **options: Any) -> list[int]:
+        plan = sharded([128, 128], *args, **options)
+        assert plan.division is not None
+        return list(plan.division.mlp_columns)
+
+    assert columns([1e3, 1.04e3]) == [7168, 7168]
+    assert columns([1e3, 1.2e3])[0] < 7168 < columns([1e3, 1.2e3])[1]
+    assert columns([1e3, 1.2e3], chips=["NVIDIA H200"] * 2) == [7168, 7168]
+    assert columns([1e3, 1.2e3], chips=["NVIDIA H200", "NVIDIA H100"])[0] < 7168
+    assert columns([1e3, 1.5e3], chips=["NVIDIA H200"] * 2)[0] < 7168  # throttled, or another works there
+    assert columns([1e3, 1e3], "train.compile=true") == [7168, 7168]
+    with pytest.raises(UserError, match=r"train.compile .*equal parts, but MLP columns are \[.*plan.shares"):
+        columns([1e3, 3e3], "train.compile=true")
 
 
 def test_a_model_larger_than_all_hosts_is_refused() -> None:

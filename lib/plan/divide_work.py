@@ -32,7 +32,8 @@ from lib.plan.shares import (
 )
 from lib.system.hardware import Device
 
-ALIKE = 0.05  # of a matmul rate, by which machines of one kind may differ: equal parts can be compiled
+ALIKE = 0.05  # of a matmul rate, by which hosts may differ and still get equal parts, which can be compiled
+ALIKE_CHIPS = 0.25  # the same of GPUs of one name: measured quickly, at clocks that come and go
 MOST_DIVISIONS = 20  # of a model, until a pair's activations fit beside every part
 RESERVE_STEP = 0.005  # of a host's memory: whole heads and columns move no part by less
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
@@ -288,7 +289,9 @@ def _part_weights(config: Config, hosts: Sequence[RankHost]) -> tuple[list[float
         return [float(share) for share in shares], "divided as plan.shares weighs the ranks"
     if all(host.gflops for host in hosts):
         rates = [float(host.gflops or 0) for host in hosts]
-        if min(rates) > (1 - ALIKE) * max(rates):
+        chips = {host.device_name for host in hosts}
+        is_one_chip = len(chips) == 1 and None not in chips and all(host.device not in (None, "cpu") for host in hosts)
+        if min(rates) > (1 - (ALIKE_CHIPS if is_one_chip else ALIKE)) * max(rates):
             return [1.0] * len(hosts), "divided equally: the hosts' matmul rates are alike"
         return rates, "divided by the hosts' matmul rates"
     if all(host.memory_bytes for host in hosts):
