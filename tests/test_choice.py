@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from lib.evaluate import command
 from lib.model import partition
 from lib.plan.calibration import BatchCurve, BatchPoint, HostCalibration, Link, write_calibration
 from lib.plan.cluster_plan import ClusterPlan, Prediction, whole_bytes
+from lib.plan.memory import Rows
+from lib.plan.predictions import sharded_tokens
 from lib.plan.run_facts import RankHost, RunFacts
 from lib.plan.run_plan import plan_run
 from lib.system.hardware import Machine
@@ -153,6 +156,12 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
     slow = [one.model_copy(update={"memory_bytes_per_second": 1e12}) for one in machines]
     of_all = 45 * 32 * 4 * message / 1e12
     assert ways(planned(slow))["sharded"].step_seconds == pytest.approx(max(computes) + 0.25 * of_all + sums, rel=0.01)
+    nccl = [
+        one.model_copy(update={"links": tuple(link.model_copy(update={"backend": "nccl"}) for link in one.links)})
+        for one in machines
+    ]
+    in_order = max(computes) + count * 4 * message / 1e8  # a GPU waits for no host within a pass
+    assert ways(planned(nccl, backend="nccl"))["sharded"].step_seconds == pytest.approx(in_order, rel=0.001)
     trained = ways(planned(machines, "model.method=full"))["sharded"]  # a head that is trained is computed by all
     whole_head = 4 * 0.4 * (0.75 * blocks + head) / (blocks + head) + 4 * 32 * 4 * (0.001 + message / 1e8)
     assert trained.step_seconds == pytest.approx(whole_head, rel=0.01)
@@ -168,6 +177,16 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
     assert divided["sharded"].bytes_per_step == pytest.approx((4 * 32 + 2) * 4 * message)
     unknown = [one.model_copy(update={"links": ()}) for one in (host("a", 128), host("b", 64))]
     assert ways(planned(list(unknown)))["sharded"].step_seconds is None, "a link that nobody measured"
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+def test_tokens_of_a_divided_pass_are_those_of_its_batch(shares_prompts: bool) -> None:
+    rows = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)
+    model: Any = SimpleNamespace(training=SimpleNamespace(shared_prompts=shares_prompts))
+    facts = RunFacts(KEY, longest=1024, backend="mpi", typical_rows=rows, memory_model=model)
+    assert sharded_tokens(facts, 4) == 4 * (1536 if shares_prompts else 2048)
+    unknown = RunFacts(KEY, longest=1024, backend="mpi")
+    assert sharded_tokens(unknown, 4) == 4 * 2 * KEY.sequence_length
 
 
 def test_the_table_of_two_macs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -125,15 +126,15 @@ def _plan_sharded(config: Config, cluster: Cluster) -> ClusterPlan:
         rates = [host.gflops for host in hosts]
     comparable = [replace(host, gflops=rate) for host, rate in zip(hosts, rates, strict=True)]
     plan = plan_sharded(config, comparable, run.shape, run.memory_model)
-    sums: Callable[[float], float] | None = cluster.sum_seconds if cluster.link_is_known else None
+    sums: Callable[[float], float] | None = cluster.sum_seconds_in_pass if cluster.link_is_known else None
     curves = cluster.of_this_model(run.key)
     if run.block_shape is not None:  # beside a pipeline, with what is assumed of it
         sums = sums or ASSUMED_LINK.seconds
         curves = _curves_beside_a_pipeline(config, cluster, curves, plan.gradient_checkpointing)
     memory_rates = [one.memory_bytes_per_second if one else None for one in cluster.calibrations]
     is_frozen = config.model.method != "full" and not config.model.adapt_embeddings
-    tokens = sharded_tokens(run)
-    prediction = predict_sharded(plan, run.shape, curves, tokens, sums, is_frozen, memory_rates)
+    tokens_of = functools.partial(sharded_tokens, run)
+    prediction = predict_sharded(plan, run.shape, curves, tokens_of, sums, is_frozen, memory_rates)
     return replace(plan, predictions=(prediction,))
 
 

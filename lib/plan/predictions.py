@@ -79,6 +79,11 @@ class Cluster:
         sums = (link.seconds(size_bytes) for link in self._links() if link.operation == "all_sum")
         return max(sums, default=0.0) * (len(self.hosts) > 1)
 
+    def sum_seconds_in_pass(self, size_bytes: float) -> float:
+        """`sum_seconds` within a pass. Over NCCL what was measured as latency is the host's, which runs ahead there."""
+        host_seconds = min((link.latency_seconds for link in self._links() if link.backend == "nccl"), default=0.0)
+        return max(0.0, self.sum_seconds(size_bytes) - host_seconds)
+
     def link_between(self, rank: int) -> Link | None:
         """A rank's link to the next one, one way; None where none was measured.
 
@@ -128,7 +133,7 @@ def predict_sharded(
     plan: ClusterPlan,
     shape: ModelShape,
     curves: Sequence[BatchCurve | None],
-    tokens_per_pair: int,
+    tokens_of: Callable[[int], int],
     sum_seconds: Callable[[float], float] | None,
     head_is_frozen: bool,
     memory_rates: Sequence[float | None],
@@ -144,7 +149,7 @@ def predict_sharded(
     Args:
         plan: of plan_sharded.
         curves: one a rank, of the whole model on its host, or None.
-        tokens_per_pair: that go through the blocks.
+        tokens_of: a micro-batch of so many pairs, that go through the blocks.
         sum_seconds: one sum of so many bytes over the slowest link; None if no link is measured.
         memory_rates: bytes/s read and written on each rank's host, or None; then what all do is not counted.
     """
@@ -162,7 +167,7 @@ def predict_sharded(
             for part, own in parts
         ]
 
-    messages = sizes * tokens_per_pair * shape.hidden_size * shape.other_bytes
+    messages = np.array([tokens_of(size) for size in sizes.tolist()]) * shape.hidden_size * shape.other_bytes
     per_batch = 4 * shape.blocks + bool(rows) + (bool(rows) or head_is_frozen)  # the embedding; what the head's gives
     known = [curve for curve in curves if curve is not None]
     seconds, solo = None, None
@@ -200,9 +205,11 @@ def predict_sharded(
     )
 
 
-def sharded_tokens(run: RunFacts) -> int:
-    """Tokens of a pair through the blocks, rows as long as a typical one."""
-    return run.key.sequence_length * (2 if run.key.records == "preference" else 1)
+def sharded_tokens(run: RunFacts, pairs: int) -> int:
+    """Tokens of a micro-batch through the blocks, rows as long as a typical one, padded as they will be."""
+    if run.typical_rows is not None and run.memory_model is not None:
+        return run.typical_rows.batch(pairs, run.memory_model.training.shared_prompts).tokens
+    return pairs * run.key.sequence_length * (2 if run.key.records == "preference" else 1)
 
 
 def measured_for(key: CurveKey, choice: CurveChoice) -> bool:

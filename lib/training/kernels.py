@@ -38,8 +38,9 @@ from lib.model.quantised import device
 from lib.model.token_stream import Replaced, arrays_of, backbone_of, hidden_states, length_multiple
 from lib.system import model_folder
 from lib.training import losses
+from lib.training.compiled_pass import is_compiled
 from lib.training.objective import figures_of, loss_and_sums
-from lib.training.step import TrainStep, is_compiled, make_optimizer, make_step
+from lib.training.step import TrainStep, make_optimizer, make_step
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY = 2, 256  # of the small model

@@ -22,12 +22,13 @@ from lib.errors import Stopped, UserError
 from lib.model import adapter_files
 from lib.system import files, metal
 from lib.training import checkpoint, report, summary
+from lib.training.compiled_pass import is_compiled
 from lib.training.find_checkpoint import fault_of
 from lib.training.local_sgd import LocalSGD
 from lib.training.moved_blocks import CutWatch, move_blocks
 from lib.training.objective import Metrics
 from lib.training.resume import restore_weights
-from lib.training.step import MicroBatch, StepResult, is_compiled
+from lib.training.step import MicroBatch, StepResult
 from lib.training.step_retries import Learner
 from lib.training.training_run import PREFETCHED, TrainingRun
 

@@ -24,8 +24,9 @@ from lib.model.pipeline_stage import Stage
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline_schedule import operations
 from lib.system.out_of_memory import Limit
+from lib.training.compiled_pass import Tree, is_compiled
 from lib.training.objective import SUMS
-from lib.training.step import MicroBatch, StepResult, TrainStep, Tree, Watching, arrays_beside, is_compiled
+from lib.training.step import MicroBatch, StepResult, TrainStep, Watching, arrays_beside
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters

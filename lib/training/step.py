@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -20,7 +20,6 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
-from lib.distributed.collectives import Traffic
 from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
@@ -29,17 +28,13 @@ from lib.model.token_stream import StreamInputs, arrays_of, embedding_of
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
 from lib.training import baseline, losses
+from lib.training.compiled_pass import GradientsOf, Tree, compiled_gradients, compiles, is_compiled
 from lib.training.joined_arrays import JoinedArrays, is_worth_it, places_of
 from lib.training.neftune import noisy
-from lib.training.objective import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
+from lib.training.objective import SUMS, Metrics, figures_of, loss_and_sums, means_of
 from lib.training.optimizers import AdamW8bit, apply_gradients, evaluate_in_turn
 
-Tree = Mapping[str, object]  # MLX's tree of arrays: by name, nested
-
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
-GradientsOf = Callable[
-    [StreamInputs, mx.array | None, mx.array | None, mx.array | None], tuple[tuple[mx.array, mx.array], Tree]
-]  # (inputs, reference, labels, baseline) -> ((loss, SUMS), gradients)
 Forward = Callable[
     [StreamInputs, mx.array | None, mx.array | None, mx.array | None], tuple[mx.array, mx.array]
 ]  # (inputs, reference, labels, baseline) -> (loss, SUMS)
@@ -151,23 +146,6 @@ def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array 
     """What a loss takes beside the log-probabilities, one row for each of the batch: the reference's, and labels."""
     known = None if reference is None else mx.array(batch.padded(reference))
     return known, None if batch.labels is None else mx.array(batch.padded(batch.labels))
-
-
-def is_compiled(train: TrainSettings, world: World) -> bool:
-    """Whether the step is traced once for every shape of its batches.
-
-    Where ranks have unequal parts of every block their graphs differ, and so might the order of their collectives:
-    there it never is. Nor is it by default where a sum leaves the device, as over a Mac's ring: nobody has tried that.
-    """
-    if isinstance(world, Lockstep) and not isinstance(world, InStages):  # within a stage there are none
-        division = world.ranks.division
-        if division is None or not division.is_even or not (train.compile or world.backend == "nccl"):
-            return False
-    return _compiles(train)
-
-
-def _compiles(train: TrainSettings) -> bool:
-    return train.compile if train.compile is not None else mx.default_device() == mx.gpu
 
 
 def _all_join(world: World, joins: bool) -> bool:
@@ -406,43 +384,6 @@ class TrainStep:
         return gradients if self.joined is None else self.joined.join(gradients)
 
 
-def _compiled(model: nn.Module, train: TrainSettings, traffic: Traffic, joined: JoinedArrays | None) -> GradientsOf:
-    """GradientsOf, compiled, but for the metrics.
-
-    Those are dozens of operations on arrays of a number a row, and cost nothing one by one. Compiled they would be some
-    kernels more, and CUDA takes three seconds for each of these on a machine that does not have them yet.
-    """
-
-    def loss_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, Figures]:
-        figures = figures_of(train, model, inputs)
-        return loss_and_sums(train, figures, inputs, *beside)[0], figures
-
-    def as_joined(inputs: StreamInputs, *beside: mx.array | None) -> tuple[tuple[mx.array, Figures], Tree]:
-        values, gradients = value_and_gradients(inputs, *beside)
-        return values, gradients if joined is None else joined.join(gradients)
-
-    value_and_gradients = nn.value_and_grad(model, loss_of)
-    state = [model.state, mx.random.state]
-    compiled = mx.compile(as_joined, inputs=state, outputs=state)
-    bytes_sent: dict[object, int] = {}  # within a pass, by its inputs' shapes
-
-    def gradients_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[tuple[mx.array, mx.array], Tree]:
-        are_in_place = joined is not None and joined.are_in_place()
-        leaves = [leaf for _, leaf in tree_flatten((inputs, beside))]
-        shapes = tuple(leaf.shape if isinstance(leaf, mx.array) else leaf for leaf in leaves)
-        sent_before = traffic.bytes_sent
-        (_, figures), gradients = compiled(inputs, *beside)
-        mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
-        if shapes in bytes_sent:  # no function of ours ran, that would have counted them
-            traffic.bytes_sent = sent_before + bytes_sent[shapes]
-        bytes_sent[shapes] = traffic.bytes_sent - sent_before
-        if joined is not None and are_in_place:  # mx.compile gives the model new objects for all that it has
-            joined.put_in_place()
-        return loss_and_sums(train, figures, inputs, *beside), gradients
-
-    return gradients_of
-
-
 def make_step(
     model: nn.Module,
     optimizer: optim.Optimizer,
@@ -491,8 +432,8 @@ def make_step(
     joins = is_alike and is_compiled(train, world) and is_worth_it(model, optimizer)
     joined = JoinedArrays(model, optimizer, world.kind_of) if _all_join(world, joins) else None
     if is_compiled(train, world):
-        gradients_of = _compiled(model, train, world.traffic, joined)
-    if _compiles(train):
+        gradients_of = compiled_gradients(model, train, world.traffic, joined)
+    if compiles(train):
         # An adapter is hundreds of small arrays: on an H200 updating them one operation at a time took 34 ms.
         mean_of = mx.compile(mean_of)
         update = mx.compile(update, inputs=optimizer_state, outputs=optimizer_state)
