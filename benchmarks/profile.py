@@ -44,7 +44,8 @@ from lib.distributed.world import World
 from lib.model import adapters, load, logps, lora, token_stream
 from lib.system import provenance
 from lib.telemetry.run_records import PerformanceTracker
-from lib.training.step import is_compiled, make_optimizer, make_step
+from lib.training.compiled_pass import is_compiled
+from lib.training.step import make_optimizer, make_step
 
 MORE = 3  # launches, beside one, whose time is divided
 
