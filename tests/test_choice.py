@@ -162,6 +162,10 @@ def test_a_divided_step_is_predicted_from_curves_and_link() -> None:
     ]
     in_order = max(computes) + count * 4 * message / 1e8  # a GPU waits for no host within a pass
     assert ways(planned(nccl, backend="nccl"))["sharded"].step_seconds == pytest.approx(in_order, rel=0.001)
+    assert not any("not compiled" in warning for warning in planned(nccl, "strategy=sharded", backend="mpi").warnings)
+    for words, backend in ((("strategy=sharded",), "nccl"), (("strategy=sharded", "train.compile=true"), "mpi")):
+        (warning,) = (one for one in planned(nccl, *words, backend=backend).warnings if "not compiled" in one)
+        assert "[6, 2] KV heads" in warning
     trained = ways(planned(machines, "model.method=full"))["sharded"]  # a head that is trained is computed by all
     whole_head = 4 * 0.4 * (0.75 * blocks + head) / (blocks + head) + 4 * 32 * 4 * (0.001 + message / 1e8)
     assert trained.step_seconds == pytest.approx(whole_head, rel=0.01)

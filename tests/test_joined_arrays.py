@@ -159,17 +159,22 @@ def test_the_arrays_are_joined_once_and_then_stay_so(tmp_path: Path, monkeypatch
 
 def test_an_update_that_fails_leaves_nothing_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, straight = made(tmp_path)
-    taken(straight, 0, 2)
+    taken(straight, 0, 3)
     other_model, other_optimizer, failing = made(tmp_path)
 
     def fail(*_: object) -> None:
         raise RuntimeError("no room")
 
-    for index in range(2):
+    for index in range(3):
+        looks = index == 1
+        before = held(other_model, other_optimizer) if looks else {}
         with monkeypatch.context() as patch:
             patch.setattr(joined_arrays.JoinedArrays, "_parts", fail)
             with pytest.raises(RuntimeError, match="no room"):
                 taken(failing, index, index + 1)
+        after = held(other_model, other_optimizer) if looks else {}
+        for name, array in before.items():
+            assert_array_equal(after[name], array)
         taken(failing, index, index + 1)
     found = held(other_model, other_optimizer)
     for name, array in held(model, optimizer).items():

@@ -451,9 +451,6 @@ def test_parts_are_equal_where_rates_differ_by_noise() -> None:
     assert columns([1e3, 1.2e3], chips=["NVIDIA H200"] * 2) == [7168, 7168]
     assert columns([1e3, 1.2e3], chips=["NVIDIA H200", "NVIDIA H100"])[0] < 7168
     assert columns([1e3, 1.5e3], chips=["NVIDIA H200"] * 2)[0] < 7168  # throttled, or another works there
-    assert columns([1e3, 1e3], "train.compile=true") == [7168, 7168]
-    with pytest.raises(UserError, match=r"train.compile .*equal parts, but MLP columns are \[.*plan.shares"):
-        columns([1e3, 3e3], "train.compile=true")
 
 
 def test_a_model_larger_than_all_hosts_is_refused() -> None:

@@ -29,6 +29,8 @@ from lib.model import adapter_files, partition, tensor_parallel, token_stream
 from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
+from lib.training import compiled_pass
+from lib.training import step as step_module
 from tests import rounding, tiny
 from tests.test_plan import LLAMA_8B
 from tests.tiny import difference, model_folder, steps_of
@@ -281,6 +283,35 @@ def test_what_cannot_be_divided_is_refused(
         )
 
 
+@pytest.mark.parametrize(
+    ("counts", "backend", "told", "is_compiled"),
+    [
+        ((4, 4), "nccl", None, True),
+        ((4, 4), "nccl", False, False),
+        ((4, 4), "ring", None, False),
+        ((4, 4), "ring", True, True),
+        ((5, 3), "nccl", None, False),
+        ((5, 3), "mpi", True, False),
+    ],
+)
+def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
+    counts: tuple[int, int], backend: str, told: bool | None, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    division = partition.Division(counts, (8, 8), weights=(1.0, 1.0))
+    world = sharded(World(size=2, backend=backend), division).workers
+    train_settings = schema.TrainSettings(compile=told)
+    assert compiled_pass.is_compiled(train_settings, world) == is_compiled
+    unequal = partition.Division((4, 4), (8, 8), weights=(1.0, 1.01))  # of the head's positions one has more
+    assert not compiled_pass.is_compiled(train_settings, sharded(World(size=2, backend=backend), unequal).workers)
+
+
+def test_equal_ranks_have_equal_rows_of_the_vocabulary_where_that_can_be(tmp_path: Path) -> None:
+    shape = partition.model_shape_of(LLAMA_8B)  # 128,256 tokens
+    assert partition.divide(shape, [1.0] * 8, vocabulary=True).is_even
+    assert not partition.divide(shape, [1.0, 2.0], vocabulary=True).is_even
+
+
 def test_the_smallest_share_is_one_part() -> None:
     assert partition.apportion(8, [1000, 1, 1]) == (6, 1, 1)
     assert partition.apportion(256, [1, 5], unit=32) == (32, 224)
@@ -311,6 +342,7 @@ def words_of(world: World, folder: Path, *words: str, **changes: Any) -> list[st
     [
         ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1"),
         ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "model.shard_vocabulary=true"),
+        ("model.method=lora", "train.loss=sft", "model.rank=3"),
         *(
             pytest.param((*words, "train.steps=5"), marks=two)
             for words in (
@@ -343,22 +375,29 @@ def test_parts_train_to_the_weights_of_the_whole(world: World, folder: Path, wor
 
 @two
 @pytest.mark.parametrize(
-    "words",
+    ("words", "changes"),
     [
-        ("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.use_weighting=true"),
-        ("model.method=dora", "model.gradient_checkpointing=true", "train.loss=orpo"),
-        ("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "model.shard_vocabulary=true"),
+        (("model.method=lora", "train.loss=sigmoid", "model.dropout=0.1", "train.use_weighting=true"), {}),
+        (("model.method=lora", "train.loss=sft"), {"attention_bias": True, "mlp_bias": True}),
+        (("model.method=dora", "model.gradient_checkpointing=true", "train.loss=orpo"), {}),
+        (("model.method=full", "train.loss=sft", "train.learning_rate=1e-4", "model.shard_vocabulary=true"), {}),
+        (("model.method=lora", "train.loss=ipo"), {"model_type": "qwen3_moe", **FAMILIES["qwen3_moe"]}),
     ],
-    ids=lambda words: " ".join(words[:2]),
+    ids=lambda words: " ".join(words)[:60] if isinstance(words, tuple) else words.get("model_type", "llama"),
 )
 def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
-    world: World, folder: Path, words: tuple[str, ...]
+    world: World, folder: Path, words: tuple[str, ...], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = [*words_of(world, folder), "train.steps=8", *words, "train.max_grad_norm=0.05", "strategy=sharded"]
-    common += ["checkpoint.final=last", "train.compile=true"]
+    common = [*words_of(world, folder, **changes), "train.steps=8", *words, "train.max_grad_norm=0.05"]
+    common += ["strategy=sharded", "checkpoint.final=last", "train.compile=true"]
     alone = rounding.trained_alone(world, common)
+    compiled: list[Any] = []
+    make = step_module.compiled_gradients
+    monkeypatch.setattr(step_module, "compiled_gradients", lambda *args: (compiled.append(args), make(*args))[1])
     run = train(world, folder, [*common, "plan.shares=[1,1]"], "sharded")
     world.gather_text("finished")
+    ((_, _, _, joined),) = compiled
+    assert joined is not None and set(joined.members) <= {"partial", "part", "whole"}
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     first_sent: dict[int, int] = {}  # a pass is traced once, and its bytes are counted at every step
     steps = steps_of(run, world.rank)

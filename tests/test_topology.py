@@ -90,6 +90,9 @@ def test_a_ring_of_cables_needs_no_others_and_one_who_is_cut_off_is_left_out() -
         assert topology.largest_ring(4, named) == list(others)
     a, b, c = (Host(name) for name in "abc")
     assert [host.name for host in topology.in_ring_order(b, (a, b, c))] == ["b", "c", "a"]
+    # One that was away is back, and would be rank 0, with older checkpoints than those that trained.
+    assert [host.name for host in topology.led_by((b, c), (a, b, c))] == ["b", "c", "a"]
+    assert topology.led_by((c,), (a, b)) == (a, b) and topology.led_by((c,), ()) == ()
 
 
 # ---- jaccl

@@ -188,7 +188,8 @@ class Collectives:
 
         @mx.custom_function
         def agreed(x: mx.array) -> mx.array:
-            return self._sum_lazily(x if self.rank == 0 else mx.zeros_like(x))
+            # Zeros wait for x as well, so that all ranks sum in one order.
+            return self._sum_lazily(x if self.rank == 0 else mx.depends([mx.zeros_like(x)], [x])[0])
 
         @agreed.vjp
         def agreed_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:

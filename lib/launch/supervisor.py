@@ -117,8 +117,8 @@ async def supervise(
             if is_rdma and (wanted := topology.rdma_fault(job.backend, hosts)) is not None:
                 console.note(f"{job.backend} wants {wanted}: waiting for all hosts")
                 hosts = await answering_hosts(job, links, in_order, True, patience_seconds, interrupts)
-            placed = await _placed(job, links, hosts, everyone, outcome)
-            hosts = tuple(host for host in hosts if host.name in {one.name for one in placed})
+            placed = topology.led_by(attempt.job.hosts, await _placed(job, links, hosts, everyone, outcome))
+            hosts = tuple(host for one in placed for host in hosts if host.name == one.name)
             if not interrupts.empty():
                 return 128 + interrupts.get_nowait()
             if not hosts:

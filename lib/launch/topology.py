@@ -62,6 +62,12 @@ def in_ring_order(first: Host, hosts: Sequence[Host]) -> tuple[Host, ...]:
     return (*hosts[start:], *hosts[:start])
 
 
+def led_by(hosts: Sequence[Host], ring: Sequence[Host]) -> tuple[Host, ...]:
+    """The ring from its first member on that is one of these hosts; as it is, where none is."""
+    names = {host.name for host in hosts}
+    return next((in_ring_order(host, ring) for host in ring if host.name in names), tuple(ring))
+
+
 def rdma_matrix(hosts: Sequence[Host]) -> list[list[Devices]]:
     """Each host's devices towards each other host: null, a name, or a list of names, one for every cable.
 

@@ -188,9 +188,19 @@ def _of_own_positions(
     if part is None or bounds is None or (model.training and not is_frozen(model)):
         return figures_of(hidden, targets)
     begin, end = bounds
-    own = mx.stack(figures_of(part.ranks.sum_backward(hidden)[begin:end], targets[begin:end]))
-    of_all = part.ranks.sum_forward(mx.pad(own, [(0, 0), (begin, len(targets) - end)]))
-    return [row.squeeze(0) for row in mx.split(of_all, len(own))]
+    ranks, around = part.ranks, [(0, 0), (begin, len(targets) - end)]
+
+    @mx.custom_function
+    def of_all(own: mx.array) -> mx.array:
+        return ranks.sum_forward(mx.pad(own, around))
+
+    # A loss like SFT's has gradients that no log-probability decides: they wait, so that all ranks sum in one order.
+    @of_all.vjp
+    def of_all_vjp(_: Any, cotangent: mx.array, summed: mx.array) -> mx.array:
+        return mx.depends([cotangent[:, begin:end]], [summed])[0]
+
+    own = mx.stack(figures_of(ranks.sum_backward(hidden)[begin:end], targets[begin:end]))
+    return [row.squeeze(0) for row in mx.split(of_all(own), len(own))]
 
 
 def _mean_logp(logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -91,8 +91,8 @@ class Division:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have parts of the same shapes."""
-        counts = (self.kv_heads, self.mlp_columns, self.expert_columns, self.vocabulary)
+        """Whether all ranks have parts of the same shapes, and as many of the head's positions."""
+        counts = (self.kv_heads, self.mlp_columns, self.expert_columns, self.vocabulary, self.weights)
         return all(len(set(of_ranks)) <= 1 for of_ranks in counts)
 
 
@@ -214,7 +214,8 @@ def divide(shape: ModelShape, weights: Sequence[float], vocabulary: bool = False
     )
     rows: tuple[int, ...] = ()
     if vocabulary:
-        unit = _tidy_unit(shape.vocabulary, 1, len(share))
+        can_be_even = len(set(weights)) == 1 and shape.vocabulary % len(share) == 0
+        unit = 1 if can_be_even else _tidy_unit(shape.vocabulary, 1, len(share))
         rows = apportion(shape.vocabulary, share, unit, "tokens of the vocabulary")
     return Division(kv_heads, mlp, expert, rows, tuple(map(float, weights)))
 

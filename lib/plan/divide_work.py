@@ -33,7 +33,7 @@ from lib.plan.shares import (
 from lib.system.hardware import Device
 
 ALIKE = 0.05  # of a matmul rate, by which hosts may differ and still get equal parts, which can be compiled
-ALIKE_CHIPS = 0.25  # the same of GPUs of one name: measured quickly, at clocks that come and go
+ALIKE_CHIPS = 0.25  # the same of NVIDIA's GPUs of one name: measured quickly, at clocks that come and go
 MOST_DIVISIONS = 20  # of a model, until a pair's activations fit beside every part
 RESERVE_STEP = 0.005  # of a host's memory: whole heads and columns move no part by less
 GOOD_EFFICIENCY = 0.95  # below it, a plan says which global batch would reach it
@@ -203,12 +203,6 @@ def plan_sharded(
     """
     batch = config.train.global_batch_size
     parts, division, activations, reason = _divided(config, hosts, shape, model)
-    if config.train.compile and not division.is_even:
-        raise UserError(
-            f"train.compile with strategy=sharded wants equal parts, but MLP columns are {list(division.mlp_columns)} "
-            f"and KV heads {list(division.kv_heads)}: ranks would compile unequal graphs, and wait for each other for "
-            "ever; leave it out, or set plan.shares to equal numbers"
-        )
     size, checkpointing = (config.plan.micro_batch_sizes or (DEFAULT_MICRO_BATCH_SIZE,))[0], False
     warnings = [
         f"host {host.name}: its part needs {part.needed_bytes / 1e9:.2f} GB, of {part.memory_bytes / 1e9:.2f} GB"
@@ -290,7 +284,7 @@ def _part_weights(config: Config, hosts: Sequence[RankHost]) -> tuple[list[float
     if all(host.gflops for host in hosts):
         rates = [float(host.gflops or 0) for host in hosts]
         chips = {host.device_name for host in hosts}
-        is_one_chip = len(chips) == 1 and None not in chips and all(host.device not in (None, "cpu") for host in hosts)
+        is_one_chip = len(chips) == 1 and None not in chips and all(host.device == "cuda" for host in hosts)
         if min(rates) > (1 - (ALIKE_CHIPS if is_one_chip else ALIKE)) * max(rates):
             return [1.0] * len(hosts), "divided equally: the hosts' matmul rates are alike"
         return rates, "divided by the hosts' matmul rates"

@@ -15,6 +15,7 @@ from lib.plan.divide_work import plan_sharded
 from lib.plan.pipeline_costs import ASSUMED_LINK
 from lib.plan.pipeline_plan import pipeline_costs, plan_pipelined
 from lib.plan.predictions import Cluster, predict_sharded, sharded_tokens, slower
+from lib.plan.run_facts import RunFacts
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, TooLarge
 
 DIVIDED = ("pipelined", "sharded")
@@ -132,10 +133,30 @@ def _plan_sharded(config: Config, cluster: Cluster) -> ClusterPlan:
         sums = sums or ASSUMED_LINK.seconds
         curves = _curves_beside_a_pipeline(config, cluster, curves, plan.gradient_checkpointing)
     memory_rates = [one.memory_bytes_per_second if one else None for one in cluster.calibrations]
-    is_frozen = config.model.method != "full" and not config.model.adapt_embeddings
+    adapted = config.model.adapt_embeddings or any("lm_head" in key for key in config.model.keys or ())
+    is_frozen = config.model.method != "full" and not adapted
     tokens_of = functools.partial(sharded_tokens, run)
     prediction = predict_sharded(plan, run.shape, curves, tokens_of, sums, is_frozen, memory_rates)
-    return replace(plan, predictions=(prediction,))
+    return replace(plan, predictions=(prediction,), warnings=(*plan.warnings, *_not_compiled(config, run, plan)))
+
+
+def _not_compiled(config: Config, run: RunFacts, plan: ClusterPlan) -> list[str]:
+    """Why a pass that would be compiled will not be."""
+    assert plan.division is not None
+    asked = config.train.compile or (config.train.compile is None and run.backend == "nccl")
+    if not asked or plan.division.is_even:
+        return []
+    counts = {
+        "KV heads": plan.division.kv_heads,
+        "MLP columns": plan.division.mlp_columns,
+        "columns of an expert": plan.division.expert_columns,
+        "rows of the vocabulary": plan.division.vocabulary,
+    }
+    uneven = [f"{list(of_ranks)} {what}" for what, of_ranks in counts.items() if len(set(of_ranks)) > 1]
+    return [
+        "the step is not compiled, since ranks have unequal parts: "
+        + (", ".join(uneven) or f"weights of {list(plan.division.weights)}")
+    ]
 
 
 def _curves_beside_a_pipeline(

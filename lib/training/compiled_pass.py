@@ -44,7 +44,7 @@ def compiles(train: TrainSettings) -> bool:
 def compiled_gradients(
     model: nn.Module, train: TrainSettings, traffic: Traffic, joined: JoinedArrays | None
 ) -> GradientsOf:
-    """GradientsOf, compiled, but for the metrics.
+    """GradientsOf, compiled, but for the metrics; of `joined` arrays, where there are any.
 
     Those are dozens of operations on arrays of a number a row, and cost nothing one by one. Compiled they would be some
     kernels more, and CUDA takes three seconds for each of these on a machine that does not have them yet.
@@ -69,7 +69,8 @@ def compiled_gradients(
         shapes = tuple(leaf.shape if isinstance(leaf, mx.array) else leaf for leaf in leaves)
         sent_before = traffic.bytes_sent
         (_, figures), gradients = compiled(inputs, *beside)
-        mx.async_eval(figures, gradients)  # the device has its work before the metrics are made
+        if joined is not None:  # small: the device has its work before the metrics are made
+            mx.async_eval(figures, gradients)
         if shapes in bytes_sent:  # no function of ours ran, that would have counted them
             traffic.bytes_sent = sent_before + bytes_sent[shapes]
         bytes_sent[shapes] = traffic.bytes_sent - sent_before

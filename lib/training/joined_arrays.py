@@ -55,8 +55,9 @@ class JoinedArrays:
         self.optimizer = copy.copy(optimizer)
         """The one that updates the joined arrays."""
         self.optimizer.__class__ = _plain(type(optimizer))
+        vars(self.optimizer).pop("joined", None)  # of an earlier step, with all that it holds
         optimizer.__class__ = _seen_by_name(_plain(type(optimizer)))
-        optimizer.joined = self
+        optimizer.joined, optimizer._state = self, {}
 
     def join(self, tree: Mapping[str, Any]) -> dict[str, mx.array]:
         """A tree of trained arrays, or of gradients, as one array of each kind: [rows, WIDTH], zeros at its end."""
@@ -81,11 +82,11 @@ class JoinedArrays:
         whole = self.whole if self.are_in_place() else None
         if whole is None:
             whole = self._of_kinds([module[key] for module, key in self.places])
-        if self.has_new_state:
-            self.optimizer.state = self._joined_state(self.seen_state or {})
-            self.optimizer.init(whole)
-        elif self.kept_state is not None:  # an update failed
+        if self.kept_state is not None and self.seen_state is None:  # an update failed
             self.optimizer.state = self.kept_state
+            self.optimizer.init(whole)
+        elif self.has_new_state or self.kept_state is not None:
+            self.optimizer.state = self._joined_state(self.seen_state or {})
             self.optimizer.init(whole)
         self.has_new_state = False
         state = self.optimizer.state
@@ -155,18 +156,18 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate([*(array.reshape(-1).astype(mx.float32) for array in arrays), padding]).reshape(-1, WIDTH)
 
 
-def places_of(model: nn.Module) -> list[tuple[Any, str]]:
-    """Where a model has what is trained: of every array the module, and its name there, in tree_flatten's order."""
+def places_of(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Where a model has what is trained: each array's module (or list) and its key there, in tree_flatten's order."""
     return [_place(model, name) for name, _ in tree_flatten(model.trainable_parameters())]
 
 
-def _place(model: nn.Module, name: str) -> tuple[Any, str]:
+def _place(model: nn.Module, name: str) -> tuple[Any, Any]:
     """The module that has an array, and its name there."""
     holder: Any = model
     *path, key = name.split(".")
     for step in path:
         holder = holder[int(step)] if isinstance(holder, list) else holder[step]
-    return holder, key
+    return holder, int(key) if isinstance(holder, list) else key
 
 
 @functools.cache

@@ -215,7 +215,7 @@ class TrainStep:
     update: Update
     optimizer_state: list[Tree]  # one, which a compiled update reads and writes
     places: Places  # of what is trained
-    joined: JoinedArrays | None = None  # gradients_of, mean_of and update then take trees of one array
+    joined: JoinedArrays | None = None  # gradients_of, mean_of and update then take trees of few arrays
     rewards: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bco: sum and count of all so far
     shapes: set[object] = field(default_factory=set)  # of the batches so far
     last_started: float = field(default_factory=time.perf_counter)
