@@ -21,6 +21,7 @@ import train as script
 from lib.config import load, schema
 from lib.data.collate import Batch, collate
 from lib.data.dataset import Example
+from lib.distributed import world as world_module
 from lib.distributed.sharded_world import ShardedWorld, sharded
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
@@ -224,13 +225,21 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
 
 
 @mpi
-def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world: World, folder: Path) -> None:
+def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = folder_of(world, folder, "llama-tied-biased")
     whole, model = (build(path, method="full")[0] for _ in range(2))
     for either in (whole, model):
         either.model.layers[1].mlp.down_proj.weight[:, 3] = -0.0
     first = divide(world, path, model, (1,) * world.size)
+    sums: list[str] = []
+    all_sum = ShardedWorld.all_sum
+    monkeypatch.setattr(
+        ShardedWorld, "all_sum", lambda self, array, what: (sums.append(what), all_sum(self, array, what))[1]
+    )
     found = gathered(first, model.trainable_parameters())
+    assert sums.count("the parts of the model") == 1, "a sum for each of hundreds of arrays takes seconds"
     wanted = adapter_files.trainable(whole)
     assert found.keys() == wanted.keys()
     other, _ = build(path, seed=1, method="full")
@@ -239,10 +248,12 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world: World, 
     assert {name: a.shape for name, a in adapter_files.trainable(other).items()} != {
         name: a.shape for name, a in adapter_files.trainable(model).items()
     }
+    monkeypatch.setattr(world_module, "GATHERED_BYTES", 3000)
     for arrays in (found, gathered(second, other.trainable_parameters())):
         for name, array in wanted.items():
             bits = [np.array(mx.view(a, mx.uint32)).tobytes() for a in (arrays[name], array)]
             assert bits[0] == bits[1], name
+    assert sums.count("the parts of the model") > 3
     world.gather_text("compared")
 
 

@@ -16,7 +16,7 @@ from lib.distributed import heartbeat
 from lib.distributed.links import Links, links_of
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import Described, World
-from lib.model.partition import Holders, Part
+from lib.model.partition import Holders
 from lib.model.pipeline_stage import Stage
 from lib.system.out_of_memory import OutOfMemory
 
@@ -92,15 +92,10 @@ class PipelinedWorld(World):
                 )
         return tree_unflatten(list(flat.items()))
 
-    def _joined(self, own: mx.array | None, part: Part | Holders, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        assert isinstance(part, Holders)
-        # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
-        array = mx.zeros(shape, dtype)
-        if part.ranks[0] == self.rank:
-            assert own is not None
-            array = own
-        words = self.all_sum(mx.view(array.reshape(-1), mx.int32), "the parts of the model")
-        return mx.view(words, dtype).reshape(shape)
+    def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        part = self.part(name)
+        assert part is not None
+        return own[name] if part.ranks[0] == self.rank else mx.zeros(shape, dtype)
 
 
 def pipelined(

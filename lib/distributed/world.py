@@ -29,6 +29,7 @@ from lib.system.network import distinct_names, host_name, machine_id
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
 MESSAGE_BYTES = 1024
+GATHERED_BYTES = 2**25  # of whole arrays at a time, where rank 0 writes what ranks have parts of
 
 
 def _added(values: list[mx.array]) -> mx.array:
@@ -228,19 +229,32 @@ class World(Collectives):
         return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in described}
 
     def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
-        for name, (shape, dtype) in described.items():
-            part = self.part(name)
-            yield name, own[name] if part is None else self._joined(own.get(name), part, shape, dtype)
+        names, sizes = list(described), [math.prod(shape) * dtype.size for shape, dtype in described.values()]
+        for bucket in buckets(sizes, GATHERED_BYTES):
+            divided = {names[i]: described[names[i]] for i in bucket if self.part(names[i]) is not None}
+            joined = self._joined(own, divided) if divided else {}
+            for i in bucket:
+                yield names[i], joined.pop(names[i]) if names[i] in divided else own[names[i]]
 
-    def _joined(self, own: mx.array | None, part: Part | Holders, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """A whole array from the parts of all ranks. own: this rank's, if it has one."""
-        assert isinstance(part, Part)
-        array = mx.zeros(part.shape(shape, self.rank), dtype) if own is None else own  # other ranks may keep all of it
+    def _joined(self, own: Mapping[str, mx.array], divided: Described) -> dict[str, mx.array]:
+        """Whole arrays from the parts of all ranks, by one sum: an adapter has hundreds. own: what this rank has."""
         # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
-        words = mx.view(array, mx.int32)
+        bits = [mx.view(self._within(name, own, *divided[name]).reshape(-1), mx.int32) for name in divided]
+        summed = self.all_sum(mx.concatenate(bits), "the parts of the model")
+        pieces = mx.split(summed, np.cumsum([words.size for words in bits])[:-1].tolist())
+        return {
+            name: mx.view(piece, dtype).reshape(shape)
+            for piece, (name, (shape, dtype)) in zip(pieces, divided.items(), strict=True)
+        }
+
+    def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """A whole array of which this rank has its part alone, zeros elsewhere."""
+        part = self.part(name)
+        assert isinstance(part, Part)
+        array = own.get(name, mx.zeros(part.shape(shape, self.rank), dtype))  # other ranks may keep all of it
         around = [(0, 0)] * array.ndim
         around[part.axis] = (part.bounds[self.rank], part.bounds[-1] - part.bounds[self.rank + 1])
-        return mx.view(self.all_sum(mx.pad(words, around), "the parts of an array"), dtype)
+        return mx.pad(array, around)
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
