@@ -145,21 +145,16 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_stop_too(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = step.make_step
+    take_step = step.TrainStep.__call__
 
-    def slower(*args: Any, **kwargs: Any) -> Any:
-        take_step = made(*args, **kwargs)
+    def slow_step(self: Any, *args: Any) -> Any:
+        began = time.monotonic()
+        result = take_step(self, *args)
+        # By its own measure, so that a machine that is busy makes no rank faster than another.
+        time.sleep(0.02 + 3 * world.rank * (time.monotonic() - began + 0.02))
+        return result
 
-        def slow_step(*args: Any) -> Any:
-            began = time.monotonic()
-            result = take_step(*args)
-            # By its own measure, so that a machine that is busy makes no rank faster than another.
-            time.sleep(0.02 + 3 * world.rank * (time.monotonic() - began + 0.02))
-            return result
-
-        return slow_step
-
-    monkeypatch.setattr(step, "make_step", slower)
+    monkeypatch.setattr(step.TrainStep, "__call__", slow_step)
     words = [*settings(world, folder, rows=300), "strategy=independent", "independent.pairs_per_round=150"]
     words += ["train.epochs=2", "checkpoint.every=10"]
     original = local_sgd.LocalSGD._work
