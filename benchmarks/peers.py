@@ -7,7 +7,7 @@
 
 Peers: unsloth (unsloth_zoo's MLXDPOTrainer; it is gated to Apple silicon, so here it is told that it runs there),
 mlx-lm-lora, and TRL (PyTorch), each in its best setting: reference log-probabilities computed before training where it can,
-no gradient checkpointing, its own compilation; TRL on a GPU as it is, with Liger's kernels, and with torch.compile. With --bits
+no gradient checkpointing, its own compilation; TRL as it is, with torch.compile, and on a GPU with Liger's kernels. With --bits
 the base is quantised: MLX's programs get the same one, TRL quantises the plain one by bitsandbytes (nf4). Environments are made once, below --environments; --here takes the running
 interpreter for all. Every MLX program gets the same BLAS, on a CPU with one thread and with one for every core, and Tandem
 also as one rank a core, as `mpirun -n` starts it: the best of each is what counts. Every step trains the same batch, drawn at random in text that
@@ -176,7 +176,7 @@ def compare(
 def settings_of(peer: str, batch_size: int, options: argparse.Namespace) -> list[tuple[int, int, str]]:
     """(threads of the BLAS, ranks, kernels) that a peer is tried with."""
     if peer == "trl":  # PyTorch has threads of its own
-        return [(1, 1, kernels) for kernels in (TRL_KERNELS if on_cuda() else TRL_KERNELS[:1])]
+        return [(1, 1, kernels) for kernels in TRL_KERNELS if on_cuda() or kernels != "liger"]  # Triton's
     if options.cores == 1:
         return [(1, 1, "")]
     ways = [(1, 1, ""), (options.cores, 1, "")]
@@ -405,6 +405,7 @@ def tandem(options: argparse.Namespace) -> dict[str, Any]:
         "evaluate.samples=0",
         f"checkpoint.every={options.steps}",
         "run.name=ours",
+        "strategy=synchronous",  # every step trains the whole batch, as the others do
     ]
     # Every rank writes the same.
     Path("peers.yaml").write_text("model: {path: overruled}\ndata: {train: overruled}\n")
