@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,10 @@ from lib.system.network import distinct_names, host_name, machine_id
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
 MESSAGE_BYTES = 1024
-GATHERED_BYTES = 2**25  # of whole arrays at a time, where rank 0 writes what ranks have parts of
+# Of whole arrays at a time, where rank 0 writes what ranks have parts of: twice as much after a sum that took less than
+# GATHER_SECONDS, half as much after another.
+GATHERED_BYTES, MOST_GATHERED_BYTES = 2**17, 2**25
+GATHER_SECONDS = 0.25
 
 
 def _added(values: list[mx.array]) -> mx.array:
@@ -229,23 +233,37 @@ class World(Collectives):
         return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in described}
 
     def _gathered(self, own: Mapping[str, mx.array], described: Described) -> Iterator[tuple[str, mx.array]]:
-        names, sizes = list(described), [math.prod(shape) * dtype.size for shape, dtype in described.values()]
-        for bucket in buckets(sizes, GATHERED_BYTES):
-            divided = {names[i]: described[names[i]] for i in bucket if self.part(names[i]) is not None}
-            joined = self._joined(own, divided) if divided else {}
-            for i in bucket:
-                yield names[i], joined.pop(names[i]) if names[i] in divided else own[names[i]]
+        sizes = {name: math.prod(shape) * dtype.size for name, (shape, dtype) in described.items()}
+        rest, most_bytes, seconds = list(described), GATHERED_BYTES, 0.0
+        while rest:
+            bucket = rest[: len(buckets([sizes[name] for name in rest], most_bytes)[0])]
+            divided = {name: described[name] for name in bucket if self.part(name) is not None}
+            joined: dict[str, mx.array] = {}
+            if divided:
+                began = time.perf_counter()
+                joined, seconds_before = self._joined(own, divided, seconds)
+                seconds = time.perf_counter() - began
+                # An adapter has hundreds of arrays: few sums. But on a slow link no rank may seem to wait for ever.
+                most_bytes = most_bytes * 2 if seconds_before < GATHER_SECONDS else most_bytes // 2
+                most_bytes = min(max(most_bytes, GATHERED_BYTES), MOST_GATHERED_BYTES)
+            for name in bucket:
+                yield name, joined.pop(name) if name in divided else own[name]
+            rest = rest[len(bucket) :]
 
-    def _joined(self, own: Mapping[str, mx.array], divided: Described) -> dict[str, mx.array]:
-        """Whole arrays from the parts of all ranks, by one sum: an adapter has hundreds. own: what this rank has."""
+    def _joined(
+        self, own: Mapping[str, mx.array], divided: Described, seconds: float
+    ) -> tuple[dict[str, mx.array], float]:
+        """Whole arrays from the parts of all ranks, by one sum; and rank 0's `seconds`, which then all ranks know."""
         # Bit for bit: sums of integers, to which all but one rank add nothing. What is trained is float32.
         bits = [mx.view(self._within(name, own, *divided[name]).reshape(-1), mx.int32) for name in divided]
-        summed = self.all_sum(mx.concatenate(bits), "the parts of the model")
-        pieces = mx.split(summed, np.cumsum([words.size for words in bits])[:-1].tolist())
-        return {
+        told = mx.view(mx.array([seconds if self.rank == 0 else 0.0]), mx.int32)
+        summed = self.all_sum(mx.concatenate([*bits, told]), "the parts of the model")
+        pieces = mx.split(summed, np.cumsum([words.size for words in bits]).tolist())
+        arrays = {
             name: mx.view(piece, dtype).reshape(shape)
-            for piece, (name, (shape, dtype)) in zip(pieces, divided.items(), strict=True)
+            for piece, (name, (shape, dtype)) in zip(pieces[:-1], divided.items(), strict=True)
         }
+        return arrays, mx.view(pieces[-1], mx.float32).item()
 
     def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """A whole array of which this rank has its part alone, zeros elsewhere."""
