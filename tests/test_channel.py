@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lib.launch import agent_link, agent_messages
+from lib.launch import agent_link, agent_messages, host_agent
 from lib.launch.agent_messages import ForeignTexts, decoded, encoded
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
@@ -174,3 +175,21 @@ def test_a_greeting_that_is_json_or_endless_is_no_hello(tmp_path: Path, monkeypa
         return link.machine
 
     assert asyncio.run(reach())
+
+
+def test_of_questions_that_come_in_a_heap_none_keeps_a_port() -> None:
+    """Over a slow link an agent is told to listen, to listen again and to start a rank there, all at once."""
+
+    async def story() -> None:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        agent = host_agent.Agent(None)  # type: ignore[arg-type]
+        questions = [agent.answer("listen", port=port, token="00" * 32) for _ in range(2)]
+        asked = [asyncio.ensure_future(question) for question in questions]
+        await asyncio.sleep(0)  # both have begun, as the next message is read
+        await agent._change_listener()
+        assert await asyncio.gather(*asked) == [port, port]
+        socket.create_server(("", port)).close()
+
+    asyncio.run(story())

@@ -48,6 +48,7 @@ class Agent:
         self.standbys: dict[int, asyncio.subprocess.Process] = {}  # by index among this host's ranks
         self.preparing: asyncio.Future[None] | None = None
         self.listener: handshake.StreamListener | None = None
+        self.changing_listener = asyncio.Lock()  # over a slow link questions come in heaps
         self.launcher = Punctuality(PING_SECONDS, time.monotonic())
         self.load = Load()
         self.silent_seconds = 60.0
@@ -56,7 +57,7 @@ class Agent:
 
     async def start(self, request: Start) -> None:
         """Starts this host's processes; the `files` that they read are in a folder of their own."""
-        await self._stop_listening()
+        await self._change_listener()
         self._set_priority(request.nice)
         if self.ranks is not None:
             self.ranks.clear()
@@ -111,10 +112,8 @@ class Agent:
             await self.preparing
             return len(self.standbys)
         if question == "listen":  # at a port of the run's, which a firewall may refuse
-            await self._stop_listening()
             port, token = int(fields["port"]), bytes.fromhex(fields["token"])
-            self.listener = handshake.StreamListener(token, PROBE, _nothing_more)
-            await self.listener.start(port)
+            await self._change_listener(handshake.StreamListener(token, PROBE, _nothing_more), port)
             return port
         async with asyncio.timeout(fields["seconds"]):
             reader, writer = await asyncio.open_connection(fields["address"], fields["port"])
@@ -123,10 +122,15 @@ class Agent:
         writer.close()
         return "reached"
 
-    async def _stop_listening(self) -> None:
-        if self.listener is not None:
-            listener, self.listener = self.listener, None
-            await listener.close()
+    async def _change_listener(self, instead: handshake.StreamListener | None = None, port: int = 0) -> None:
+        """Gives the port back, one that is about to be taken as well: a rank may want it next."""
+        async with self.changing_listener:
+            if self.listener is not None:
+                listener, self.listener = self.listener, None
+                await listener.close()
+            if instead is not None:
+                await instead.start(port)
+                self.listener = instead
 
     async def watch(self) -> None:
         """Reports that this host lives, and which ranks are stopped or gone; returns when the launcher is silent."""
