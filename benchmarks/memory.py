@@ -103,6 +103,7 @@ def cases_of(name: str) -> list[Case]:
         return [*plain, Case(name, method="dora", pairs=1), *again]
     if name == "1B":
         plain = [Case(name, pairs=8), Case(name, pairs=16), Case(name, pairs=16, prompt=896, completion=128)]
+        plain += [Case(name, pairs=1, prompt=n, completion=n) for n in (4096, 8192)]
         others = [Case(name, bits=4, pairs=8), Case(name, method="dora", pairs=4), Case(name, method="full", pairs=2)]
         again = [Case(name, method=m, checkpointing=True, pairs=8) for m in ("lora", "dora", "full")]
         return [*plain, *others, *again, Case(name, bits=4, checkpointing=True, pairs=16)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lib.config.schema import ModelSettings
 from lib.model import attention_blocks
-from lib.model.attention_blocks import LONG, MULTIPLE, SCORE_BYTES, TILE, block_rows, is_fused
+from lib.model.attention_blocks import FUSED_LONG, FUSED_ROWS, LONG, MULTIPLE, SCORE_BYTES, TILE, block_rows, is_fused
 from lib.model.blocked_attention import causal_attention
 from lib.model.load import load
 from lib.model.token_stream import cannot_share_prompts, local_attention
@@ -54,7 +54,8 @@ def test_a_blocks_scores_have_a_limit(sequences: int, heads: int, queries: int, 
     assert keys > LONG or rows == queries
     if rows > MULTIPLE and keys > LONG:
         assert rows * sequences * heads * keys * item <= SCORE_BYTES
-    assert block_rows(True, sequences, heads, queries, keys, item) == queries
+    of_kernel = block_rows(True, sequences, heads, queries, keys, item)
+    assert of_kernel == (queries if queries < FUSED_LONG else FUSED_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,30 @@ def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, m
     for found, array in zip(both(inputs), wanted, strict=True):
         assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
     assert [each % TILE for each in lengths] == [0]
+
+
+@pytest.mark.parametrize(("length", "positions"), [(512, 512), (640, 700), (600, 600)])
+def test_a_kernels_blocks_give_what_all_at_once_gives(
+    length: int, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, sinks = drawn(2, 4, 2, length, positions), mx.array([0.5, -1.0, 0.0, 2.0])
+    wanted, with_sinks = both(inputs), causal_attention(*inputs, scale=0.35, sinks=sinks)
+    monkeypatch.setattr("lib.model.blocked_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr(attention_blocks, "FUSED_LONG", 512)
+    monkeypatch.setattr(attention_blocks, "FUSED_ROWS", 128)
+    read, kernel = [], mx.fast.scaled_dot_product_attention
+
+    def noted(queries: mx.array, keys: mx.array, *arrays: mx.array, **options: Any) -> mx.array:
+        read.append((queries.shape[2], keys.shape[2]))
+        return kernel(queries, keys, *arrays, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    for found, array in zip(both(inputs), wanted, strict=True):
+        assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
+    last = positions + -length % TILE
+    assert read == [(TILE, last - i * TILE) for i in range(-(-length // TILE))], "no block reads what it does not see"
+    found = causal_attention(*inputs, scale=0.35, sinks=sinks)
+    assert mx.linalg.norm(found - with_sinks).item() <= 1e-5 * mx.linalg.norm(with_sinks).item()
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:

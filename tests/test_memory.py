@@ -66,6 +66,8 @@ ON_H200 = [
     (benchmark.Case("1B", method="dora", checkpointing=True, pairs=8), 14.5),
     (benchmark.Case("1B", method="full", pairs=2), 32.3),
     (benchmark.Case("1B", method="full", checkpointing=True, pairs=8), 36.3),
+    (benchmark.Case("1B", prompt=4096, completion=4096, pairs=1), 28.1),
+    (benchmark.Case("1B", prompt=8192, completion=8192, pairs=1), 48.4),  # blocks of queries, copies of their keys
 ]
 
 

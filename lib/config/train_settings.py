@@ -125,7 +125,7 @@ class TrainSettings(Section):
     max_skipped_steps: Natural = 5
     """Non-finite updates in a row that are skipped before the run stops."""
     compile: bool | None = None
-    """Compile the step; by default where it pays: on a GPU, of a sharded model where NCCL connects equal parts."""
+    """Compile the step. By default on a GPU; of a sharded model only where NCCL connects equal parts."""
     max_traces: Positive = 16
     """Of a compiled step: most shapes of its micro-batches. Each is traced once, about a second for 16 blocks; fewer
     cost more padding."""

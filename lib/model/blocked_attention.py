@@ -26,6 +26,8 @@ def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **opti
     if has_kernel and length % TILE:
         return _in_whole_tiles(queries, keys, values, options)
     rows = block_rows(has_kernel, sequences, heads, length, positions, queries.dtype.size)
+    if has_kernel:
+        return _by_kernel(queries, keys, values, rows, options)
     if rows == length or options.get("sinks") is not None:  # whose gradient would be lost in full training
         return _causal(queries, keys, values, options)
     before = positions - length
@@ -70,7 +72,19 @@ def _in_whole_tiles(queries: mx.array, keys: mx.array, values: mx.array, options
     """
     length = queries.shape[2]
     more = [(0, 0), (0, 0), (0, -length % TILE), (0, 0)]
-    return _causal(mx.pad(queries, more), mx.pad(keys, more), mx.pad(values, more), options)[:, :, :length]
+    return causal_attention(*(mx.pad(x, more) for x in (queries, keys, values)), **options)[:, :, :length]
+
+
+def _by_kernel(queries: mx.array, keys: mx.array, values: mx.array, rows: int, options: dict[str, Any]) -> mx.array:
+    """So many queries at a time, with the keys up to the last one's: the kernel keeps no scores."""
+    length, before = queries.shape[2], keys.shape[2] - queries.shape[2]
+    starts = list(range(rows, length, rows))
+    outputs: list[mx.array] = []
+    # From the last block on, and the keys cut for the one before: gradients add up in arrays that get shorter.
+    for own, end in zip(mx.split(queries, starts, axis=2)[::-1], [*starts, length][::-1], strict=True):
+        keys, values = keys[:, :, : before + end], values[:, :, : before + end]
+        outputs.append(_causal(own, keys, values, options))
+    return mx.concatenate(outputs[::-1], axis=2)
 
 
 def _causal(queries: mx.array, keys: mx.array, values: mx.array, options: dict[str, Any]) -> mx.array:
