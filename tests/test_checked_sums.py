@@ -3,11 +3,13 @@
 import threading
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from lib.distributed import checked_sums
 from lib.distributed.checked_sums import CheckedSums
 from lib.distributed.peer_messages import PeerMessages
+from lib.distributed.world import World
 from tests.attacks_network import channels, compared
 
 
@@ -28,6 +30,20 @@ def test_texts_longer_than_what_the_system_buffers_go_round(size: int) -> None:
     for thread in threads:
         thread.join(60)
     assert got == dict.fromkeys(range(size), texts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_arrays_of_rank_0_travel_as_messages_bit_for_bit(size: int) -> None:
+    numbers = [np.array([np.nan, -0.0, 1e-45], np.float32), np.array(7, np.uint8), np.zeros((0, 2), np.float16)]
+    got: dict[int, list[bytes]] = {}
+
+    def broadcast(checks: CheckedSums, rank: int) -> None:
+        world = World(rank, size, checks=checks)  # without a group, in which nothing can be summed
+        own = [mx.array(each if rank == 0 else np.ones_like(each)) for each in numbers]
+        got[rank] = [np.array(array).tobytes() for array in world.broadcast(own)]
+
+    assert compared(broadcast, size) == [""] * size
+    assert got == dict.fromkeys(range(size), [each.tobytes() for each in numbers])
 
 
 @pytest.mark.parametrize("changed", [None, 70, 999])

@@ -133,4 +133,22 @@ def test_ranks_of_two_hosts_plan_alike_where_one_was_never_calibrated(
     assert texts[0] == texts[1] and plan.shares == [12, 4]
     assert any("host new: estimated" in warning for warning in plan.warnings)
     assert read_calibration(folder / "calibration" / "fast.json").machine.host == "fast"
+
+    # A restart divides the work by what was measured then, not by what it would measure now, while others start.
+    monkeypatch.setattr(matmul_rate, "quick_gflops", lambda: [50.0, 100.0][world.rank])
+    run = folder / "run"
+    with world.agreeing("writing the plan"):
+        if world.rank == 0:
+            run.mkdir()
+            (run / "plan.json").write_text(json.dumps(plan.to_dict()))
+    again = first_plan.first_plan(config, world, ["fast", "new"], lengths, resumed=run)
+    assert again.shares == plan.shares and again.matmul_gflops == {"fast": [90.0], "new": [30.0]}
+    other = first_plan.first_plan(config, world, ["fast", "third"], lengths, resumed=run)
+    assert other.matmul_gflops == {"fast": [50.0], "new": [30.0], "third": [100.0]}
+    for rates in ([1.0], {"fast": 90.0, "new": 30.0}, {"fast": [-1.0], "new": [10**400]}, {"fast": ["nan"], "new": []}):
+        with world.agreeing("spoiling the plan"):
+            if world.rank == 0:
+                (run / "plan.json").write_text(json.dumps({"matmul_gflops": rates}))
+        now = first_plan.first_plan(config, world, ["fast", "new"], lengths, resumed=run)
+        assert now.matmul_gflops == {"fast": [50.0], "new": [100.0]}, rates
     assert world.gather_text("done") == ["done"] * 2

@@ -29,7 +29,7 @@ from lib.system.network import distinct_names, host_name, machine_id
 
 Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # name ➜ (shape, dtype)
 
-MESSAGE_BYTES = 1024
+TEXT_BYTES = 1024
 # Of whole arrays at a time, where rank 0 writes what ranks have parts of: twice as much after a sum that took less than
 # GATHER_SECONDS, half as much after another.
 GATHERED_BYTES, MOST_GATHERED_BYTES = 2**17, 2**25
@@ -56,10 +56,10 @@ class World(Collectives):
         """Every rank's text, cut at 1,024 bytes, in rank order."""
         if self.size == 1:
             return [text]
-        encoded = text.encode()[:MESSAGE_BYTES]
+        encoded = text.encode()[:TEXT_BYTES]
         if self.checks is not None:
-            return [theirs.decode(errors="replace") for theirs in self._peer_texts(encoded, what)]
-        rows = np.zeros((self.size, MESSAGE_BYTES), np.int32)  # one a rank
+            return [theirs.decode(errors="replace") for theirs in self.peer_texts(encoded, what)]
+        rows = np.zeros((self.size, TEXT_BYTES), np.int32)  # one a rank
         rows[self.rank, : len(encoded)] = list(encoded)
         gathered = np.array(self.all_sum(mx.array(rows), what))
         return [bytes(row[row > 0].astype(np.uint8)).decode(errors="replace") for row in gathered]
@@ -69,7 +69,7 @@ class World(Collectives):
         if self.size == 1:
             return [text]
         if self.checks is not None:
-            return [theirs.decode() for theirs in self._peer_texts(text.encode(), what)]
+            return [theirs.decode() for theirs in self.peer_texts(text.encode(), what)]
         encoded = np.frombuffer(text.encode(), np.uint8)
         sizes = np.zeros(self.size, np.int32)
         sizes[self.rank] = len(encoded)
@@ -84,21 +84,11 @@ class World(Collectives):
         if self.size == 1:
             return text
         if self.checks is not None:
-            return self._peer_texts(text.encode() if self.rank == 0 else b"", "rank 0's text")[0].decode()
+            return self.peer_texts(text.encode() if self.rank == 0 else b"", "rank 0's text")[0].decode()
         encoded = np.frombuffer(text.encode(), np.uint8)
         length = int(self.broadcast({"length": mx.array(len(encoded))})["length"].item())
         mine = encoded if self.rank == 0 else np.zeros(length, np.uint8)
         return bytes(np.array(self.broadcast({"text": mx.array(mine)})["text"])).decode()
-
-    def _peer_texts(self, text: bytes, what: str) -> list[bytes]:
-        """Every rank's text over channels of our own, where nobody between ranks can forge one."""
-        assert self.checks is not None
-        self.finish_messages(what)
-        with self.deadline(what):
-            return self.checks.peers.gather(text)
-
-    def finish_messages(self, what: str) -> None:
-        """Waits until what this rank sends to single ranks is on its way: they may need it to come here, too."""
 
     def require_equal(self, what: str, value: str) -> None:
         """Makes sure that all ranks hold the same, a digest for instance.

@@ -6,7 +6,7 @@ what the machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/shares.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from lib.config.schema import Config
@@ -150,6 +150,7 @@ class ClusterPlan:
     cut_costs: CutCosts | None = field(default=None, repr=False)  # the same, for its micro-batches
     moved_at: int | None = None  # the step after which a pipeline's cut was moved
     divided_instead: str = ""  # what the other way to divide the model would give and cost
+    matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
     key: CurveKey | None = field(default=None, repr=False)  # what calibrations know this run's model and rows by
 
     @property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
@@ -32,6 +33,8 @@ from lib.plan.run_plan import plan_run
 from lib.plan.uncalibrated_hosts import needs_rates
 from lib.system import hardware, matmul_rate, model_folder, network
 from lib.system.out_of_memory import Limit
+
+Rates = Mapping[str, Sequence[float]]  # GFLOP/s of every rank's matrix products, by host
 
 
 def first_plan(
@@ -125,12 +128,14 @@ def _first_plan(
     own = memory_ceilings.bounded(own, key, limit.size_bytes if limit.is_configured else None)
     warnings += world.gather_text(warning, "what ended for want of memory")
     left, moved_at = _left_blocks(config, world, hosts, resumed)
+    rates = _rates_before(world, resumed)
     ranks = _gather_hosts(world, hosts, own, limit)
     with world.agreeing("planning"):
         versions, published = hardware.versions(), list(calibration.read_published().values())
         calibrations = [rank.calibration for rank in ranks]
         if needs_rates(hosts, calibrations, key):
-            ranks = _with_matmul_rates(world, ranks)
+            rates = _matmul_rates(world, hosts, rates)
+            ranks = [replace(rank, gflops=gflops) for rank, gflops in zip(ranks, _of_ranks(rates, hosts), strict=True)]
         facts = RunFacts(
             key=key,
             longest=agreed["longest"],
@@ -146,7 +151,9 @@ def _first_plan(
             moved_at=moved_at,
         )
         plan = plan_run(config, ranks, facts)
-        plan = replace(plan, key=key, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings))
+        plan = replace(
+            plan, key=key, matmul_gflops=rates, warnings=(*dict.fromkeys(filter(None, warnings)), *plan.warnings)
+        )
         return memory_ceilings.applied(plan, calibrations, config.model.may_turn_on_checkpointing)
 
 
@@ -199,10 +206,34 @@ def _gather_hosts(
     ]
 
 
-def _with_matmul_rates(world: World, ranks: Sequence[RankHost]) -> list[RankHost]:
-    """The hosts with the speed of their matrix products, which every rank measures now."""
-    rates = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
-    return [replace(rank, gflops=float(rate)) for rank, rate in zip(ranks, rates, strict=True)]
+def _rates_before(world: World, resumed: Path | None) -> Rates:
+    """What was measured when the run started that goes on, as rank 0 has it."""
+    if resumed is None:
+        return {}
+    rates: Rates = {}
+    if world.rank == 0:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            stored = read_file.read_object(resumed / "plan.json", "the run's")["matmul_gflops"]
+            kept = {host: [float(rate) for rate in of_host] for host, of_host in stored.items()}
+            rates = {host: of_host for host, of_host in kept.items() if all(0 < rate < math.inf for rate in of_host)}
+    known: Rates = json.loads(world.broadcast_text(json.dumps(rates)))
+    return known
+
+
+def _matmul_rates(world: World, hosts: Sequence[str], before: Rates) -> Rates:
+    """Every host's: those of before where all are known, so that a restart divides the work as it was; else as now."""
+    if all(len(before.get(host, ())) == hosts.count(host) for host in hosts):
+        return before
+    measured = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
+    own: dict[str, list[float]] = {}
+    for host, rate in zip(hosts, measured, strict=True):
+        own.setdefault(host, []).append(float(rate))
+    return {**before, **own}
+
+
+def _of_ranks(rates: Rates, hosts: Sequence[str]) -> list[float]:
+    left = {host: list(of_host) for host, of_host in rates.items()}
+    return [left[host].pop(0) for host in hosts]
 
 
 def _memory_model(config: Config, rows: dict[str, int] | None) -> MemoryModel | None:

@@ -46,8 +46,8 @@ def compiled_gradients(
 ) -> GradientsOf:
     """GradientsOf, compiled, but for the metrics; of `joined` arrays, where there are any.
 
-    The metrics are dozens of operations on arrays of a number a row, and cost nothing one by one. Compiled they would be
-    some kernels more, and CUDA takes three seconds for each of these on a machine that does not have them yet.
+    The metrics are dozens of operations on arrays of a number a row, and cost nothing one by one. Compiled they would
+    be some kernels more, and CUDA takes three seconds for each of these on a machine that does not have them yet.
     """
 
     def loss_of(inputs: StreamInputs, *beside: mx.array | None) -> tuple[mx.array, Figures]:
