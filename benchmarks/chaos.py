@@ -1,6 +1,6 @@
 """A training under a stream of faults, on hosts made of network namespaces (root, Linux), and what they cost.
 
-    python benchmarks/chaos.py --faults 200 --hosts 3            an hour, and the same runs without faults to compare
+    python benchmarks/chaos.py --faults 200 --hosts 3            an hour, and a run without faults to compare
     python benchmarks/chaos.py --faults 60 --hosts 3 --busy      while a process that never rests is on each core
     python benchmarks/chaos.py --faults 10 --kinds cut,two --strategy synchronous --tiny
     python benchmarks/chaos.py --quick                           a tiny model, one fault of each kind, ten minutes
@@ -20,10 +20,10 @@ Others may not even end a rank: one stopped for less than the limit (`pause`), a
 that is NaN once (`nan`), a time of day that jumps by up to a day (`clock`, a preloaded library: tests/clock.c), a disk of
 200 kB/s (`slow-disk`, the kernel's throttle), a link of 1 Mbit/s and 300 ms (`slow-link`, tests/relay.py).
 
-At a run's end the logs of all disks have to show every example exactly once an epoch, and every loss, the weights and the
-exact match have to be those of a run without faults (of independent ranks only the examples: who is away changes what is
-merged). Goodput is the seconds in steps that live on, over all seconds from the first step to the last fault's end;
-evaluations, checkpoints and steps that are undone are no such seconds. A host is wrongly called dead where a line of the
+At a run's end the logs of all disks have to show every example exactly once an epoch, and every loss and the weights have
+to be those of one process that trained without faults (of independent ranks only the examples: who is away changes what is
+merged). Goodput is the seconds in steps that live on, of the mean rank, over all seconds from the first step to the last
+fault's end; evaluations, checkpoints and steps that are undone are no such seconds. A host is wrongly called dead where a line of the
 launcher's blames one that no fault was made on, or any during a fault that should not end a rank. The last line is one
 JSON object.
 """
@@ -103,6 +103,7 @@ class Found:
 class Outcome:
     """What came of all faults on one strategy."""
 
+    strategy: str
     found: list[Found]
     first_start_seconds: float
     seconds: float  # from the first step to the end of the last fault
@@ -110,17 +111,28 @@ class Outcome:
     steps: int
     lost: int
     repeated: int
-    differing_steps: int
-    weights_difference: float
-    exact_match: tuple[float | None, float | None]  # with and without faults
-    goodput_without_faults: float
     damaged: int  # checkpoints that were passed over
+    losses: dict[int, float]  # of every step that lives on
+    run: Path  # what is left of it
+    differing_steps: int = 0  # from one process without faults, as the weights' difference
+    weights_difference: float | None = None  # None: not comparable
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the result has to be that of one process."""
+        return self.strategy in faults.SYNCHRONOUS
 
     @property
     def is_same(self) -> bool:
         """Whether losses and weights are those of a run without faults, where they can be."""
-        is_exact = self.found[0].strategy in faults.SYNCHRONOUS
-        return not is_exact or (not self.differing_steps and self.weights_difference < TOLERANCE)
+        return not self.differing_steps and (self.weights_difference or 0.0) < TOLERANCE
+
+    def figures(self) -> dict[str, Any]:
+        """For the last line."""
+        told = {
+            name: value for name, value in asdict(self).items() if name not in ("strategy", "found", "losses", "run")
+        }
+        return {**told, "goodput": self.useful_seconds / self.seconds, "same_as_without_faults": self.is_same}
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,7 @@ class Setup:
         if strategy == "independent":  # its rounds are what a fault may undo
             rounds = [f"independent.pairs_per_round={8 * self.batch_size}", "checkpoint.every=8"]
             return [*self.words, "strategy=independent", *rounds]
-        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=1"]
+        lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=2"]
         return [*self.words, f"strategy={strategy}", *lost]
 
 
@@ -281,18 +293,14 @@ def run_strategy(
     finish = ["train.py", "--resume", str(scene.run), f"train.steps={steps}"]
     finished = machines[-1].run([*setup.launch, "--", *finish], timeout=900)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    print(f"finished at step {steps}; the same without faults", flush=True)
-    whole = setup.folder / f"whole-{strategy}"
-    alone = ["train.py", *words, f"run.dir={whole}", f"train.steps={steps}", f"plan.calibration_dir={whole}"]
-    again = machines[-1].run([*setup.launch, "--", *alone], timeout=5400)
-    assert again.returncode == 0, again.stderr[-3000:]
-    run = next(disk / "runs/run" for disk in scene.disks if (disk / "runs/run/summary.json").exists())
-    lived, undisturbed = steps_of(scene.logs()), tiny.steps_of(whole / "run")
-    losses = {record["step"]: record["loss"] for record in undisturbed}
+    print(f"finished at step {steps}", flush=True)
+    disk = next(disk for disk in scene.disks if (disk / "runs/run/summary.json").exists())
+    kept = setup.folder / strategy
+    shutil.copytree(disk / "runs/run", kept, ignore=shutil.ignore_patterns("checkpoints"))
+    lived = steps_of(scene.logs())
     lost, repeated = examples(lived, setup.rows, is_divided=strategy in ("sharded", "pipelined"))
-    with_faults, without = (json.loads((one / "summary.json").read_text()) for one in (run, whole / "run"))
-    in_steps = useful_seconds(strategy, {record["step"]: [record] for record in undisturbed[1:]})
     return Outcome(
+        strategy=strategy,
         found=found,
         first_start_seconds=first_step - started,
         seconds=lasted,
@@ -300,14 +308,29 @@ def run_strategy(
         steps=steps,
         lost=lost,
         repeated=repeated,
-        differing_steps=sum(
-            step not in lived or abs(lived[step][0]["loss"] - loss) > TOLERANCE for step, loss in losses.items()
-        ),
-        weights_difference=tiny.difference(whole / "run", run),
-        exact_match=(with_faults.get("exact_match_after"), without.get("exact_match_after")),
-        goodput_without_faults=in_steps / (undisturbed[-1]["time"] - undisturbed[0]["time"]),
         damaged=sum("is damaged" in line for _, line in scene.launch.lines),
+        losses={step: records[0]["loss"] for step, records in lived.items()},
+        run=kept,
     )
+
+
+def compare(outcomes: Sequence[Outcome], setup: Setup, machine: Host) -> None:
+    """Trains as many steps in one process, without faults, and notes what differs. Each run ends where it is that far."""
+    alone = setup.folder / "alone"
+    words = [*setup.of("synchronous"), "strategy=auto", f"run.dir={alone}", f"plan.calibration_dir={alone}"]
+    for outcome in sorted(outcomes, key=lambda one: one.steps):
+        if not outcome.is_exact:
+            continue
+        print(f"{outcome.strategy}: the same {outcome.steps} steps in one process", flush=True)
+        command = ["env", f"OPENBLAS_NUM_THREADS={os.cpu_count() or 1}", sys.executable, str(ROOT / "train.py")]
+        trained = machine.run([*command, *words, f"train.steps={outcome.steps}"], timeout=5400)
+        assert trained.returncode == 0, trained.stderr[-3000:]
+        losses = {record["step"]: record["loss"] for record in tiny.steps_of(alone / "run")}
+        outcome.differing_steps = sum(
+            step not in outcome.losses or abs(outcome.losses[step] - loss) > TOLERANCE for step, loss in losses.items()
+        )
+        outcome.weights_difference = tiny.difference(alone / "run", outcome.run)
+        words = ["--resume", str(alone / "run")]
 
 
 def all_faults(strategy: str, kinds: list[str], seconds: float, scene: Scene) -> list[Found]:
@@ -374,9 +397,12 @@ def checkpoints(scene: Scene) -> list[dict[str, Any]]:
 
 
 def useful_seconds(strategy: str, steps: Steps) -> float:
-    """Seconds in steps that live on: of the slowest rank of each, or of the independent host that has most."""
+    """Seconds in steps that live on: of the mean rank of each, or of the independent host that has most.
+
+    Not of the slowest of each: a rank that is ahead waits in its own next step, which then counts twice.
+    """
     if strategy != "independent":
-        return sum(max(record["step_seconds"] for record in records) for records in steps.values())
+        return sum(statistics.fmean(record["step_seconds"] for record in records) for records in steps.values())
     hosts: dict[str, float] = {}
     for record in itertools.chain.from_iterable(steps.values()):
         hosts[record["host"]] = hosts.get(record["host"], 0.0) + record["step_seconds"]
@@ -435,14 +461,7 @@ def result_of(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str,
         "faults": len(found),
         "hosts": options.hosts,
         "busy": options.busy,
-        "strategies": {
-            outcome.found[0].strategy: {
-                **{name: value for name, value in asdict(outcome).items() if name != "found"},
-                "goodput": outcome.useful_seconds / outcome.seconds,
-                "same_as_without_faults": outcome.is_same,
-            }
-            for outcome in outcomes
-        },
+        "strategies": {outcome.strategy: outcome.figures() for outcome in outcomes},
         "minutes": sum(outcome.seconds for outcome in outcomes) / 60,
         "hangs": sum(one.hung for one in found),
         "unnoticed": sum(one.is_missed for one in found),
@@ -535,6 +554,7 @@ def main() -> None:
             scene = Scene(hosts, disks, hosts[0].disk / "mnt/runs/run", rng)
             outcomes.append(run_strategy(strategy, mine, options, setup, machines, scene))
             stack.callback(lambda groups: [group.rmdir() for group in groups], scene.memory)
+        compare(outcomes, setup, machines[-1])
     found = [one for outcome in outcomes for one in outcome.found]
     minutes = sum(outcome.seconds for outcome in outcomes) / 60
     show_table(found, f"{len(found)} faults in {minutes:.1f} minutes, {options.hosts} hosts, {options.backend}")

@@ -17,9 +17,10 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
+from lib.distributed.world import World
 from lib.system import terminal
-from lib.telemetry.run_records import read_records
-from lib.training.progress_display import ProgressLine
+from lib.telemetry.run_records import PerformanceTracker, read_records
+from lib.training.progress_display import ProgressLine, RunConsole
 from lib.training.step import StepResult
 from tests.tiny import settings, train
 
@@ -145,3 +146,20 @@ def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.Monke
     terminal.Voice().line("➜ 漢")
     sys.stdout.flush()
     assert written.getvalue() == b"? ?\n"
+
+
+@pytest.mark.parametrize("each_rank", [True, False])
+def test_independent_ranks_tell_what_they_alone_know(
+    each_rank: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = PerformanceTracker(tmp_path / "rank-001.jsonl", rank=1)
+    console = RunConsole(World(rank=1, size=2))
+    console.record_in(tracker, 0, each_rank)
+    console.own_warning("step 3: not finite", 3)
+    console.warning("a plan that all ranks know", 3)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.fullmatch(r"warning: rank 1 on \S+: step 3: not finite\n", shown.err) if each_rank else not shown.err
+    tracker.record("end")  # opens the log of a rank that had nothing to tell
+    told = [record.get("text") for record in read_records(tmp_path / "rank-001.jsonl")]
+    assert told == [*(["step 3: not finite", "a plan that all ranks know"] if each_rank else []), None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lib.distributed.world import World
+from lib.system.network import host_name
 from lib.system.terminal import GAP, Voice
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training.step import StepResult
@@ -23,7 +25,10 @@ SHORTEST_BAR, LONGEST_BAR = 5, 30
 
 
 class RunConsole(Voice):
-    """Rank 0's voice; other ranks are silent. A terminal has one line that changes, a file one now and then."""
+    """Rank 0's voice; other ranks are silent, but for what they alone know.
+
+    A terminal has one line that changes, a file one now and then.
+    """
 
     def __init__(self, world: World, log_every: int = 10):
         super().__init__(silent=world.rank != 0)
@@ -48,6 +53,12 @@ class RunConsole(Voice):
             self.tracker.record("warning", step=step, text=text)
         else:
             self.unrecorded.append(text)
+
+    def own_warning(self, text: str, step: int) -> None:
+        """A warning of a step that this rank took, which of independent ranks no other knows: each says its own."""
+        self.warning(text, step)
+        if self.tracker is not None and self.tracker.rank != 0:
+            print(f"warning: rank {self.tracker.rank} on {host_name()}: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -66,7 +66,7 @@ class Learner:
         """
         result = self._take(step, index, batches)
         if result.skipped:
-            self.run.say.warning(f"step {step}: loss or gradient is not finite; computed once more", step)
+            self.run.say.own_warning(f"step {step}: loss or gradient is not finite; computed once more", step)
             result = self._take(step, index, batches)
         self.run.tracker.log_batch(
             step, len(rows), result.seconds, **result.means, **result.measurements(), epoch=epoch, rows=rows
@@ -74,7 +74,7 @@ class Learner:
         self.make.pace.observe(len(rows), result.compute_seconds[result.rank], result.traces)
         self.run.progress.skipped_in_row = in_row = self.run.progress.skipped_in_row + 1 if result.skipped else 0
         if result.skipped:
-            self.run.say.warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
+            self.run.say.own_warning(f"step {step}: not finite again; update {in_row} in a row left out", step)
         if result.skipped and in_row >= self.run.config.train.max_skipped_steps:
             train = self.run.config.train
             diverged = f"{in_row} updates in a row were not finite, the last at step {step}"
@@ -127,7 +127,7 @@ class Learner:
             self.take_step = self._make_step()
         self.max_micro_batch_size = self.run.schedule.most_at(self.worker)
         needed = ", ".join(f"{size_bytes / 1e9:.4g} GB" for size_bytes in failure.needed_bytes)
-        self.run.say.warning(f"{plan.reason}; the step is taken again (held {needed}: {failure})", step)
+        self.run.say.own_warning(f"{plan.reason}; the step is taken again (held {needed}: {failure})", step)
         first = step + self.run.schedule.lead  # until then every rank cuts what is made already
         self.run.tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
 
