@@ -12,7 +12,7 @@ the base is quantised: MLX's programs get the same one, TRL quantises the plain 
 interpreter for all. Every MLX program gets the same BLAS, on a CPU with one thread and with one for every core, and Tandem
 also as one rank a core, as `mpirun -n` starts it: the best of each is what counts. Every step trains the same batch, drawn at random in text that
 all tokenise alike; LoRA of rank 8 on all seven projections starts from the same non-zero adapter, so that the first losses
-can be compared: more than 1 % apart (bfloat16: 5 %, or 0.02) is an error, but for TRL with --bits. The steps' medians count, over --rounds in turn. The
+can be compared: margins m more than 0.015 (1 + |m|) apart (bfloat16: 0.08) are an error, but for TRL with --bits. The steps' medians count, over --rounds in turn. The
 ceiling is this machine's measured matmul rate over the fewest operations that a pair takes.
 
 The last line is one JSON object: rows, and our pairs/s over each peer's, best batch of each.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -168,11 +169,9 @@ def compare(
     # bitsandbytes rounds weights otherwise than MLX.
     alike = [row for row in rows if options.bits == 16 or row["peer"] != "trl"]
     losses = [row["first_loss"] for row in alike if "first_loss" in row]
-    # Of 8,192 tokens bfloat16 leaves so much in a loss of 0.04.
-    allowed = (
-        0.01 * max(losses, default=0.0) if options.dtype == "float32" else max(0.05 * max(losses, default=0.0), 0.02)
-    )
-    if losses and max(losses) - min(losses) > allowed:
+    margins = [-math.log(math.expm1(loss)) for loss in losses]  # whose -log sigmoid is the loss
+    allowed = 0.015 if options.dtype == "float32" else 0.08
+    if losses and max(margins) - min(margins) > allowed * (1 + max(map(abs, margins))):
         raise SystemExit(f"error: the first losses differ, so this compares unlike things: {losses}")
     return rows
 
@@ -453,9 +452,9 @@ def unsloth(options: argparse.Namespace) -> dict[str, Any]:
         weight_decay=0.0,
         logging_steps=1,
         beta=BETA,
-        max_seq_length=4096,
+        max_seq_length=POSITIONS,
         max_length=POSITIONS,
-        max_prompt_length=4096,
+        max_prompt_length=POSITIONS,
         gradient_checkpointing=False,
         precompute_ref_log_probs=True,
     )
@@ -499,7 +498,7 @@ def mlx_lm_lora(options: argparse.Namespace) -> dict[str, Any]:
         iters=options.steps,
         steps_per_report=1,
         steps_per_save=10**9,
-        max_seq_length=4096,
+        max_seq_length=POSITIONS,
         adapter_file="adapters.safetensors",
         beta=BETA,
     )

@@ -148,6 +148,9 @@ def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.Monke
     assert written.getvalue() == b"? ?\n"
 
 
+NOT_FINITE = "step 3: not finite ([metal::malloc] Attempting to allocate 9 bytes)"
+
+
 @pytest.mark.parametrize("each_rank", [True, False])
 def test_independent_ranks_tell_what_they_alone_know(
     each_rank: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -155,11 +158,11 @@ def test_independent_ranks_tell_what_they_alone_know(
     tracker = PerformanceTracker(tmp_path / "rank-001.jsonl", rank=1)
     console = RunConsole(World(rank=1, size=2))
     console.record_in(tracker, 0, each_rank)
-    console.own_warning("step 3: not finite", 3)
+    console.own_warning("step 3: not finite", 3, " ([metal::malloc] Attempting to allocate 9 bytes)")
     console.warning("a plan that all ranks know", 3)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.fullmatch(r"warning: rank 1 on \S+: step 3: not finite\n", shown.err) if each_rank else not shown.err
     tracker.record("end")  # opens the log of a rank that had nothing to tell
     told = [record.get("text") for record in read_records(tmp_path / "rank-001.jsonl")]
-    assert told == [*(["step 3: not finite", "a plan that all ranks know"] if each_rank else []), None]
+    assert told == [*([NOT_FINITE, "a plan that all ranks know"] if each_rank else []), None]

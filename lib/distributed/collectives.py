@@ -25,7 +25,7 @@ from lib.system.network import host_name
 BUCKET_BYTES = 256 * 2**20  # a collective's largest buffer: full-model gradients are not copied whole
 # Arrays of at most so many bytes travel as messages where a ring has channels of our own: a sum over MLX's ring took
 # three ranks on two cores 17 to 38 ms, of two numbers as of 50,000, a message 1 to 3.
-MESSAGE_BYTES = 2**20
+SMALL_BYTES = 2**20
 ALIGNED_BYTES = 8  # a GPU reads a number only at a multiple of its size
 
 
@@ -107,20 +107,20 @@ class Collectives:
 
     def _of_rank_0(self, flat: mx.array) -> mx.array:
         """Rank 0's packed bytes, on every rank. They are as many everywhere."""
-        if self.checks is not None and flat.nbytes <= MESSAGE_BYTES:
-            theirs = self.peer_texts(np.array(flat).tobytes() if self.rank == 0 else b"", "rank 0's arrays")[0]
+        if self.checks is not None and flat.nbytes <= SMALL_BYTES:
+            theirs = self.peer_bytes(np.array(flat).tobytes() if self.rank == 0 else b"", "rank 0's arrays")[0]
             return mx.array(np.frombuffer(theirs, np.uint8))
         # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8. The sum of
         # one number and zeros is that number in any order.
         bits = mx.view(flat, mx.int32)
         return mx.view(self.all_sum(bits if self.rank == 0 else mx.zeros_like(bits), "rank 0's arrays"), mx.uint8)
 
-    def peer_texts(self, text: bytes, what: str) -> list[bytes]:
-        """Every rank's text over a ring's channels of our own, where nobody between ranks can forge one."""
+    def peer_bytes(self, own: bytes, what: str) -> list[bytes]:
+        """Every rank's bytes over a ring's channels of our own, where nobody between ranks can forge one."""
         assert self.checks is not None
         self.finish_messages(what)
         with self.deadline(what):
-            return self.checks.peers.gather(text)
+            return self.checks.peers.gather(own)
 
     def finish_messages(self, what: str) -> None:
         """Waits until what this rank sends to single ranks is on its way: they may need it to come here, too."""

@@ -58,7 +58,7 @@ class World(Collectives):
             return [text]
         encoded = text.encode()[:TEXT_BYTES]
         if self.checks is not None:
-            return [theirs.decode(errors="replace") for theirs in self.peer_texts(encoded, what)]
+            return [theirs.decode(errors="replace") for theirs in self.peer_bytes(encoded, what)]
         rows = np.zeros((self.size, TEXT_BYTES), np.int32)  # one a rank
         rows[self.rank, : len(encoded)] = list(encoded)
         gathered = np.array(self.all_sum(mx.array(rows), what))
@@ -69,7 +69,7 @@ class World(Collectives):
         if self.size == 1:
             return [text]
         if self.checks is not None:
-            return [theirs.decode() for theirs in self.peer_texts(text.encode(), what)]
+            return [theirs.decode() for theirs in self.peer_bytes(text.encode(), what)]
         encoded = np.frombuffer(text.encode(), np.uint8)
         sizes = np.zeros(self.size, np.int32)
         sizes[self.rank] = len(encoded)
@@ -84,7 +84,7 @@ class World(Collectives):
         if self.size == 1:
             return text
         if self.checks is not None:
-            return self.peer_texts(text.encode() if self.rank == 0 else b"", "rank 0's text")[0].decode()
+            return self.peer_bytes(text.encode() if self.rank == 0 else b"", "rank 0's text")[0].decode()
         encoded = np.frombuffer(text.encode(), np.uint8)
         length = int(self.broadcast({"length": mx.array(len(encoded))})["length"].item())
         mine = encoded if self.rank == 0 else np.zeros(length, np.uint8)

@@ -1,4 +1,7 @@
-"""Causal attention of long rows in blocks of queries: exact, with memory that grows with the length, not its square."""
+"""Causal attention of long rows in blocks of queries: exact, with memory that grows with the length, not its square.
+
+Where a kernel keeps no scores, blocks save time instead: what the mask hides of whole blocks is not computed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from lib.model.quantised import device
 def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **options: Any) -> mx.array:
     """Attention of the last T of S positions to those up to their own: [sequences, heads, T, head_dim].
 
-    Where that saves memory, a block of queries after the other: scores are kept for none, and made again in the
-    backward pass (Rabe and Staats, arXiv:2112.05682, section 4; a block's softmax is whole here, so that nothing is
-    rescaled).
+    Where `block_rows` says so, a block of queries after the other. Without a kernel scores are kept for none, and made
+    again in the backward pass (Rabe and Staats, arXiv:2112.05682, section 4; a block's softmax is whole here, so that
+    nothing is rescaled).
 
     queries: [sequences, heads, T, head_dim]; keys, values: [sequences, KV heads, S, head_dim], T <= S.
     options: of mx.fast.scaled_dot_product_attention.

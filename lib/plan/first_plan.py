@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -215,20 +214,23 @@ def _rates_before(world: World, resumed: Path | None) -> Rates:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             stored = read_file.read_object(resumed / "plan.json", "the run's")["matmul_gflops"]
             kept = {host: [float(rate) for rate in of_host] for host, of_host in stored.items()}
-            rates = {host: of_host for host, of_host in kept.items() if all(0 < rate < math.inf for rate in of_host)}
+            rates = {host: of_host for host, of_host in kept.items() if all(1e-3 < rate < 1e9 for rate in of_host)}
     known: Rates = json.loads(world.broadcast_text(json.dumps(rates)))
     return known
 
 
 def _matmul_rates(world: World, hosts: Sequence[str], before: Rates) -> Rates:
-    """Every host's: those of before where all are known, so that a restart divides the work as it was; else as now."""
+    """Every host's: those of before where all are known, so that a restart divides the work as it was; else as now.
+
+    Rates of two moments are never mixed: the machines may have been idle at one of them alone.
+    """
     if all(len(before.get(host, ())) == hosts.count(host) for host in hosts):
         return before
     measured = world.gather_text(repr(matmul_rate.quick_gflops()), "every rank's matrix-product rate")
     own: dict[str, list[float]] = {}
     for host, rate in zip(hosts, measured, strict=True):
         own.setdefault(host, []).append(float(rate))
-    return {**before, **own}
+    return own
 
 
 def _of_ranks(rates: Rates, hosts: Sequence[str]) -> list[float]:

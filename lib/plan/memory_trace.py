@@ -277,13 +277,12 @@ class Step:
             is_whole = (not self.batch.prefix or queries == keys == self.batch.prefix) and not more
             ks = [each if is_whole else tape.make(both, item, each) for each in (k, v)]
             scores = sequences * queries * keys * shape.heads
-            rows = block_rows(self.is_fused(), sequences, shape.heads, queries + more, keys, item)
-            in_blocks, block = rows < queries + more, 0.0
-            if in_blocks and self.is_fused():  # what an earlier block reads of keys and values is a copy
-                seen = sum(positions + more - later for later in range(0, queries + more, rows))
+            total = queries + more
+            rows = block_rows(self.is_fused(), sequences, shape.heads, total, keys + more, item)
+            block = scores * rows / queries if rows < queries and not self.is_fused() else 0.0
+            if self.is_fused() and rows < total and keys == positions:  # each block's keys and values are a copy
+                seen = sum(positions - queries + min(end, total) for end in range(rows, total + rows, rows))
                 ks = [tape.make(sequences * seen * kv_width, item, each) for each in ks]
-            elif in_blocks:
-                block = scores * rows / queries
             given = tape.make(own, item, q) if more else q
             qs, probabilities, out = self.products(given, ks, own, block or scores, keeps=not block)
             outputs.append(tape.make(sequences * queries * width, item, out))  # in the order of tokens

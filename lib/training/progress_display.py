@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -54,11 +53,15 @@ class RunConsole(Voice):
         else:
             self.unrecorded.append(text)
 
-    def own_warning(self, text: str, step: int) -> None:
-        """A warning of a step that this rank took, which of independent ranks no other knows: each says its own."""
-        self.warning(text, step)
+    def own_warning(self, text: str, step: int, why: str = "") -> None:
+        """A warning of a step that this rank took, which of independent ranks no other knows: each says its own.
+
+        why: for the record and rank 0. What other ranks print last may be taken for the reason of their end, and this
+        would be one.
+        """
+        self.warning(text + why, step)
         if self.tracker is not None and self.tracker.rank != 0:
-            print(f"warning: rank {self.tracker.rank} on {host_name()}: {text}", file=sys.stderr, flush=True)
+            Voice(stderr=True).labelled("warning", f"rank {self.tracker.rank} on {host_name()}: {text}")
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -127,7 +127,8 @@ class Learner:
             self.take_step = self._make_step()
         self.max_micro_batch_size = self.run.schedule.most_at(self.worker)
         needed = ", ".join(f"{size_bytes / 1e9:.4g} GB" for size_bytes in failure.needed_bytes)
-        self.run.say.own_warning(f"{plan.reason}; the step is taken again (held {needed}: {failure})", step)
+        why = f" (held {needed}: {failure})"
+        self.run.say.own_warning(f"{plan.reason}; the step is taken again", step, why)
         first = step + self.run.schedule.lead  # until then every rank cuts what is made already
         self.run.tracker.record("plan", step=step, first_step=first, shares_before=before.shares, **plan.to_dict())
 
