@@ -233,11 +233,16 @@ def test_kernels_are_compiled_anew_for_what_their_code_depends_on(
     same = digest()
     assert {same} == {
         digest("train.learning_rate=1e-3", "train.global_batch_size=64", "train.seed=3", "run.name=x"),
+        digest("train.steps=7", "train.schedule=linear", "train.warmup_steps=3", "train.max_traces=4"),
         digest(hidden_size=64, num_hidden_layers=7, vocab_size=100),
     }
     others = [digest(model_type="qwen2"), digest(quantization={"bits": 4, "group_size": 32})]
     others += [digest(f"model.{word}") for word in ("dtype=float16", "method=full", "gradient_checkpointing=true")]
     others += [digest(f"train.{word}") for word in ("loss=ipo", "optimizer=lion", "weight_decay=0.5", "beta=0.3")]
+    others.append(digest("train.label_smoothing=0.1"))
+    grpo = ["train.loss=grpo", "rollouts.rounds=1", "rollouts.judge=length"]
+    others += [digest(*grpo, *more) for more in ([], ["train.loss_type=dapo"], ["train.ratio=completion"])]
+    others += [digest("model.scale=7"), digest("model.dropout=0.1")]
     others += [digest("train.max_grad_norm=null"), digest("train.optimizer_options={betas: [0.8, 0.9]}")]
     monkeypatch.setattr(mx, "__version__", "0")
     assert len({same, *others, digest()}) == 2 + len(others)

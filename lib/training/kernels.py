@@ -107,6 +107,14 @@ def kernel_folder() -> Path:
     return Path(os.environ.get("MLX_PTX_CACHE_DIR", default))
 
 
+# Settings of train.* that no kernel's code depends on: sizes, and numbers that are handed to kernels as arrays.
+NOT_IN_KERNELS = {
+    *("seed", "steps", "epochs", "patience", "global_batch_size", "max_traces", "max_skipped_steps", "compile"),
+    *("learning_rate", "final_learning_rate", "schedule", "warmup_steps"),
+    *("learning_rate_scaling", "learning_rate_batch_size", "max_completion_length"),
+}
+
+
 def _digest(model: ModelSettings, train: TrainSettings) -> str:
     """Of what the kernels' code may depend on: rates, sizes and names are none of it."""
     stored = _stored(model)
@@ -117,8 +125,11 @@ def _digest(model: ModelSettings, train: TrainSettings) -> str:
         model.dtype,
         model.method,
         model.gradient_checkpointing,
+        model.scale,
+        model.dropout,
+        model.attention_window,
     ]
-    kind += [train.loss, train.optimizer, train.optimizer_options, train.weight_decay, train.max_grad_norm, train.beta]
+    kind.append(train.model_dump(mode="json", exclude=NOT_IN_KERNELS))
     return hashlib.sha256(json.dumps(kind, default=str).encode()).hexdigest()[:16]
 
 
