@@ -8,6 +8,7 @@ run imports at its start, `sitecustomize`, on a word in a file of its host.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -150,7 +151,6 @@ class Scene:
     launch: Launch = field(init=False)
     victims: set[str] = field(default_factory=set)  # hosts that the last fault was made on
     torn: int = -1  # step of a checkpoint that was torn
-    moves: int = 0
     memory: list[Path] = field(default_factory=list)  # control groups that were made
 
     def disk(self, host: Host) -> Path:
@@ -362,13 +362,16 @@ def slow_link(scene: Scene, host: Host) -> Undo:
     return lambda: host.weaken(None)
 
 
+MOVES = itertools.count(1)  # over all runs: hosts that one has moved are in the next one under their new names
+
+
 def moved(scene: Scene, host: Host) -> Undo:
     """A host goes away, and comes back under another name and address."""
     host.unplug()
-    scene.moves += 1
+    number = next(MOVES)
 
     def come_back() -> None:
-        host.move(f"cafe-{scene.moves}", f"10.77.0.{100 + scene.moves % 150}")
+        host.move(f"cafe-{number}", f"10.77.0.{100 + number % 150}")
         host.plug_in()
 
     return come_back

@@ -249,6 +249,40 @@ def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, wo
     world.gather_text("checked")
 
 
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        (("model.method=lora", "train.loss=kto", "model.gradient_checkpointing=true"), {"own"}),
+        (("model.adapt_embeddings=true", "train.loss=sigmoid", "checkpoint.every=2"), {"own", "shared"}),
+        (("model.method=full", "train.loss=sft", "train.learning_rate=1e-4"), {"own", "shared"}),
+    ],
+    ids=lambda words: words[0] if isinstance(words, tuple) else "",
+)
+@mpi
+def test_stages_join_their_arrays_in_a_compiled_step(
+    world: World, folder: Path, words: tuple[str, ...], kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = [*words_of(world, folder, tie_word_embeddings=True), *words, "train.steps=5", "train.max_grad_norm=0.05"]
+    common += ["strategy=pipelined", "plan.micro_batch_sizes=[3]", "checkpoint.final=last", "train.compile=true"]
+    alone = rounding.trained_alone(world, common)
+    made: list[pipelined_step.StageFunctions] = []
+    functions = pipelined_step.StageFunctions
+    monkeypatch.setattr(pipelined_step, "StageFunctions", lambda step: (made.append(functions(step)), made[-1])[1])
+    cut = f"plan.shares={list(CUTS[world.size][0])}"
+    run = train(world, folder, [*common, cut], "stages")
+    stopped = train(world, folder, [*common, cut, "train.schedule=constant", "train.steps=3"], "stopped")
+    stopped = train(world, folder, [*common, cut, "train.schedule=constant"], "stopped", resume=True)
+    straight = train(world, folder, [*common, cut, "train.schedule=constant"], "straight")
+    world.gather_text("finished")
+    is_end = world.rank in (0, world.size - 1)
+    for each in made:
+        assert each.joined is not None and set(each.joined.members) == (kinds if is_end else {"own"})
+        assert each.joined.are_in_place(), "joined anew at every step"
+    rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
+    assert difference(straight, stopped) == 0.0
+    world.gather_text("checked")
+
+
 @mpi
 def test_a_run_moves_between_cuts_and_one_rank(world: World, folder: Path) -> None:
     common = [*words_of(world, folder, tie_word_embeddings=True), "model.method=full", "train.learning_rate=1e-4"]

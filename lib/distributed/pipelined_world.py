@@ -20,6 +20,8 @@ from lib.model.partition import Holders
 from lib.model.pipeline_stage import Stage
 from lib.system.out_of_memory import OutOfMemory
 
+OWN, SHARED = "own", "shared"  # kinds of trained arrays: of one rank alone; of the first and the last
+
 
 @dataclass(frozen=True)
 class PipelinedWorld(World):
@@ -119,12 +121,15 @@ class InStages(Lockstep):
     def decide(self, x: mx.array) -> mx.array:
         return self.ranks.from_last(x, "the last rank's decision")
 
+    def kind_of(self, name: str) -> str:
+        part = self.ranks.part(name)
+        return "all" if part is None else OWN if len(part.ranks) == 1 else SHARED
+
     def sum_gradients(self, gradients: Any, sums: mx.array) -> tuple[Any, mx.array]:
         flat, what = dict(tree_flatten(gradients)), "the gradients that two ranks make a part of"
         for name in sorted(flat):
-            part = self.ranks.part(name)
-            if part is not None and len(part.ranks) == 2:
-                other = next(rank for rank in part.ranks if rank != self.ranks.rank)
+            if len(holders := self._holders(name)) == 2:
+                other = next(rank for rank in holders if rank != self.ranks.rank)
                 theirs = self.ranks.links.exchange(flat[name], other, what)
                 flat[name] = flat[name] + theirs  # the same bits on both: addition commutes
         return tree_unflatten(list(flat.items())), self.ranks.from_last(sums, "the sums of a step")
@@ -134,8 +139,14 @@ class InStages(Lockstep):
         return self.ranks.all_sum(sum(mine, mx.array(0.0)), "the gradient's norm")
 
     def _counts(self, name: str) -> bool:
+        return (*self._holders(name), 0)[0] == self.ranks.rank
+
+    def _holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a trained array, or all arrays of a kind; none where every rank does."""
+        if name in (OWN, SHARED):
+            return (self.ranks.rank,) if name == OWN else (0, self.ranks.last)
         part = self.ranks.part(name)
-        return (part.ranks[0] if part else 0) == self.ranks.rank
+        return part.ranks if part is not None else ()
 
     def together(self, what: str, passes: int = 1) -> contextlib.AbstractContextManager[None]:
         """Ranks do not synchronise here: a batch goes on where the one before it has left."""

@@ -34,7 +34,7 @@ class JoinedArrays:
     Between steps the model and `optimizer.state` hold views of these, under their usual names.
 
     Args:
-        kind_of: a parameter's kind, by its name; arrays of a kind are joined in the order of MLX's tree_flatten.
+        kind_of: a parameter's kind, by its name; arrays of a kind are joined in the order of their names.
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, kind_of: Callable[[str], str]):
@@ -42,7 +42,8 @@ class JoinedArrays:
         self.names = [name for name, _ in arrays]
         self.shapes = [array.shape for _, array in arrays]
         kinds = [kind_of(name) for name in self.names]
-        self.members = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
+        by_name = sorted(range(len(kinds)), key=lambda i: self.names[i])  # two ranks may have the same in another order
+        self.members = {kind: [i for i in by_name if kinds[i] == kind] for kind in sorted(set(kinds))}
         self.places = places_of(model)
         self.whole: dict[str, mx.array] | None = None
         self.parts: list[mx.array] = []
@@ -61,9 +62,10 @@ class JoinedArrays:
 
     def join(self, tree: Mapping[str, Any]) -> dict[str, mx.array]:
         """A tree of trained arrays, or of gradients, as one array of each kind: [rows, WIDTH], zeros at its end."""
-        return self._of_kinds([array for _, array in tree_flatten(tree)])
+        return self.of_kinds([array for _, array in tree_flatten(tree)])
 
-    def _of_kinds(self, arrays: Sequence[mx.array]) -> dict[str, mx.array]:
+    def of_kinds(self, arrays: Sequence[mx.array]) -> dict[str, mx.array]:
+        """`join`, of arrays in the order of `names`."""
         return {kind: _joined([arrays[i] for i in members]) for kind, members in self.members.items()}
 
     def are_in_place(self) -> bool:
@@ -81,7 +83,7 @@ class JoinedArrays:
         """The joined arrays, for an update; joined again where somebody else has replaced an array or the state."""
         whole = self.whole if self.are_in_place() else None
         if whole is None:
-            whole = self._of_kinds([module[key] for module, key in self.places])
+            whole = self.of_kinds([module[key] for module, key in self.places])
         if self.kept_state is not None and self.seen_state is None:  # an update failed
             self.optimizer.state = self.kept_state
             self.optimizer.init(whole)
@@ -133,7 +135,7 @@ class JoinedArrays:
         flat = dict(tree_flatten(state))
         joined: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, mx.array)}
         keys = sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{self.names[0]}.")})
-        moments = {key: self._of_kinds([flat[f"{name}.{key}"] for name in self.names]) for key in keys}
+        moments = {key: self.of_kinds([flat[f"{name}.{key}"] for name in self.names]) for key in keys}
         for kind in self.members if keys else ():
             joined[kind] = {key: moments[key][kind] for key in keys}
         return joined

@@ -8,9 +8,9 @@ there; until then it holds the activations. A stage that recomputes keeps its in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -123,17 +123,36 @@ def pipelined(step: TrainStep, in_flight: Sequence[int], recomputes: bool, limit
 class StageFunctions:
     """What a stage computes of one micro-batch; traced once for every shape, where the step is compiled.
 
-    The gradients are those by the stage's input, where the rank before wants them, then by what is trained.
+    The gradients are those by the stage's input, where the rank before wants them, then those of `names`.
     """
 
     def __init__(self, step: PipelinedStep):
-        self.stage, self.model, self.forward = step.stage, step.model, step.forward
+        self.stage, self.model, self.forward, self.joined = step.stage, step.model, step.forward, step.joined
         self.output, self.product, self.last = self._output, self._product, self._last
         if is_compiled(step.train, step.world):
-            state = [self.model.state, mx.random.state]
-            self.output = mx.compile(self._output, inputs=state, outputs=state)
-            self.product = mx.compile(self._product, inputs=state, outputs=state)
-            self.last = mx.compile(self._last, inputs=state, outputs=state)
+            self.output = self._compiled(self._output)
+            self.product = self._compiled(self._product)
+            self.last = self._compiled(self._last)
+
+    @property
+    def names(self) -> list[str]:
+        """What is trained, or the kinds of what is joined."""
+        return list(_trained(self.model) if self.joined is None else self.joined.members)
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        state = [self.model.state, mx.random.state]
+        compiled, joined = mx.compile(function, inputs=state, outputs=state), self.joined
+        if joined is None:
+            return compiled
+
+        def call(*inputs: Any) -> Any:
+            are_in_place = joined.are_in_place()
+            outputs = compiled(*inputs)
+            if are_in_place:  # mx.compile gives the model new objects for all that it has
+                joined.put_in_place()
+            return outputs
+
+        return call
 
     def _output(self, inputs: StreamInputs, given: mx.array | None) -> mx.array:
         """What goes to the next rank, [N, D]. given: what came from the rank before."""
@@ -151,7 +170,7 @@ class StageFunctions:
 
         (output,), slopes = mx.vjp(outputs, list(arrays.values()), [wanted])
         self._taken(arrays, given)
-        return output, list(slopes)
+        return output, self._laid_out(dict(zip(arrays, slopes, strict=True)))
 
     def _last(
         self,
@@ -176,7 +195,15 @@ class StageFunctions:
 
         (_, sums), slopes = mx.value_and_grad(loss)(arrays) if arrays else (loss({}), {})
         self._taken(arrays, given)
-        return sums, [slopes[name] for name in arrays]
+        return sums, self._laid_out({name: slopes[name] for name in arrays})
+
+    def _laid_out(self, slopes: dict[str, mx.array]) -> list[mx.array]:
+        """Gradients by name as they are handed on."""
+        by_input = [slopes.pop(INPUT)] if INPUT in slopes else []
+        if self.joined is None:
+            return [*by_input, *slopes.values()]
+        of_kinds = self.joined.of_kinds([slopes[name] for name in self.joined.names])
+        return [*by_input, *(of_kinds[kind] for kind in self.names)]
 
     def _differentiated(self, given: mx.array | None) -> dict[str, mx.array]:
         """What gradients are made for."""
@@ -249,7 +276,7 @@ class _Passes:
             mx.random.state[0][:] = now
         slopes = micro.slopes
         by_input = slopes.pop(0) if self.stage.passes_gradients else None
-        self._add(dict(zip(_trained(self.step.model), slopes, strict=True)))
+        self._add(dict(zip(self.functions.names, slopes, strict=True)))
         del micro, slopes
         self.links.evaluate(self.gradients, [] if by_input is None else by_input)
         if by_input is not None:

@@ -20,7 +20,6 @@ from mlx.utils import tree_flatten, tree_map
 from lib.config.schema import SyncSettings, TrainSettings
 from lib.data.collate import Batch
 from lib.distributed import gradients as exchange
-from lib.distributed.pipelined_world import InStages
 from lib.distributed.sharded_world import Lockstep
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -150,8 +149,6 @@ def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array 
 
 def _all_join(world: World, joins: bool) -> bool:
     """Whether every rank's gradients are joined: one that does not compile may sum with one that does."""
-    if isinstance(world, InStages):  # unlike stages train unlike arrays
-        return False
     ranks = world.ranks if isinstance(world, Lockstep) else world
     if ranks.size == 1:
         return joins
