@@ -27,11 +27,10 @@ def share(world: World, model: nn.Module, optimizer: optim.Optimizer, reference:
         held += [reference.arrays] if reference is not None else []
         return ",".join(adapter_files.digest(world.replicated(arrays)) for arrays in held)
 
-    mine = digests()
-    if len(set(world.gather_text(mine, "every rank's weights"))) > 1:
-        if reference is not None:
-            reference.arrays = dict(tree_flatten(world.align(tree_unflatten(list(reference.arrays.items())))))
-        model.update(world.align(model.trainable_parameters()))
-        optimizer.state = world.align(optimizer.state)
-        mine = digests()
-    world.require_identical("weights", mine)
+    if len(set(world.gather_text(digests(), "every rank's weights"))) == 1:
+        return
+    if reference is not None:
+        reference.arrays = dict(tree_flatten(world.align(tree_unflatten(list(reference.arrays.items())))))
+    model.update(world.align(model.trainable_parameters()))
+    optimizer.state = world.align(optimizer.state)
+    world.require_identical("weights", digests())
