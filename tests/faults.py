@@ -377,10 +377,13 @@ def moved(scene: Scene, host: Host) -> Undo:
     return come_back
 
 
+GROUPS = itertools.count(1)
+
+
 def memory(scene: Scene, host: Host) -> Undo:
     """A rank wants more memory than its control group has: the kernel ends it."""
     pid = scene.owner(host)
-    group = MEMORY / f"tandem-{os.getpid()}-{len(scene.memory)}"
+    group = MEMORY / f"tandem-{os.getpid()}-{next(GROUPS)}"
     group.mkdir()
     scene.memory.append(group)
     host.run(["sh", "-c", f'echo {pid} > "{group}/cgroup.procs"'])  # written there: it is that host's number
