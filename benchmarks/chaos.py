@@ -143,18 +143,23 @@ class Setup:
 
     words: list[str]  # of train.py, but for the strategy
     rows: int
-    batch_size: int
+    usual_batch_size: int
     launch: list[str]  # up to --
     folder: Path
 
+    def batch_size(self, strategy: str) -> int:
+        """Pairs a step. Sums within each block take three ranks on two cores 0.13 s for a pair: their steps are small."""
+        return min(self.usual_batch_size, 8) if strategy == "sharded" else self.usual_batch_size
+
     def of(self, strategy: str) -> list[str]:
         """The words of train.py; as many of its steps as possible are those of a run without faults."""
+        batch_size = self.batch_size(strategy)
+        words = [*self.words, f"strategy={strategy}", f"train.global_batch_size={batch_size}"]
         if strategy == "independent":  # its rounds are what a fault may undo
-            rounds = [f"independent.pairs_per_round={8 * self.batch_size}", "checkpoint.every=8"]
-            return [*self.words, "strategy=independent", *rounds]
+            return [*words, f"independent.pairs_per_round={8 * batch_size}", "checkpoint.every=8"]
         # One a second would take three ranks on two cores 13 % of their time, one every two 5 %.
         lost = ["checkpoint.every=1000000", "checkpoint.max_lost_seconds=2"]
-        return [*self.words, f"strategy={strategy}", *lost]
+        return [*words, *lost]
 
 
 def set_up(folder: Path, machines: Sequence[Host], is_tiny: bool, backend: str, clock: Path) -> Setup:
@@ -289,7 +294,7 @@ def run_strategy(
         lasted = time.monotonic() - first_step
         interrupt(scene)
     useful = useful_seconds(strategy, steps_of(scene.logs()))
-    an_epoch = -(-setup.rows // setup.batch_size)
+    an_epoch = -(-setup.rows // setup.batch_size(strategy))
     steps = an_epoch * (scene.newest_step() // an_epoch + 1)
     if strategy == "independent":  # a rank's log counts its own steps
         steps = an_epoch * (max(state["step"] for state in checkpoints(scene)) // an_epoch + 2)
@@ -322,11 +327,13 @@ def compare(outcomes: Sequence[Outcome], setup: Setup, machine: Host) -> None:
 
     It goes on from one strategy's number of steps to the next one's. Where it ends with an error the rest is not compared.
     """
-    alone = setup.folder / "alone"
-    words = [*setup.of("synchronous"), "strategy=auto", f"run.dir={alone}", f"plan.calibration_dir={alone}"]
     for outcome in sorted(outcomes, key=lambda one: one.steps):
         if not outcome.is_exact:
             continue
+        alone = setup.folder / f"alone-{setup.batch_size(outcome.strategy)}"
+        words = ["--resume", str(alone / "run")]
+        if not alone.exists():
+            words = [*setup.of(outcome.strategy), "strategy=auto", f"run.dir={alone}", f"plan.calibration_dir={alone}"]
         print(f"{outcome.strategy}: the same {outcome.steps} steps in one process", flush=True)
         command = ["env", f"OPENBLAS_NUM_THREADS={os.cpu_count() or 1}", sys.executable, str(ROOT / "train.py")]
         try:
@@ -343,7 +350,6 @@ def compare(outcomes: Sequence[Outcome], setup: Setup, machine: Host) -> None:
             for step in range(1, outcome.steps + 1)
         )
         outcome.weights_difference = tiny.difference(alone / "run", outcome.run)
-        words = ["--resume", str(alone / "run")]
 
 
 def all_faults(strategy: str, kinds: list[str], seconds: float, scene: Scene) -> list[Found]:
