@@ -295,14 +295,18 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
     folder, words = free
     # Dropout's masks follow the micro-batches: both runs have to halve alike. With dropout, 8 pairs take 0.65 of what 16 take
     # without, and 4 pairs 0.36: the limit is as far from either.
-    limit = f"plan.memory_limit_gb={limit_bytes(folder, 0.48) / 1e9:.9f}"
-    words = [*words, f"run.dir={tmp_path}/runs", limit, "train.compile=true", "evaluate.every=2", "model.dropout=0.1"]
-    tiny.train(tmp_path, [*words, "run.name=plain", f"plan.calibration_dir={tmp_path}/plain"])
+    words = [*words, f"run.dir={tmp_path}/runs", "train.compile=true", "evaluate.every=2", "model.dropout=0.1"]
+
+    def named(name: str) -> list[str]:  # what the run before left counts for neither
+        limit = f"plan.memory_limit_gb={limit_bytes(folder, 0.48) / 1e9:.9f}"
+        return [*words, limit, f"run.name={name}", f"plan.calibration_dir={tmp_path}/{name}"]
+
+    tiny.train(tmp_path, named("plain"))
     started: list[str] = []
     in_thread = out_of_memory._in_thread
     monkeypatch.setattr(out_of_memory, "_is_cuda", lambda: True)
     monkeypatch.setattr(out_of_memory, "_in_thread", lambda work: (started.append(""), in_thread(work))[1])
-    tiny.train(tmp_path, [*words, "run.name=threads", f"plan.calibration_dir={tmp_path}/threads"])
+    tiny.train(tmp_path, named("threads"))
     out_of_memory._workers.clear()
     plain, threads = tmp_path / "runs/plain", tmp_path / "runs/threads"
     assert len(started) > 5 and records(threads, "plan")
