@@ -270,16 +270,19 @@ def test_stages_join_their_arrays_in_a_compiled_step(
     monkeypatch.setattr(pipelined_step, "StageFunctions", lambda step: (made.append(functions(step)), made[-1])[1])
     cut = f"plan.shares={list(CUTS[world.size][0])}"
     run = train(world, folder, [*common, cut], "stages")
-    stopped = train(world, folder, [*common, cut, "train.schedule=constant", "train.steps=3"], "stopped")
-    stopped = train(world, folder, [*common, cut, "train.schedule=constant"], "stopped", resume=True)
-    straight = train(world, folder, [*common, cut, "train.schedule=constant"], "straight")
+    if "checkpoint.every=2" in words:
+        common += [cut, "train.schedule=constant"]
+        straight = train(world, folder, common, "straight")
+        train(world, folder, [*common, "train.steps=3"], "stopped")
+        stopped = train(world, folder, common, "stopped", resume=True)
+        world.gather_text("resumed")
+        assert difference(straight, stopped) == 0.0
     world.gather_text("finished")
     is_end = world.rank in (0, world.size - 1)
     for each in made:
         assert each.joined is not None and set(each.joined.members) == (kinds if is_end else {"own"})
         assert each.joined.are_in_place(), "joined anew at every step"
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
-    assert difference(straight, stopped) == 0.0
     world.gather_text("checked")
 
 
