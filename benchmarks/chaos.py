@@ -23,9 +23,9 @@ that is NaN once (`nan`), a time of day that jumps by up to a day (`clock`, a pr
 At a run's end the logs of all disks have to show every example exactly once an epoch, and every loss and the weights have
 to be those of one process that trained without faults (of independent ranks only the examples: who is away changes what is
 merged). Goodput is the seconds in steps that live on, of the mean rank (of independent ones, of the host that has most),
-over all seconds from the first step to the last fault's end; evaluations, checkpoints and steps that are undone are no such seconds. A host is wrongly called dead where a line of the
-launcher's blames one that no fault was made on, or any during a fault that should not end a rank. The last line is one
-JSON object.
+over all seconds from the first step to the last fault's end; evaluations, checkpoints and steps that are undone are no
+such seconds. A host is wrongly called dead where a line of the launcher's blames one that no fault was made on, or any
+during a fault that should not end a rank. The last line is one JSON object.
 """
 
 from __future__ import annotations
