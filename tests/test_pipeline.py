@@ -31,6 +31,7 @@ from lib.model import pipeline_stage, token_stream
 from lib.system.out_of_memory import Limit
 from lib.telemetry.run_records import read_records
 from lib.training import pipelined_step
+from lib.training.joined_arrays import JoinedArrays
 from lib.training.step import MicroBatch, make_step
 from tests import rounding, tiny
 from tests.test_shard import (
@@ -268,8 +269,14 @@ def test_stages_join_their_arrays_in_a_compiled_step(
     made: list[pipelined_step.StageFunctions] = []
     functions = pipelined_step.StageFunctions
     monkeypatch.setattr(pipelined_step, "StageFunctions", lambda step: (made.append(functions(step)), made[-1])[1])
+    in_place: list[bool] = []  # at every update
+    parameters = JoinedArrays.parameters
+    monkeypatch.setattr(
+        JoinedArrays, "parameters", lambda self, rate: (in_place.append(self.are_in_place()), parameters(self, rate))[1]
+    )
     cut = f"plan.shares={list(CUTS[world.size][0])}"
     run = train(world, folder, [*common, cut], "stages")
+    assert in_place == [False, True, True, True, True], "joined anew at every step"
     if "checkpoint.every=2" in words:
         common += [cut, "train.schedule=constant"]
         straight = train(world, folder, common, "straight")
@@ -281,7 +288,6 @@ def test_stages_join_their_arrays_in_a_compiled_step(
     is_end = world.rank in (0, world.size - 1)
     for each in made:
         assert each.joined is not None and set(each.joined.members) == (kinds if is_end else {"own"})
-        assert each.joined.are_in_place(), "joined anew at every step"
     rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     world.gather_text("checked")
 
