@@ -293,12 +293,19 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
     free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, words = free
-    # Dropout's masks follow the micro-batches: both runs have to halve alike. With dropout, 8 pairs take 0.65 of what 16 take
-    # without, and 4 pairs 0.36: the limit is as far from either.
+    # Dropout's masks follow the micro-batches: both runs have to halve alike. So the limit is far from what either size takes.
     words = [*words, f"run.dir={tmp_path}/runs", "train.compile=true", "evaluate.every=2", "model.dropout=0.1"]
+    taken = []
+    for size in (4, 8):
+        gc.collect()
+        held = mx.get_active_memory()
+        tiny.train(tmp_path, [*words, f"plan.micro_batch_sizes=[{size}]", f"run.name=pairs-{size}"])
+        taken.append(records(tmp_path / f"runs/pairs-{size}", "step")[0]["peak_memory_bytes"] - held)
+    assert taken[1] > 1.3 * taken[0]
 
     def named(name: str) -> list[str]:  # what the run before left counts for neither
-        limit = f"plan.memory_limit_gb={limit_bytes(folder, 0.48) / 1e9:.9f}"
+        gc.collect()
+        limit = f"plan.memory_limit_gb={(mx.get_active_memory() + sum(taken) / 2) / 1e9:.9f}"
         return [*words, limit, f"run.name={name}", f"plan.calibration_dir={tmp_path}/{name}"]
 
     tiny.train(tmp_path, named("plain"))
