@@ -38,6 +38,7 @@ sys.path[0] = str(ROOT)
 
 import lib  # noqa: E402, F401  goes on in .venv, or says in one line what to do
 from benchmarks.busy import busy_processes  # noqa: E402
+from tests.parts import END_SECONDS  # noqa: E402
 
 CORE_TYPES = ("Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX")
 USER = "nobody"  # who runs the tests where this is root
@@ -71,7 +72,7 @@ NEAR = (
 # As the Makefile has it: Open MPI starts as root, and more ranks than cores.
 MPI = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")}
 MPI |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-SETUP_SECONDS, PART_SECONDS = 1200, 3600
+SETUP_SECONDS, ROW_SECONDS = 1200, 5400
 RECORD = ROOT / "build/test-matrix.jsonl"
 
 
@@ -189,8 +190,8 @@ def python_settings() -> list[Setting]:
 # ---- One setting
 
 
-def commands_of(options: argparse.Namespace, python: str) -> list[list[str]]:
-    """The parts of `make test`, or of what was chosen of it."""
+def command_of(options: argparse.Namespace, python: str) -> list[str]:
+    """`make test`, or what was chosen of it: its parts beside each other."""
     plain, of_ranks = options.files, [file for file in options.files if "mark.mpi" in (ROOT / file).read_text()]
     if not plain and options.tests != "all":
         names = NUMERICS + (NEAR if options.tests == "near" else ())
@@ -198,11 +199,14 @@ def commands_of(options: argparse.Namespace, python: str) -> list[list[str]]:
     everything = not plain
     seed = [f"--hypothesis-seed={options.seed}"]
     workers = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
-    commands = [[python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *seed, *plain]]
+    plain_part = [python, "-m", "pytest", *workers, "-p", "no:cacheprovider", *seed, *plain]
     mpirun = str(Path(python).parent / "mpirun")
-    for ranks in ("2", "3") if not options.quick and (everything or of_ranks) else ():
-        commands.append([mpirun, "-n", ranks, python, "-m", "pytest", "-x", "-p", "no:cacheprovider", *seed, *of_ranks])
-    return commands
+    parts = [python, "-m", "tests.parts", "one process", *plain_part]
+    ranks = {"two ranks": "2", "three ranks": "3"} if not options.quick and (everything or of_ranks) else {}
+    for name, number in ranks.items():
+        of_one = [python, "-m", "pytest", "-x", "-p", "no:cacheprovider", *seed, *of_ranks]
+        parts += ["--", name, mpirun, "-n", number, *of_one]
+    return parts
 
 
 def tried(setting: Setting, options: argparse.Namespace, folder: Path) -> Result:
@@ -214,8 +218,7 @@ def tried(setting: Setting, options: argparse.Namespace, folder: Path) -> Result
             raise NotHere(setting.why_not)
         clone, run = prepared(setting, folder)
         with busy_processes(setting.busy):
-            for command in commands_of(options, str(clone / ".venv/bin/python")):
-                count(result, *run(command, PART_SECONDS))
+            count(result, *run(command_of(options, str(clone / ".venv/bin/python")), ROW_SECONDS))
     except NotHere as reason:
         result.not_run = str(reason)
     result.seconds = time.monotonic() - began
@@ -273,9 +276,12 @@ def ran(command: list[str], folder: Path, environment: dict[str, str], umask: in
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            status = -signal.SIGKILL
             output.write(f"\nended after {seconds:g} s\n")
+            status = -signal.SIGTERM
         finally:
+            process.terminate()  # tests/parts.py ends its parts, whose sessions are their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(3 * END_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -284,22 +290,27 @@ def ran(command: list[str], folder: Path, environment: dict[str, str], umask: in
 
 
 def count(result: Result, status: int, output: str) -> None:
-    """Adds what pytest's closing line says, and the names of what failed; an end without one is a failure."""
+    """Adds what pytest's closing line says of each part, and the names of what failed; an end without one is a failure."""
     output = re.sub(r"\033\[[0-9;]*m", "", output)
-    closing = re.findall(
-        r"^(?:=+ )?(\d+ (?:passed|failed|skipped|error|deselected).* in [\d.]+s.*)$", output, re.MULTILINE
-    )
-    counts = dict.fromkeys(("passed", "failed", "skipped", "error"), 0)
-    for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", closing[-1] if closing else ""):
-        counts[kind] += int(number)
-    failed = counts["failed"] + counts["error"]
-    result.passed += counts["passed"]
-    result.skipped += counts["skipped"]
-    result.failed += failed or int(status != 0)
-    names = re.findall(r"^(?:FAILED|ERROR) (\S.*)$", output, re.MULTILINE)
-    if status and not names:
-        names = [f"status {status}: {(output.strip().splitlines() or ['no output'])[-1]}"]
-    result.failures += [name for name in dict.fromkeys(names) if name not in result.failures]
+    before = result.failed
+    parts = re.split(r"^(?=\S+ .*-m pytest )", output, flags=re.MULTILINE)  # tests/parts.py shows each one's command
+    for part in parts[1:] or parts:
+        closing = re.findall(
+            r"^(?:=+ )?(\d+ (?:passed|failed|skipped|error|deselected).* in [\d.]+s.*)$", part, re.MULTILINE
+        )
+        counts = dict.fromkeys(("passed", "failed", "skipped", "error"), 0)
+        for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", closing[-1] if closing else ""):
+            counts[kind] += int(number)
+        result.passed += counts["passed"]
+        result.skipped += counts["skipped"]
+        result.failed += counts["failed"] + counts["error"] + (not closing)
+        names = re.findall(r"^(?:FAILED|ERROR) (\S.*)$", part, re.MULTILINE)
+        if not closing and not names:
+            names = [f"status {status}: {(part.strip().splitlines() or ['no output'])[-1]}"]
+        result.failures += [name for name in dict.fromkeys(names) if name not in result.failures]
+    if status and result.failed == before:
+        result.failed += 1
+        result.failures.append(f"status {status}: {(output.strip().splitlines() or ['no output'])[-1]}")
 
 
 # ---- All of them
@@ -336,6 +347,8 @@ def main(words: Sequence[str]) -> int:
             return 0
         if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True).stdout.strip():
             print("note: what is not committed is not in the clones", file=sys.stderr)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # as at Ctrl-C, which is ignored behind a shell's &
+            signal.signal(number, signal.default_int_handler)
         try:
             results = table(chosen, options, folder)
         except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,20 @@ def test_every_row_of_the_issue_is_there(tmp_path: Path) -> None:
 
 def test_a_row_counts_what_pytest_says_of_every_part() -> None:
     result = Result("row")
-    matrix.count(result, 0, "\033[32m========= 7 passed, 2 skipped in 3.21s =========\033[0m\n")
-    matrix.count(
-        result, 1, "FAILED tests/test_x.py::test_y - assert 1\n1 failed, 4 passed, 3 deselected in 61.5s (0:01:01)\n"
-    )
-    matrix.count(result, 1, "mpirun: not found\n")
+    parts = {
+        "'/a b/.venv/bin/python' -m pytest -n 3": "\033[32m===== 7 passed, 2 skipped in 3.21s =====\033[0m",
+        "/a/.venv/bin/mpirun -n 2 /a/python -m pytest -x": "FAILED tests/test_x.py::test_y - assert 1\n"
+        "1 failed, 4 passed, 3 deselected in 61.5s (0:01:01)",
+        "/a/.venv/bin/mpirun -n 3 /a/python -m pytest -x": "mpirun: no slots",
+    }
+    matrix.count(result, 1, "".join(f"{command}\n{said}\n" for command, said in parts.items()))
     assert (result.passed, result.failed, result.skipped) == (11, 2, 2)
-    assert result.failures == ["tests/test_x.py::test_y - assert 1", "status 1: mpirun: not found"]
+    assert result.failures == ["tests/test_x.py::test_y - assert 1", "status 1: mpirun: no slots"]
+    matrix.count(result, 1, "make: not found\n")
+    assert result.failed == 3 and result.failures[-1] == "status 1: make: not found"
+    green = Result("row")
+    matrix.count(green, 137, "/a/python -m pytest -n 3\n7 passed in 3.21s\n")  # ended after its last line
+    assert green.failed == 1 and green.failures
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +67,10 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_it_has_as_many_workers_as_make_test() -> None:
     options = argparse.Namespace(files=[], tests="all", seed=0, quick=False)
-    first, *_ = matrix.commands_of(options, "python")
-    assert " ".join(first[2:8]) in (ROOT / "Makefile").read_text()
+    command = " ".join(matrix.command_of(options, "python"))
+    (workers,) = re.findall(r"pytest (-n 3.*?) -p", command)
+    assert f"pytest {workers}\n" in (ROOT / "Makefile").read_text()
+    assert command.count(" -- ") == 2, "the ranks' parts beside it"
 
 
 @pytest.mark.parametrize(
