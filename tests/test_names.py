@@ -77,7 +77,7 @@ def test_the_launcher_tells_two_machines_of_one_name_apart() -> None:
     links = {host.name: FakeLink(host, *identity) for host, identity in zip(hosts, identities, strict=True)}
 
     async def start() -> None:
-        Attempt(job, Quiet([]), links=links).start_ranks()  # type: ignore[arg-type]
+        await Attempt(job, Quiet([]), links=links).start_ranks()  # type: ignore[arg-type]
 
     asyncio.run(start())
     names = [link.sent[0]["host"] for link in links.values()]

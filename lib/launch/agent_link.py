@@ -63,12 +63,14 @@ class Link:
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    await self.process.wait()
+        finally:
+            self.drop()
+        with contextlib.suppress(TimeoutError):  # what was killed is reaped
             async with asyncio.timeout(END_SECONDS):
                 await self.process.wait()
-        except TimeoutError:
-            remote_process.kill(self.process)
-            await self.process.wait()
-        self.drop()
 
     def drop(self) -> None:
         """Closes our end of the connection at once, whoever still holds the other one open."""

@@ -17,7 +17,7 @@ from lib.launch import patience, rank_faults, reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
 from lib.launch.agent_messages import RankProcess, Start
 from lib.launch.hostfile import Host
-from lib.launch.job import Job, full_command, resume_command
+from lib.launch.job import Job, full_command, next_port, resume_command
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import Fault
 from lib.launch.rank_processes import processes_of
@@ -96,11 +96,12 @@ class Attempt:
         self.address = f"/tmp/tandem-{secrets.token_hex(8)}"
         self.world = WorldState(job, console, self.address)
         self.systems: dict[str, str] = {}  # by host, once all of them have answered: Darwin, Linux
-        self.missing_is_back = asyncio.Event()  # a host that was missing could take part again
+        self.back: list[Link] = []  # to hosts that were missing, and could take part again
         self.takes_input = False
         self.named_stragglers: set[int] = set()
         self.preparing: list[asyncio.Future[None]] = []  # of standbys
         self.probing: asyncio.Future[tuple[Host, ...] | None] | None = None  # which hosts reach each other
+        self.probed = 0.0  # when that is over, by time.monotonic()
         self.reached: tuple[Host, ...] | None = None
 
     async def go(self, interrupts: asyncio.Queue[int]) -> Outcome:
@@ -127,7 +128,7 @@ class Attempt:
                 return self._not_started(2, Fault("refused", refusal, tuple(self.systems)))
             if self.standbys is None:
                 self.standbys = "Darwin" in self.systems.values()
-            self.start_ranks()
+            await self.start_ranks()
             return await self._watch(interrupts)
         finally:
             for task in self.preparing:
@@ -146,11 +147,16 @@ class Attempt:
         self._report(fault)
         return Outcome(status, fault)
 
-    def start_ranks(self) -> None:
-        """Has every host's agent start its processes."""
+    async def start_ranks(self) -> None:
+        """Has every host's agent start its processes.
+
+        Raises:
+            UserError: the name of a host cannot be looked up.
+        """
         folders = {link.name: f"{self.address}-{link.machine}" for link in self.links.values()}
         hosts = self.job.hosts
-        work = processes_of(self.job, [folders.get(host.name, "") for host in hosts])
+        # On a thread: a name may take seconds to look up, in which no agent would be pinged.
+        work = await asyncio.to_thread(processes_of, self.job, [folders.get(host.name, "") for host in hosts])
         work_of_host = dict(zip((host.name for host in hosts), work, strict=True))
         links = self._own_links()
         for link, name in zip(links, self.names.name_of_each(links), strict=True):
@@ -192,7 +198,8 @@ class Attempt:
                 ]
             if (cut := self._look_for_a_cut()) is not None:
                 return await self._fail(cut, interrupts)
-            if not self.missing_is_back.is_set() or not all(task.done() for task in self.preparing):
+            is_complete = any(not link.closed for link in self.back)  # or more so than before
+            if not is_complete or not all(task.done() for task in self.preparing):
                 checkpoint = world.checkpoint
             elif world.checkpoint != checkpoint:
                 step = world.checkpoint
@@ -223,14 +230,16 @@ class Attempt:
     def _look_for_a_cut(self) -> Fault | None:
         """Where all ranks wait, asks whether their hosts still reach each other: sooner than --wedged-seconds."""
         world, limit = self.world, self.job.silent_seconds
-        waited = rank_faults.common_wait_seconds(time.monotonic(), list(world.ranks.values()))
-        if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or world.run is None or waited <= limit / 2:
+        now = time.monotonic()
+        waited = rank_faults.common_wait_seconds(now, list(world.ranks.values()))
+        if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or waited <= limit / 2:
             self.probing = None
-        elif self.probing is None:
+        elif self.probing is None or (self.probing.done() and now > self.probed + limit):
             # The kernel takes connections on a busy host as on any other; only who asks and who answers may be late.
             seconds = patience.silence_limit(max(reachable_hosts.PROBE_SECONDS, limit / 2), world.usual_lateness())
-            probe = reachable_hosts.reach_each_other(self.job, self.links, self.job.hosts, seconds)
-            self.probing = asyncio.ensure_future(probe)
+            port = None if world.run else next_port(self.job)  # while they start, ranks listen at theirs
+            probe = reachable_hosts.reach_each_other(self.job, self.links, self.job.hosts, seconds, port)
+            self.probing, self.probed = asyncio.ensure_future(probe), now + seconds
         elif self.probing.done() and (reached := self.probing.result()) is not None and len(reached) < len(world.hosts):
             self.reached = reached
             cut_off = [name for name in world.hosts if name not in {host.name for host in reached}]

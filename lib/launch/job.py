@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,24 @@ class Job:
     def size(self) -> int:
         """Ranks in all."""
         return sum(host.slots for host in self.hosts)
+
+
+def ports_of(job: Job) -> dict[str, list[int]]:
+    """The ports that each host's ranks will listen at."""
+    if job.backend == "ring":
+        counts = [host.slots * max(1, len(host.addresses)) * job.connections_per_ip for host in job.hosts]
+    else:
+        counts = [1 if job.backend != "mpi" and index == 0 else 0 for index in range(len(job.hosts))]
+    first = itertools.accumulate([job.starting_port, *counts[:-1]])
+    return {
+        host.name: list(range(start, start + count))
+        for host, start, count in zip(job.hosts, first, counts, strict=True)
+    }
+
+
+def next_port(job: Job) -> int:
+    """The first port beyond those where its ranks listen."""
+    return max(itertools.chain.from_iterable(ports_of(job).values()), default=job.starting_port - 1) + 1
 
 
 def full_command(job: Job) -> list[str]:

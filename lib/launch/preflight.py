@@ -27,7 +27,7 @@ from lib.launch import attempt, hostfile, rank_console, remote_process, ssh, top
 from lib.launch.agent_messages import Message
 from lib.launch.host_facts import LIMIT_SECONDS, digest_or_why, packages, project_digests
 from lib.launch.hostfile import Host
-from lib.launch.job import ROOT, Job
+from lib.launch.job import ROOT, Job, ports_of
 from lib.launch.link_probe import LinkReport
 from lib.launch.preflight_verdicts import (
     FACT_CHECKS,
@@ -39,7 +39,7 @@ from lib.launch.preflight_verdicts import (
     links_to_measure,
     refused,
 )
-from lib.launch.run_needs import Needs, model_bytes, needs_of, ports_of
+from lib.launch.run_needs import Needs, model_bytes, needs_of
 from lib.system import os_commands
 from lib.system.terminal import Voice
 

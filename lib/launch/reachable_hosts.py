@@ -16,6 +16,7 @@ from lib.launch.job import Job
 from lib.launch.topology import Pair
 
 PROBE_SECONDS = 1.2  # for a host to take a connection: the kernel asks once more after a second
+PROBED_AT_ONCE = 8  # so many hosts: every pair is asked at the same time, so that one limit passes, not two
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,23 @@ async def first_address(link: Link, other: Host, hosts: Sequence[Host], door: Do
 
 
 async def reach_each_other(
-    job: Job, links: Mapping[str, Link], hosts: Sequence[Host], seconds: float = PROBE_SECONDS
+    job: Job,
+    links: Mapping[str, Link],
+    hosts: Sequence[Host],
+    seconds: float = PROBE_SECONDS,
+    first_port: int | None = None,
 ) -> tuple[Host, ...] | None:
-    """As many of the hosts as can run together, at ports of the run where no rank listens now.
+    """As many of the hosts as can run together, at ports where no rank listens now.
 
-    seconds: for one to take a connection. A host of a ring that the one before it reaches at another address than the
-    first of the host file gets that address. None where a host cannot listen, so that nothing is known.
+    A host of a ring that the one before it reaches at another address than the first of the host file gets that
+    address. None where a host cannot listen, so that nothing is known.
+
+    Args:
+        seconds: for one to take a connection.
+        first_port: by default the run's own: its ranks listen there while they start.
     """
-    token = secrets.token_hex(32)
-    doors = [Door(job.starting_port + index, token, seconds) for index in range(len(hosts))]
+    token, port = secrets.token_hex(32), job.starting_port if first_port is None else first_port
+    doors = [Door(port + index, token, seconds) for index in range(len(hosts))]
     try:
         await asyncio.gather(
             *(
@@ -79,9 +88,14 @@ async def reach_each_other(
 
     everyone = range(len(hosts))
     wanted = topology.pairs_of(job.backend, len(hosts))
-    reached = await probed(wanted)
-    if len(reached) < len(wanted):  # a host is cut off: look for another order of hosts
-        reached |= await probed([pair for pair in itertools.permutations(everyone, 2) if pair not in wanted])
+    others = [pair for pair in itertools.permutations(everyone, 2) if pair not in wanted]  # for another order of hosts
+    asking = asyncio.ensure_future(probed(others if len(hosts) <= PROBED_AT_ONCE else []))
+    try:
+        reached = await probed(wanted)
+        if len(reached) < len(wanted):  # a host is cut off
+            reached |= await (asking if len(hosts) <= PROBED_AT_ONCE else probed(others))
+    finally:
+        asking.cancel()
     if job.backend == "ring":
         ring = topology.largest_ring(len(hosts), reached)
         return _placed([hosts[index] for index in ring], ring, reached)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,19 +53,6 @@ def needs_of(job: Job) -> Needs:
         method=config.model.method,
         checkpoints=config.checkpoint.keep + 1,
     )
-
-
-def ports_of(job: Job) -> dict[str, list[int]]:
-    """The ports that each host's ranks will listen at."""
-    if job.backend == "ring":
-        counts = [host.slots * max(1, len(host.addresses)) * job.connections_per_ip for host in job.hosts]
-    else:
-        counts = [1 if job.backend != "mpi" and index == 0 else 0 for index in range(len(job.hosts))]
-    first = itertools.accumulate([job.starting_port, *counts[:-1]])
-    return {
-        host.name: list(range(start, start + count))
-        for host, start, count in zip(job.hosts, first, counts, strict=True)
-    }
 
 
 def model_bytes(needs: Needs) -> int:

@@ -11,14 +11,16 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
+from lib.errors import UserError
 from lib.launch import reachable_hosts, topology
 from lib.launch.agent_link import Link, connect
 from lib.launch.attempt import Attempt, Outcome, prepare_standbys
 from lib.launch.hostfile import Host
-from lib.launch.job import Job, resume_command
+from lib.launch.job import Job, next_port, resume_command
 from lib.launch.patience import Load, work_limit
 from lib.launch.rank_console import Console
 from lib.launch.rank_faults import Fault
@@ -34,6 +36,7 @@ HOPELESS = (
     "step, then --resume {run}"
 )
 LOOK_OUT_SECONDS = 1.0  # between looks for a host that is missing
+INPUT_SECONDS = 1.0  # between looks whether the rank that was given input is still there
 
 
 def pause_seconds(fruitless: int) -> float:
@@ -81,22 +84,22 @@ async def supervise(
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
     fault_before: Fault | None = None
+    looking: asyncio.Future[Any] = asyncio.gather()
     try:
         while True:
             missing = tuple(host for host in everyone if host not in hosts)
-            looking = asyncio.ensure_future(_look_out(attempt, missing, everyone)) if missing else None
-            outcome = await attempt.go(interrupts)
+            looking = asyncio.gather(*(_look_out(attempt, host, everyone) for host in missing))
+            outcome = await _outcome(attempt, interrupts, is_first=starts == 1)
             if max_restarts is None and attempt.systems:  # all hosts were there once
                 max_restarts = usual_restarts(attempt.systems.values())
-            if looking is not None:
-                looking.cancel()
-                await asyncio.wait([looking])
+            looking.cancel()  # and not waited for: it may be about to end an agent that does not answer
             run = outcome.run or run
             if outcome.interrupted or (outcome.status == 0 and not outcome.rejoined):
                 return outcome.status
             broken = time.monotonic()
             if not outcome.rejoined:
-                if outcome.status == 2 or restarts >= (max_restarts or 0):  # 2: the user's input is wrong, and stays so
+                is_wrong_input = outcome.status == 2 and starts == 1  # later it may be a disk that is full for a while
+                if is_wrong_input or restarts >= (max_restarts or 0):
                     return outcome.status
                 if is_hopeless(outcome.fault, fault_before, attempt.world.checkpoint is not None):
                     console.note(HOPELESS.format(run=run))
@@ -107,17 +110,12 @@ async def supervise(
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_seconds(fruitless)):
                         return 128 + await interrupts.get()
-            # Those that were there first: the checkpoints of the others may be older.
-            in_order = (*hosts, *(host for host in everyone if host not in hosts))
-            if job.backend in ("ring", "jaccl-ring"):
-                in_order = topology.in_ring_order(hosts[0], everyone)
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
-            hosts = await answering_hosts(job, links, in_order, restart_with == "all", patience_seconds, interrupts)
-            is_rdma = len(hosts) > 1 and job.backend in topology.RDMA_BACKENDS
-            if is_rdma and (wanted := topology.rdma_fault(job.backend, hosts)) is not None:
-                console.note(f"{job.backend} wants {wanted}: waiting for all hosts")
-                hosts = await answering_hosts(job, links, in_order, True, patience_seconds, interrupts)
-            placed = topology.led_by(attempt.job.hosts, await _placed(job, links, hosts, everyone, outcome))
+            answering = functools.partial(
+                answering_hosts, job, links, patience_seconds=patience_seconds, interrupts=interrupts
+            )
+            hosts = await _next_hosts(attempt, hosts, everyone, restart_with == "all", answering)
+            placed = topology.led_by(attempt.job.hosts, await _placed(attempt.job, links, hosts, everyone, outcome))
             hosts = tuple(host for one in placed for host in hosts if host.name == one.name)
             if not interrupts.empty():
                 return 128 + interrupts.get_nowait()
@@ -135,7 +133,8 @@ async def supervise(
             again = replace(job, hosts=placed, command=command)
             attempt = Attempt(again, console, None, links, restarts < (max_restarts or 0), attempt.names)
     finally:
-        await asyncio.gather(*(link.close() for link in links.values()))
+        looking.cancel()
+        await asyncio.gather(looking, *(link.close() for link in links.values()), return_exceptions=True)
 
 
 async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
@@ -176,39 +175,84 @@ async def answering_hosts(
         await asyncio.sleep(1)
 
 
+async def _next_hosts(
+    attempt: Attempt,
+    hosts: tuple[Host, ...],
+    everyone: tuple[Host, ...],
+    all_of_them: bool,
+    answering: Callable[..., Awaitable[tuple[Host, ...]]],
+) -> tuple[Host, ...]:
+    """The hosts of the next start, in their order; none where none answers.
+
+    hosts: of the last start. answering: `answering_hosts` of an order of hosts.
+    """
+    backend = attempt.job.backend
+    # Those that were there first: the checkpoints of the others may be older.
+    in_order = (*hosts, *(host for host in everyone if host not in hosts))
+    if backend in ("ring", "jaccl-ring"):
+        in_order = topology.in_ring_order(hosts[0], everyone)
+    answered = await answering(in_order, all_of_them)
+    is_rdma = len(answered) > 1 and backend in topology.RDMA_BACKENDS
+    if is_rdma and (wanted := topology.rdma_fault(backend, answered)) is not None:
+        attempt.console.note(f"{backend} wants {wanted}: waiting for all hosts")
+        answered = await answering(in_order, True)
+    return answered
+
+
 async def _placed(
-    job: Job, links: dict[str, Link], hosts: tuple[Host, ...], everyone: tuple[Host, ...], outcome: Outcome
+    before: Job, links: dict[str, Link], hosts: tuple[Host, ...], everyone: tuple[Host, ...], outcome: Outcome
 ) -> tuple[Host, ...]:
     """Those of the hosts that reach each other, where that is in doubt; each at an address that suits its neighbours.
 
-    In a ring of cables a host's address is known to the one before it alone: it needs another for another neighbour.
+    In a ring of cables a host's address is known to the one before it alone: it needs another for another neighbour. A
+    host that the start before went without may answer the launcher, and still take no connection from the others.
+
+    before: the job as it was started last.
     """
     if outcome.reached is not None and {host.name for host in outcome.reached} <= {host.name for host in hosts}:
         return outcome.reached
     is_cut = outcome.reached is not None or (outcome.fault is not None and outcome.fault.kind in ("wedged", "late"))
-    is_moved = job.backend == "ring" and hosts != everyone and any(host.addresses for host in hosts)
-    if len(hosts) < 2 or not (is_cut or is_moved):
+    is_moved = before.backend == "ring" and hosts != everyone and any(host.addresses for host in hosts)
+    is_back = not {host.name for host in hosts} <= {host.name for host in before.hosts}
+    if len(hosts) < 2 or not (is_cut or is_moved or is_back):
         return hosts
-    return await reachable_hosts.reach_each_other(job, links, hosts) or hosts
+    return await reachable_hosts.reach_each_other(before, links, hosts) or hosts
 
 
-async def _look_out(attempt: Attempt, missing: tuple[Host, ...], everyone: tuple[Host, ...]) -> None:
-    """Looks for the missing hosts, until one could take part again: it has standbys ready."""
-    while not attempt.missing_is_back.is_set():
+async def _outcome(attempt: Attempt, interrupts: asyncio.Queue[int], is_first: bool) -> Outcome:
+    """How an attempt ended. A host's name that cannot be looked up is the user's to mend at the first start alone.
+
+    Raises:
+        UserError: at the first start, what is wrong with the host file.
+    """
+    try:
+        return await attempt.go(interrupts)
+    except UserError as error:
+        if is_first:
+            raise
+        attempt.console.note(f"refused: {error}")
+        return Outcome(1, Fault("refused", str(error), ()))
+
+
+async def _look_out(attempt: Attempt, host: Host, everyone: tuple[Host, ...]) -> None:
+    """Looks for a missing host, while it could not take part again."""
+    while True:
         await asyncio.sleep(LOOK_OUT_SECONDS)
-        for host in missing:
-            known = attempt.links.get(host.name)  # its ports were closed, its agent and what that keeps ready are there
-            try:
-                link = known if known and not known.closed else await connect(attempt.job, host)
-            except ConnectionError:
-                continue
-            try:
-                if await _could_join(attempt, link, host, everyone):
-                    attempt.links[host.name] = link
-                    attempt.missing_is_back.set()
-            finally:
-                if attempt.links.get(host.name) is not link:
-                    await link.close()
+        link = attempt.links.get(host.name)  # its ports were closed, its agent and what that keeps ready are there
+        if link is not None and link in attempt.back and not link.closed:
+            continue
+        try:
+            if link is None or link.closed:
+                link = await connect(attempt.job, host)
+        except OSError:  # it is away, or no process can be started here now
+            continue
+        try:
+            if await _could_join(attempt, link, host, everyone):
+                attempt.links[host.name] = link
+                attempt.back.append(link)
+        finally:
+            if attempt.links.get(host.name) is not link:
+                await link.close()
 
 
 async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[Host, ...]) -> bool:
@@ -216,7 +260,7 @@ async def _could_join(attempt: Attempt, link: Link, host: Host, everyone: tuple[
     job, training, token = attempt.job, {one.name for one in attempt.job.hosts}, secrets.token_hex(32)
     before = [one.name for one in reversed(topology.in_ring_order(host, everyone)) if one.name in training]
     asking = attempt.links.get(before[0] if job.backend == "ring" else job.hosts[0].name)
-    port = job.starting_port + job.size  # beyond those where ranks listen now
+    port = next_port(job)  # ranks listen at those before it
     try:
         await link.ask("listen", ANSWER_SECONDS, port=port, token=token)
         if asking is None or asking.closed:
@@ -247,7 +291,8 @@ def _hand_on_input(loop: asyncio.AbstractEventLoop, attempt: Callable[[], Attemp
             loop.call_soon_threadsafe(functools.partial(now.type, text=text))
             if not piece:
                 return
-            now.world.input_taken.wait()
+            while not now.world.input_taken.wait(INPUT_SECONDS) and attempt() is now:
+                pass  # the rank that had it may have died with it
 
     with contextlib.suppress(OSError):
         if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
