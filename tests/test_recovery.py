@@ -223,6 +223,20 @@ def test_a_network_that_lets_only_ssh_through_is_told_from_a_dead_rank(fresh_hos
     wait_for(lambda: nothing_left(fresh_hosts))
 
 
+def test_a_network_that_is_cut_before_the_start_is_no_endless_wait(fresh_hosts: list[Host], tmp_path: Path) -> None:
+    a, b, _ = fresh_hosts
+    b.only_ssh()
+    try:
+        command = [*words([a, b], "--silent-seconds", str(LIMIT)), *train_words(tmp_path, a.disk / "runs", steps=4)]
+        launch = Watched(a, command)  # --wedged-seconds is ten minutes
+        _, line = launch.until("launch: (wedged|late): ")
+        assert "do not reach each other" in line
+        assert launch.end() == 1
+    finally:
+        b.only_ssh(False)
+    wait_for(lambda: nothing_left(fresh_hosts))
+
+
 def test_a_wrong_input_or_too_many_faults_are_not_tried_again(three_hosts: list[Host], tmp_path: Path) -> None:
     done = three_hosts[0].run([*words(three_hosts[:2], "--max-restarts", "3"), *python("sys.exit(2)")])
     assert done.returncode == 2 and "start 2" not in done.stderr
