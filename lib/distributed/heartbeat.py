@@ -1,9 +1,12 @@
 """What a rank says of itself while it works: that it lives, and what it waits for.
 
-The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT` and this machine's own name). A thread of
-its own tells it, twice a second, how many waits for other ranks are over, which one goes on, and which pass through the
-model. So a rank that was stopped, one that is late, one that hangs and one that waits for a dead peer look different
-from outside. Where nobody listens nothing is sent.
+The launcher's agent on this host listens at a Unix socket (in `TANDEM_AGENT_FOLDER`; under mpirun in `TANDEM_AGENT` and
+this machine's own name). A thread of its own tells it, twice a second, how many waits for other ranks are over, which
+one goes on, and which pass through the model. So a rank that was stopped, one that is late, one that hangs and one that
+waits for a dead peer look different from outside.
+
+Where nobody listened at the start nothing is sent. Where the agent is gone later, this process ends: nobody would end
+it any more, and it would keep the run's folder from those who go on.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import TypedDict, Unpack
 from lib.system import network
 
 ADDRESS = "TANDEM_AGENT"
+FOLDER = "TANDEM_AGENT_FOLDER"
 SECONDS = 0.5
 
 
@@ -52,8 +56,11 @@ _changed = threading.Event()
 
 
 def agent_folder() -> str:
-    """The folder of this host's agent, with the host's name: hosts may share /tmp, and mpirun's variables."""
-    return f"{os.environ[ADDRESS]}-{network.own_name()}"
+    """The folder of this host's agent, with the host's name: hosts may share /tmp, and mpirun's variables.
+
+    The network may give this machine another name while its agent lives: what the agent starts itself it tells.
+    """
+    return os.environ.get(FOLDER) or f"{os.environ[ADDRESS]}-{network.own_name()}"
 
 
 def start(rank: int) -> None:
@@ -111,13 +118,17 @@ def passing(what: str, passes: int = 1) -> Iterator[None]:
 
 
 def _beat(listener: socket.socket) -> None:
-    with listener, contextlib.suppress(OSError):  # the agent is gone
-        listener.sendall(b'{"kind": "beat"}\n')
-        while True:
-            facts, now = _facts.copy(), time.monotonic()
-            seconds = {"seconds": now - facts.pop("since"), "passing_seconds": now - facts.pop("passing_since")}
-            listener.sendall(json.dumps({**facts, **seconds}).encode() + b"\n")
-            if _ended.is_set():
-                return
-            _changed.wait(SECONDS)
-            _changed.clear()
+    try:
+        with listener:
+            listener.sendall(b'{"kind": "beat"}\n')
+            while True:
+                facts, now = _facts.copy(), time.monotonic()
+                seconds = {"seconds": now - facts.pop("since"), "passing_seconds": now - facts.pop("passing_since")}
+                listener.sendall(json.dumps({**facts, **seconds}).encode() + b"\n")
+                if _ended.is_set():
+                    return
+                _changed.wait(SECONDS)
+                _changed.clear()
+    except OSError:  # the agent is gone
+        if not _ended.is_set():
+            os._exit(1)

