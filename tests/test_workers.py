@@ -312,7 +312,7 @@ def test_a_command_that_is_killed_is_not_waited_for_by_way_of_what_left_its_sess
     """A daemon that it started may hold its pipes."""
     monkeypatch.setattr(os_commands, "LEFT_SECONDS", 0.1)
     leave = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(20)"
-    command = ["sh", "-c", f'{sys.executable} -S -E -c "{leave}" & sleep 60']
+    command = ["sh", "-c", f'"{sys.executable}" -S -E -c "{leave}" & sleep 60']
     ends = (os_commands.run(command, seconds) for seconds in (0.5, 5.0, 50.0))  # until it has left
     done = next(end for end in ends if end.output)
     process = int(done.output)
