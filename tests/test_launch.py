@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -215,8 +216,8 @@ def test_ctrl_c_or_a_killed_launcher_leaves_no_process_on_any_host(
 
 
 def test_a_reader_that_has_seen_enough_ends_the_launch(three_hosts: list[Machine]) -> None:
-    command = " ".join([*words(three_hosts[:2]), "yes", "|", "head", "-n", "3"])
-    done = three_hosts[0].run(["sh", "-c", command])
+    command = shlex.join([*words(three_hosts[:2]), "yes"])
+    done = three_hosts[0].run(["sh", "-c", f"{command} | head -n 3"])
     assert len(done.stdout.splitlines()) == 3 and "Traceback" not in done.stderr
     wait_for(lambda: nothing_left(three_hosts))
 

@@ -133,8 +133,11 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
     (tmp_path / "nobody").write_text("")
     key = a.outside.parent / "key.pub"
     mounts = {
-        b.name: [f"--bind {tmp_path}/METADATA {mlx}", f"-t tmpfs -o size=1m tmpfs {b.disk}/full"],
-        c.name: [f"--bind {tmp_path}/nobody {key}"],
+        b.name: [
+            ["--bind", f"{tmp_path}/METADATA", str(mlx)],
+            ["-t", "tmpfs", "-o", "size=1m", "tmpfs", f"{b.disk}/full"],
+        ],
+        c.name: [["--bind", f"{tmp_path}/nobody", str(key)]],
     }
     named = {host.name: host for host in three_hosts}
     for host in (a, b):
@@ -143,7 +146,7 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
             file.truncate(2**40)  # a terabyte that takes no room
     for host, options in mounts.items():
         for option in options:
-            assert named[host].run(["sh", "-c", f"mount {option}"]).returncode == 0
+            assert named[host].run(["mount", *option]).returncode == 0
     try:
         _, report = check(
             three_hosts, *project, command=[*data, f"run.dir={b.disk}/full"], names="host-a,host-b,host-c"
@@ -171,7 +174,7 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
     finally:
         for host, options in mounts.items():
             for option in options:
-                named[host].run(["umount", option.split()[-1]])
+                named[host].run(["umount", option[-1]])
     try:  # what the remedies say: another disk, fewer slots; and the versions and the key that were wanted
         fits = int(0.6 * hardware.host_memory_bytes() / 1.3)
         for host in (a, b):
