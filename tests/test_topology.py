@@ -19,7 +19,10 @@ from lib.errors import UserError
 from lib.launch import command, hostfile, options, supervisor, topology
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
+from lib.launch.rank_faults import RankState
 from lib.launch.rank_processes import processes_of
+from lib.launch.supervisor import holders_of_newest
+from lib.launch.world_state import WorldState
 from tests import macs
 from tests.cluster import Host as Machine
 from tests.test_launch import nothing_left, python, tagged, wait_for
@@ -93,6 +96,18 @@ def test_a_ring_of_cables_needs_no_others_and_one_who_is_cut_off_is_left_out() -
     # One that was away is back, and would be rank 0, with older checkpoints than those that trained.
     assert [host.name for host in topology.led_by((b, c), (a, b, c))] == ["b", "c", "a"]
     assert topology.led_by((c,), (a, b)) == (a, b) and topology.led_by((c,), ()) == ()
+
+
+def test_the_first_host_is_one_whose_disk_has_the_newest_checkpoint() -> None:
+    a, b, c = (Host(name) for name in "abc")
+    # b is back and has written none yet when a is lost: c, which was there before, goes first, or steps would be undone.
+    assert holders_of_newest((a, c), {}, (a, b, c)) == (a, c)
+    assert topology.led_by((a, c), (b, c)) == (c, b)
+    assert holders_of_newest((a, c), {"a": 40, "b": 40, "c": 40}, (a, b, c)) == (a, b, c)
+    assert holders_of_newest((a, c), {"b": 50, "c": 40}, (a, b, c)) == (b,), "the others had not done writing it"
+    state = WorldState(Job((a, b), "ring", ("train.py",)), None, "/tmp/x")  # type: ignore[arg-type]
+    state.ranks = {0: RankState(0, "a", checkpoint=40), 1: RankState(1, "b"), 2: RankState(2, "a", checkpoint=50)}
+    assert state.checkpoints() == {"a": 50}
 
 
 # ---- jaccl

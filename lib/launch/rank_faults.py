@@ -54,6 +54,7 @@ class RankState:
     passes: int = 1  # that this is long
     cause: str | None = None  # of its death, if it said something that has a known one
     lost_another: bool = False  # it ended because another rank was gone
+    checkpoint: int | None = None  # the newest that it wrote to its disk in this start: its step
     memory: str | None = None  # what shows that it ran out of memory
     diverged: str | None = None  # why no further update can be made, whoever takes it
 

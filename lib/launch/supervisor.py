@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,20 @@ def usual_restarts(systems: Iterable[str]) -> int:
     return MAC_RESTARTS if "Darwin" in systems else 0
 
 
+def holders_of_newest(before: Sequence[Host], told: Mapping[str, int], hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The hosts whose disks have the newest checkpoint: one of them has to be the first of the next start.
+
+    All go on from the first host's. One that has just come back has older ones, until it has written the next.
+
+    Args:
+        before: those of whom one was the first of this start.
+        told: what each host has written since, by WorldState.checkpoints.
+        hosts: of this start.
+    """
+    newest = max(told.values(), default=None)
+    return tuple(before) if newest is None else tuple(host for host in hosts if told.get(host.name) == newest)
+
+
 def is_hopeless(fault: Fault | None, before: Fault | None, has_new_checkpoint: bool) -> bool:
     """Whether another start would end the same: twice in a row no update was finite, from one and the same checkpoint.
 
@@ -83,6 +97,7 @@ async def supervise(
     attempt = Attempt(job, console, here, links, None if max_restarts is None else max_restarts > 0, secret=secret)
     _hand_on_input(loop, lambda: attempt)
     everyone, hosts, run, starts, restarts, fruitless = job.hosts, job.hosts, None, 1, 0, 0
+    holders = hosts
     fault_before: Fault | None = None
     looking: asyncio.Future[Any] = asyncio.gather()
     try:
@@ -115,7 +130,9 @@ async def supervise(
                 answering_hosts, job, links, patience_seconds=patience_seconds, interrupts=interrupts
             )
             hosts = await _next_hosts(attempt, hosts, everyone, restart_with == "all", answering)
-            placed = topology.led_by(attempt.job.hosts, await _placed(attempt.job, links, hosts, everyone, outcome))
+            holders = holders_of_newest(holders, attempt.world.checkpoints(), attempt.job.hosts)
+            placed = topology.led_by(holders, await _placed(attempt.job, links, hosts, everyone, outcome))
+            holders = holders if {host.name for host in holders} & {host.name for host in placed} else placed[:1]
             hosts = tuple(host for one in placed for host in hosts if host.name == one.name)
             if not interrupts.empty():
                 return 128 + interrupts.get_nowait()

@@ -91,6 +91,14 @@ class WorldState:
         """Processes that want each core of the busiest host."""
         return max((host.load for host in self.hosts.values()), default=1.0)
 
+    def checkpoints(self) -> dict[str, int]:
+        """The newest checkpoint of each host that has written one, as far as it was told: its step."""
+        told: dict[str, int] = {}
+        for rank in self.ranks.values():
+            if rank.checkpoint is not None:
+                told[rank.host] = max(rank.checkpoint, told.get(rank.host, 0))
+        return told
+
     def processes(self) -> list[RankState]:
         """The processes whose end ends the start: the ranks, or mpirun."""
         return [self.ranks[MPIRUN]] if self.is_mpi else list(self.ranks.values())
@@ -169,7 +177,7 @@ class WorldState:
         seen.beats = True
         seen.waiting, seen.waiting_since = beat["waiting"], now - beat["seconds"]
         seen.passing, seen.passing_since, seen.passes = beat["passing"], now - beat["passing_seconds"], beat["passes"]
-        seen.diverged = beat.get("diverged")
+        seen.diverged, seen.checkpoint = beat.get("diverged"), beat.get("checkpoint")
         if beat["rank"] == 0:
             self.run, self.checkpoint = beat.get("run"), beat.get("checkpoint")
 
