@@ -100,7 +100,7 @@ def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:
 def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(load_module.dump(load()))
-    assert load_module.resume(path, ["plan.shares=[10,6]", "train.epochs=5"]).train.epochs == 5
+    assert load_module.resume(path, ["plan.shares=[10,6]", "train.epochs=5", "run.pages=false"]).train.epochs == 5
     with pytest.raises(UserError, match="train.beta=0.5: the run was started with 0.1"):
         load_module.resume(path, ["train.beta=0.5"])
 

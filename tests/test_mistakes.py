@@ -140,12 +140,21 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.blocks=99", "model.blocks=99, but .* has 2 blocks"),
     # Runs
     ("train.py", "run.name=done", "already holds a run; go on with it by --resume"),
+    ("train.py", "run.dir={d} run.name=model", "model exists and is not a run: it holds config.json; give another"),
     ("train.py", "run.dir={d}/train.jsonl", "Not a directory"),
     ("train.py", "run.dir=/proc/nowhere", "/proc/nowhere: "),
     ("train.py", "plan.calibration_dir={d}/calibration.bad", "json:1: not valid JSON.*make calibrate"),
     ("train.py", "--resume {d}/none", "no run there .it has no config.yaml"),
     ("train.py", "--resume {d}/train.jsonl", "no run there .it has no config.yaml"),
     ("train.py", "--resume {d}/run.empty", "no run there .it has no config.yaml"),
+    (
+        "train.py",
+        "--resume {d}/runs/done/checkpoints/step-00000001",
+        "of run .*/done; --resume .*/done goes on from its",
+    ),
+    ("train.py", "--resume {d}/link.checkpoint", "a checkpoint of run .*/done; --resume .*/done goes on from its"),
+    ("train.py", "--resume {d}/runs/done run.name=b", "goes on in .*/done; copy the folder, then --resume the copy"),
+    ("train.py", "--resume {d}/runs/done run.dir={d}", "goes on in .*/done; copy the folder, then --resume the copy"),
     ("train.py", "--resume {d}/runs/done train.beta=0.5", "the run was started with 0.1 and cannot change it"),
     ("train.py", "--resume {d}/runs/done --config x.yaml", "leave --config out"),
     # The other programs
@@ -197,6 +206,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "link.jsonl").symlink_to("/nowhere")
+    (folder / "link.checkpoint").symlink_to(folder / "runs/done/checkpoints/step-00000001")
     shutil.copytree(folder / "runs/done", folder / "run.half")
     (folder / "run.half/adapters.safetensors").unlink()
     return folder

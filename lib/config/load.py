@@ -32,6 +32,7 @@ RESUMABLE: tuple[str, ...] = (
     "serve.",
     "metal.",
     "run.log_every",
+    "run.pages",
     "run.sinks",
     "strategy",
     "train.steps",

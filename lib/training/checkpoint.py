@@ -38,13 +38,13 @@ from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training.finite import are_finite
 from lib.training.objective import Metrics
-from lib.training.run_folder import claim, discard, sweep
+from lib.training.run_folder import claim, discard, require_free, sweep
 from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
 STATE = "state.json"
-MANIFEST = "manifest.json"
+MANIFEST = read_file.MANIFEST
 GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
 COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
 
@@ -149,12 +149,14 @@ def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: b
         The file, to that process: it keeps the run's files on its disk.
 
     Raises:
-        AgreedError: another process owns the folder, or it holds a run and is not resumed.
+        AgreedError: another process owns the folder, or it holds a run and is not resumed, or files of another kind.
     """
     keeper = keeps_disk(folder, world)
     with world.agreeing(f"opening {folder}"):
         if not keeper:
             return None
+        if not resume:
+            require_free(folder)
         with contextlib.ExitStack() as on_failure:
             lock = on_failure.enter_context(claim(folder))
             if (folder / "config.yaml").exists() and not resume:

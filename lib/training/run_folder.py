@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import IO
 
 from lib.config import read_file
 from lib.errors import UserError
+
+# What a run writes before its config.yaml, and what macOS and NFS leave in any folder.
+BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
 
 
 def claim(folder: Path) -> IO[str]:
@@ -35,6 +39,18 @@ def claim(folder: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
+
+
+def require_free(folder: Path) -> None:
+    """Makes sure that a new run writes over no files of another kind.
+
+    Raises:
+        UserError: there is something else than a run, or than what one leaves that is killed before its config.yaml.
+    """
+    names = {path.name for path in folder.iterdir()}
+    strangers = sorted(name for name in names if not BEFORE_A_RUN.fullmatch(name))
+    if strangers and "config.yaml" not in names:
+        raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
 
 
 def discard(path: Path) -> None:
