@@ -69,6 +69,7 @@ FILES: dict[str, str | bytes] = {
     "model.strange/config.json": '{"model_type": "frob"}',
     "model.none/readme": "",
     "run.empty/logs/readme": "",
+    "there.png": "",
 }
 WORKS: dict[str, bytes] = {
     "bom.jsonl": b"\xef\xbb\xbf" + PAIR.encode() * 8,
@@ -162,6 +163,9 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.evaluate", "--model {d}/model", "--model needs --data FILE"),
     ("lib.evaluate", "--run {d}/none", "--run .*none: no "),
     ("lib.evaluate", "--run {d}/run.half", "no finished run there .adapters.safetensors is missing"),
+    ("lib.evaluate", "--run {d}/runs/done --per-pair {d}/ids.jsonl", "ids.jsonl is there already; remove it, or give"),
+    ("lib.evaluate", "--run {d}/runs/done --out {d}/o", "--out is for --score, --against and --tasks"),
+    ("lib.evaluate", "--run {d}/runs/done --per-pair {d}/p --out {d}/o", "--out is for --score, --against and --tasks"),
     ("lib.dashboard", "{d}/none", "none is not a run's folder"),
     ("lib.dashboard", "--export {d}/run.empty", "has no records"),
     ("lib.dashboard", "--runs {d}/runs --port 99999", "--port 99999 is not in 0 to 65535"),
@@ -178,6 +182,9 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.server", "--model {q} serve.host=0.0.0.0", "serve.keys"),
     ("lib.data", "", "required: --inspect"),
     ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
+    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p.jsonl", "ends in no format of a picture; take .png, .svg"),
+    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p", "ends in no format of a picture; take .png, .svg"),
+    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/there.png", "there.png is there already; remove it, or give"),
     ("launch", "-- train.py", "give --hostfile FILE or --hosts A,B"),
     ("launch", "--hosts localhost train.py", "the command comes after --"),
     ("launch", "--hostfile {d}/none -- train.py", "No such file or directory; hostfile.example shows one"),
