@@ -154,6 +154,7 @@ MISTAKES: list[tuple[str, str, str]] = [
         "of run .*/done; --resume .*/done goes on from its",
     ),
     ("train.py", "--resume {d}/link.checkpoint", "a checkpoint of run .*/done; --resume .*/done goes on from its"),
+    ("train.py", "--resume {d}/runs/twice train.steps=1", "train.steps=1 is below the 2 steps made; give more, or"),
     ("train.py", "--resume {d}/runs/done run.name=b", "goes on in .*/done; copy the folder, then --resume the copy"),
     ("train.py", "--resume {d}/runs/done run.dir={d}", "goes on in .*/done; copy the folder, then --resume the copy"),
     ("train.py", "--resume {d}/runs/done train.beta=0.5", "the run was started with 0.1 and cannot change it"),
@@ -213,6 +214,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "link.jsonl").symlink_to("/nowhere")
+    shutil.copytree(folder / "runs/done", folder / "runs/twice")
+    (folder / "runs/twice/checkpoints/step-00000001").rename(folder / "runs/twice/checkpoints/step-00000002")
     (folder / "link.checkpoint").symlink_to(folder / "runs/done/checkpoints/step-00000001")
     shutil.copytree(folder / "runs/done", folder / "run.half")
     (folder / "run.half/adapters.safetensors").unlink()
