@@ -129,6 +129,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "data.train={d}/link.jsonl", "is a link to /nowhere, which does not exist"),
     ("train.py", "data.train={d}/run.empty", "run.empty is a folder without records"),
     ("train.py", "data.valid={d}/none.jsonl", "none.jsonl does not exist"),
+    ("train.py", "data.holdout=0.1", "data.valid=.*valid.jsonl takes the place of what data.holdout=0.1 keeps"),
     # Models
     ("train.py", "model.path={d}/none", "no such folder .a hub name is of the form owner/name"),
     ("train.py", "model.path={d}/model.none", "the folder has no config.json"),

@@ -381,6 +381,13 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path, capsys: pytest.Cap
     assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=0, abs=limit)
 
 
+def test_data_takes_the_place_of_what_a_run_held_out(tmp_path: Path) -> None:
+    (tmp_path / "adapters.safetensors").touch()
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {train: t, holdout: 0.1}\n")
+    settings = evaluate._read_config(evaluate._parse(["--run", str(tmp_path), "--data", "d"]))
+    assert (settings.data.valid, settings.data.holdout) == ("d", 0)
+
+
 def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
     policy = tiny.stored_model(tmp_path / "policy")
     reference = tiny.stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)

@@ -387,7 +387,7 @@ def _read_config(options: argparse.Namespace) -> Config:
     path = Path(options.run) / "config.yaml"
     _need_adapter("--run", Path(options.run))
     extra = [f"model.reference={options.reference}"] if options.reference else []
-    extra += [f"data.valid={options.data}"] if options.data else []
+    extra += [f"data.valid={options.data}", "data.holdout=0"] if options.data else []
     asks_judge = options.make_pairs is not None or options.against is not None
     uses = ["model.", *(["evaluate."] if asks_judge else [])]
     settings = load.of_run(path, [*extra, *options.overrides], uses)
