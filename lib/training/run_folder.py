@@ -13,8 +13,8 @@ from typing import IO
 from lib.config import read_file
 from lib.errors import UserError
 
-# What a run writes before its config.yaml, and what macOS and NFS leave in any folder.
-BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
+# What a run writes before its config.yaml, a place for its logs, and what macOS and NFS leave in any folder.
+BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
 
 
 def claim(folder: Path) -> IO[str]:
@@ -48,9 +48,15 @@ def require_free(folder: Path) -> None:
         UserError: there is something else than a run, or than what one leaves that is killed before its config.yaml.
     """
     names = {path.name for path in folder.iterdir()}
-    strangers = sorted(name for name in names if not BEFORE_A_RUN.fullmatch(name))
+    strangers = sorted(name for name in names if not BEFORE_A_RUN.fullmatch(name) and not _is_unfinished(folder / name))
     if strangers and "config.yaml" not in names:
         raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether it is a run's folder of checkpoints or rounds, with nothing whole in it."""
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    return folder.name in ("checkpoints", "rounds") and all(".unfinished" in str(path) for path in files)
 
 
 def discard(path: Path) -> None:
