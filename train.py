@@ -166,7 +166,7 @@ def prepare(config: Config, world: World, resume: bool, dry_run: bool) -> Traini
 
     # ---- The run's folder has one owner, on every disk ---------------------------------------------------------------
 
-    lock = checkpoint.open_run(folder, config, plan.to_dict(), resume, world)  # one rank on every disk has it
+    lock = checkpoint.open_run(folder, config, plan.to_dict(), steps if resume else None, world)  # of one rank a disk
     heartbeat.tell(run=str(folder.resolve()))  # where the launcher goes on, if a host is lost
     return TrainingRun(config, folder, lock, world, hosts, inputs, plan, steps, model, optimizer, layout, say, feed)
 

@@ -36,6 +36,33 @@ def test_numbers_that_yaml_reads_as_strings_work() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/tmp/train.jsonl #2.jsonl", "/tmp/train.jsonl #2.jsonl"),
+        ("one\ntwo\n\nthree", "one\ntwo\n\nthree"),
+        ("#x", "#x"),
+        ("!!str 5", "!!str 5"),
+        ("123", "123"),
+        ("a: b", "a: b"),
+        ("|\n a", "|\n a"),
+        ('"a #1\\nb"', "a #1\nb"),
+        ("'it''s'", "it's"),
+        ("'a' #1", "'a' #1"),
+        ("'a' and 'b'", "'a' and 'b'"),
+        ("null", None),
+        ("~", None),
+    ],
+)
+def test_a_word_of_a_string_is_its_text(text: str, expected: str | None) -> None:
+    assert load(f"evaluate.judge_prompt={text}").evaluate.judge_prompt == expected
+
+
+def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
+    assert load("data.train={a.jsonl: 2, '#b': 1}").data.train == {"a.jsonl": 2, "#b": 1}
+    assert load("data.train=[a]").data.train == "[a]"
+
+
+@pytest.mark.parametrize(
     ("word", "expected"),
     [
         ("train.lr=1e-4", "did you mean train.learning_rate?"),
@@ -50,6 +77,10 @@ def test_numbers_that_yaml_reads_as_strings_work() -> None:
         ("train.learning_rate_scaling=sqrt", "needs train.learning_rate_batch_size"),
         ("plan.shares=[17,-1]", "plan.shares"),
         ("train.beta", "not of the form key=value"),
+        ("train.steps=5 # for now", "train.steps=5 # for now: YAML reads no further than the # of a comment"),
+        ("plan.shares=#[12,4]", "comment"),
+        ("data.train={a: 1} #b", "comment"),
+        ("run.name=#x", "run.name"),
         ("run.name=../escape", "run.name"),
         ("cost.watts=-1", "cost.watts=-1: cost.watts: input should be greater than or equal to 0, not -1"),
         ("cost.watts={a: -3}", "cost.watts: input should be greater than or equal to 0, not -3"),
@@ -100,7 +131,7 @@ def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:
 def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(load_module.dump(load()))
-    assert load_module.resume(path, ["plan.shares=[10,6]", "train.epochs=5"]).train.epochs == 5
+    assert load_module.resume(path, ["plan.shares=[10,6]", "train.epochs=5", "run.pages=false"]).train.epochs == 5
     with pytest.raises(UserError, match="train.beta=0.5: the run was started with 0.1"):
         load_module.resume(path, ["train.beta=0.5"])
 

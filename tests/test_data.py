@@ -419,6 +419,12 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
         ["'prompt'", "half a surrogate"],
     ),
     (b"[" * 100_000, "preference", ["broken JSON"]),
+    (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "chosen": "d"}',
+        "preference",
+        ["key 'chosen' is there twice in one object; keep one"],
+    ),
+    (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "sft", ["key 'role' is there twice"]),
     ([PAIR], "preference", ["a list instead of a JSON object"]),
     (b"[", "preference", ["every line has to hold one {...}"]),
     (

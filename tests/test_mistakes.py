@@ -69,6 +69,7 @@ FILES: dict[str, str | bytes] = {
     "model.strange/config.json": '{"model_type": "frob"}',
     "model.none/readme": "",
     "run.empty/logs/readme": "",
+    "there.png": "",
 }
 WORKS: dict[str, bytes] = {
     "bom.jsonl": b"\xef\xbb\xbf" + PAIR.encode() * 8,
@@ -128,6 +129,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "data.train={d}/link.jsonl", "is a link to /nowhere, which does not exist"),
     ("train.py", "data.train={d}/run.empty", "run.empty is a folder without records"),
     ("train.py", "data.valid={d}/none.jsonl", "none.jsonl does not exist"),
+    ("train.py", "data.holdout=0.1", "data.valid=.*valid.jsonl takes the place of what data.holdout=0.1 keeps"),
     # Models
     ("train.py", "model.path={d}/none", "no such folder .a hub name is of the form owner/name"),
     ("train.py", "model.path={d}/model.none", "the folder has no config.json"),
@@ -140,12 +142,22 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.blocks=99", "model.blocks=99, but .* has 2 blocks"),
     # Runs
     ("train.py", "run.name=done", "already holds a run; go on with it by --resume"),
+    ("train.py", "run.dir={d} run.name=model", "model exists and is not a run: it holds config.json; give another"),
     ("train.py", "run.dir={d}/train.jsonl", "Not a directory"),
     ("train.py", "run.dir=/proc/nowhere", "/proc/nowhere: "),
     ("train.py", "plan.calibration_dir={d}/calibration.bad", "json:1: not valid JSON.*make calibrate"),
     ("train.py", "--resume {d}/none", "no run there .it has no config.yaml"),
     ("train.py", "--resume {d}/train.jsonl", "no run there .it has no config.yaml"),
     ("train.py", "--resume {d}/run.empty", "no run there .it has no config.yaml"),
+    (
+        "train.py",
+        "--resume {d}/runs/done/checkpoints/step-00000001",
+        "of run .*/done; --resume .*/done goes on from its",
+    ),
+    ("train.py", "--resume {d}/link.checkpoint", "a checkpoint of run .*/done; --resume .*/done goes on from its"),
+    ("train.py", "--resume {d}/runs/twice train.steps=1", "train.steps=1 is below the 2 steps made; give more, or"),
+    ("train.py", "--resume {d}/runs/done run.name=b", "goes on in .*/done; copy the folder, then --resume the copy"),
+    ("train.py", "--resume {d}/runs/done run.dir={d}", "goes on in .*/done; copy the folder, then --resume the copy"),
     ("train.py", "--resume {d}/runs/done train.beta=0.5", "the run was started with 0.1 and cannot change it"),
     ("train.py", "--resume {d}/runs/done --config x.yaml", "leave --config out"),
     # The other programs
@@ -153,6 +165,9 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.evaluate", "--model {d}/model", "--model needs --data FILE"),
     ("lib.evaluate", "--run {d}/none", "--run .*none: no "),
     ("lib.evaluate", "--run {d}/run.half", "no finished run there .adapters.safetensors is missing"),
+    ("lib.evaluate", "--run {d}/runs/done --per-pair {d}/ids.jsonl", "ids.jsonl is there already; remove it, or give"),
+    ("lib.evaluate", "--run {d}/runs/done --out {d}/o", "--out is for --score, --against and --tasks"),
+    ("lib.evaluate", "--run {d}/runs/done --per-pair {d}/p --out {d}/o", "--out is for --score, --against and --tasks"),
     ("lib.dashboard", "{d}/none", "none is not a run's folder"),
     ("lib.dashboard", "--export {d}/run.empty", "has no records"),
     ("lib.dashboard", "--runs {d}/runs --port 99999", "--port 99999 is not in 0 to 65535"),
@@ -169,6 +184,9 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.server", "--model {q} serve.host=0.0.0.0", "serve.keys"),
     ("lib.data", "", "required: --inspect"),
     ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
+    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p.jsonl", "ends in no format of a picture; take .png, .svg"),
+    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p", "ends in no format of a picture; take .png, .svg"),
+    ("lib.data", "--inspect {d}/text.jsonl --picture {d}/there.png", "there.png is there already; remove it, or give"),
     ("launch", "-- train.py", "give --hostfile FILE or --hosts A,B"),
     ("launch", "--hosts localhost train.py", "the command comes after --"),
     ("launch", "--hostfile {d}/none -- train.py", "No such file or directory; hostfile.example shows one"),
@@ -197,6 +215,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "link.jsonl").symlink_to("/nowhere")
+    shutil.copytree(folder / "runs/done", folder / "runs/twice")
+    (folder / "runs/twice/checkpoints/step-00000001").rename(folder / "runs/twice/checkpoints/step-00000002")
+    (folder / "link.checkpoint").symlink_to(folder / "runs/done/checkpoints/step-00000001")
     shutil.copytree(folder / "runs/done", folder / "run.half")
     (folder / "run.half/adapters.safetensors").unlink()
     return folder

@@ -516,6 +516,8 @@ def test_electricity_and_rent_of_each_host_and_of_all() -> None:
     assert hosts_cost(["a"], 7200, CostSettings(price_per_kwh=0.3)) is None
     plan = planned(configured(8, "cost.watts={typo: 3}"), ["a"], [calibrated("a", {1: 1.0, 2: 2.0})])
     assert any("no host of this run is called typo" in warning for warning in plan.warnings)
+    plan = planned(configured(8, "plan.memory_limit_gb={typo: 3, a: 3}"), ["a"], [calibrated("a", {1: 1.0, 2: 2.0})])
+    assert "plan.memory_limit_gb: no host of this run is called typo; its hosts: a" in plan.warnings
 
 
 def test_a_plan_says_which_global_batch_would_keep_the_hosts_busy() -> None:

@@ -20,10 +20,11 @@ from mlx.utils import tree_map
 from lib.data.dataset import in_memory
 from lib.distributed import gradients as exchange
 from lib.distributed.world import World
+from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import PerformanceTracker, read_records
-from lib.training import checkpoint, resume
+from lib.training import checkpoint, resume, run_folder
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, weights
@@ -380,6 +381,13 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path, capsys: pytest.Cap
     assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=0, abs=limit)
 
 
+def test_data_takes_the_place_of_what_a_run_held_out(tmp_path: Path) -> None:
+    (tmp_path / "adapters.safetensors").touch()
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {train: t, holdout: 0.1}\n")
+    settings = evaluate._read_config(evaluate._parse(["--run", str(tmp_path), "--data", "d"]))
+    assert (settings.data.valid, settings.data.holdout) == ("d", 0)
+
+
 def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
     policy = tiny.stored_model(tmp_path / "policy")
     reference = tiny.stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)
@@ -492,6 +500,15 @@ def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> 
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert_one_clear_line(tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run")], check=False), "in use")
     assert all(np.array_equal(before[name], array) for name, array in weights(tmp_path / "runs" / "run").items())
+
+
+def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Path) -> None:
+    for name in (".lock", "plan.json", "config.yaml.7.unfinished", ".disk-0a-0001"):
+        (tmp_path / name).touch()
+    run_folder.require_free(tmp_path)
+    (tmp_path / "README.md").touch()
+    with pytest.raises(UserError, match=r"is not a run: it holds README.md; give another run.name"):
+        run_folder.require_free(tmp_path)
 
 
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ RESUMABLE: tuple[str, ...] = (
     "serve.",
     "metal.",
     "run.log_every",
+    "run.pages",
     "run.sinks",
     "strategy",
     "train.steps",
@@ -51,6 +52,7 @@ RESUMABLE: tuple[str, ...] = (
 JUDGES = ("evaluate.judge", "evaluate.judge_prompt", "rollouts.judge")  # which a run of rounds asks
 MOST_FAULTS = 3  # that one line names
 LARGEST_FILE = 2**20  # bytes of a configuration
+NULLS = ("null", "Null", "NULL", "~")  # as YAML writes none
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # no file has it in its name, and no encoding writes it
 Tree = dict[str, Any]  # a section and its settings as YAML has them, not yet checked
 
@@ -216,18 +218,38 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is."""
+    """A word's value as YAML reads it, unless the setting wants a string: then the text stands as it is.
+
+    Of a string too, quotes around the whole text are taken off, null is none, and a mapping may be one.
+    """
     annotation = setting_types().get(key)  # None: there is no such setting
+    wants_text = accepts(annotation, str)
+    if wants_text and text.strip() in NULLS:
+        return None
     try:
-        value = yaml.load(text, Loader=PlainLoader)
+        node, value = yaml.compose(text, Loader=PlainLoader), yaml.load(text, Loader=PlainLoader)
+        has_comment = _has_comment(text)
     except yaml.YAMLError as error:
-        if accepts(annotation, str):
+        if wants_text:
             return text
         raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
-    mapping = isinstance(value, dict) and any(typing.get_origin(part) is dict for part in type_parts(annotation))
-    if value is not None and not isinstance(value, str) and not mapping and accepts(annotation, str):
+    is_quoted = text[0] in "'\"" and isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text)
+    is_mapping = isinstance(value, dict) and any(typing.get_origin(part) is dict for part in type_parts(annotation))
+    if wants_text and not is_quoted and not is_mapping:
         return text
+    if has_comment:
+        raise UserError(f"{key}={text}: YAML reads no further than the # of a comment; leave it out, or put quotes")
     return value
+
+
+def _has_comment(text: str) -> bool:
+    """Whether YAML leaves out a part of it that begins with #."""
+    end = 0
+    for token in yaml.scan(text, Loader=PlainLoader):
+        if "#" in text[end : token.start_mark.index]:
+            return True
+        end = token.end_mark.index
+    return "#" in text[end:]
 
 
 def _not_key_value(word: str, key: str, has_sign: bool) -> str:

@@ -15,6 +15,8 @@ from lib.errors import UserError
 # Names in a folder of checkpoints; macOS adds some of its own, in a folder that was looked at or on another's disk.
 OF_CHECKPOINTS = re.compile(r"step-\d+|\.unfinished-.*|ranks|\.DS_Store|\._.*")
 
+MANIFEST = "manifest.json"  # of a checkpoint, which has a config.yaml as a run has
+
 
 def require_regular(path: Path, what: str) -> None:
     """Makes sure that reading a file comes to an end: a pipe waits for a writer, and /dev/zero never ends.

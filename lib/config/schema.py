@@ -381,6 +381,11 @@ class Config(Section):
         why_not = why_no_rounds(self.rollouts, self.train, self.strategy, merge, judge, given)
         if self.rollouts.rounds and why_not:
             raise ValueError(why_not)
+        if self.data.holdout and self.data.valid is not None:
+            raise ValueError(
+                f"data.valid={self.data.valid} takes the place of what data.holdout={self.data.holdout:g} keeps from "
+                "training; leave one of them out (data.valid=null, data.holdout=0)"
+            )
         if self.train.loraplus_lr_ratio is not None and self.model.method == "full":
             raise ValueError("train.loraplus_lr_ratio is for adapters, and model.method=full has none; leave it out")
         if self.model.dropout and self.model.gradient_checkpointing:

@@ -55,6 +55,7 @@ def read_config(options: argparse.Namespace) -> Config:
             raise UserError(
                 f"--resume {options.resume}: no run there (it has no config.yaml); runs are folders in run.dir"
             )
+        _require_run(Path(options.resume))
         read_file.require_own(path.parent)
         config = load.resume(path, options.overrides)
         if config.strategy == "auto":  # decided once: what a link or a host is like today changes nothing
@@ -63,7 +64,31 @@ def read_config(options: argparse.Namespace) -> Config:
         if not folder.name or folder.absolute() != folder.resolve():  # a link: the run is where it leads to
             folder = folder.resolve()
         run = {"name": folder.name, "dir": str(folder.parent)}
+        _require_same_folder(folder, config, options.overrides)
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
+
+
+def _require_run(folder: Path) -> None:
+    """Refuses a checkpoint's folder: a run in it would write over the checkpoint."""
+    if not (folder / read_file.MANIFEST).exists():
+        return
+    above = [place.parents[1] for place in (folder.absolute(), folder.resolve()) if len(place.parents) > 1]
+    run = next((place for place in above if (place / "config.yaml").is_file()), None)
+    if run is None:
+        raise UserError(f"--resume {folder}: a checkpoint, not a run; give the folder of its run")
+    raise UserError(f"--resume {folder}: a checkpoint of run {run}; --resume {run} goes on from its newest")
+
+
+def _require_same_folder(folder: Path, config: Config, words: list[str]) -> None:
+    """Refuses words that would put a resumed run elsewhere; its config.yaml may say so of one that was moved."""
+    given = {word.partition("=")[0]: word for word in words}
+    same = {
+        "run.name": config.run.name == folder.name,
+        "run.dir": Path(config.run.dir).resolve() == folder.parent.resolve(),
+    }
+    for key, is_same in same.items():
+        if key in given and not is_same:
+            raise UserError(f"{given[key]}: --resume goes on in {folder}; copy the folder, then --resume the copy")
 
 
 def decided(plan: Path) -> str:

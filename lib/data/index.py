@@ -204,7 +204,7 @@ class Meta(TypedDict):
     unusable_count: int
 
 
-VERSION = 3  # of what an index holds
+VERSION = 4  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 

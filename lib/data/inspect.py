@@ -32,6 +32,7 @@ from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Encoder, limits_of
 from lib.errors import UserError
 from lib.system import command_errors, mpi_and_blas
+from lib.system.files import require_absent
 from lib.system.terminal import Voice
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -79,6 +80,8 @@ def inspect(files: Sequence[str], settings: Config, with_model: bool, picture: s
         raise UserError(
             "groups of train.loss=grpo are looked at by train.py --dry-run; here are records of other losses"
         )
+    if picture is not None:
+        _require_picture(Path(picture))
     data, kind = settings.data.model_copy(update={"skip_invalid": True}), settings.record_kind
 
     def tell(text: str) -> None:
@@ -275,6 +278,15 @@ def _sanity(records: Records, kept: np.ndarray, pieces: np.ndarray, data: DataSe
         looked += len(rows)
         contrary += sum((rejected, chosen) in seen for chosen, rejected in seen) // 2
     yield "contradictions", f"{contrary:,} pairs are there the other way round, too (of {looked:,} that share a prompt)"
+
+
+def _require_picture(picture: Path) -> None:
+    """Refuses, before the work, a picture that could not be drawn or would take another file's place."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if picture.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise UserError(f"--picture {picture}: its name ends in no format of a picture; take .png, .svg or .pdf")
+    require_absent(picture)
 
 
 def _draw(picture: Path, lengths: dict[str, np.ndarray], unit: str, limit: int | None) -> None:

@@ -125,10 +125,24 @@ def scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, JSON |
         yield line + 1, offset, b"", Unusable(why)
 
 
+def _unique(pairs: list[tuple[str, object]]) -> JSON:
+    """An object's fields, of which JSON's reader would silently keep the last of each name."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise Unusable(f"key {twice!r} is there twice in one object; keep one")
+    return fields
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # made once, and not for every line
+
+
 def parse_json(raw: bytes) -> JSON | Unusable:
     """A line's record, or why there is none."""
     try:
-        record = json.loads(raw.decode("utf-8").rstrip())
+        record = DECODER.decode(raw.decode("utf-8").rstrip())
+    except Unusable as unusable:
+        return unusable
     except UnicodeDecodeError as error:
         return Unusable(f"not valid UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:

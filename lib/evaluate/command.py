@@ -49,7 +49,7 @@ from lib.model import (
 )
 from lib.model import load as load_module
 from lib.plan import calibration
-from lib.system import command_errors, mpi_and_blas
+from lib.system import command_errors, files, mpi_and_blas
 from lib.training import losses
 from lib.training.find_checkpoint import find
 from lib.training.known_tokens import vocabulary
@@ -94,6 +94,8 @@ def evaluate(settings: Config, options: argparse.Namespace, world: World) -> Non
         return
     say = RunConsole(world)
     with world.agreeing("reading the data"):
+        if options.per_pair is not None and world.rank == 0:
+            files.require_absent(Path(options.per_pair))
         _require_records_loss(settings)
         tokenizer, words = tokenizer_module.load_tokenizer_of(settings.model), vocabulary(settings.model)
         dataset = load_dataset(
@@ -361,6 +363,8 @@ def _require_one_work(options: argparse.Namespace) -> None:
         raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in works)} go one at a time")
     if options.out is None and (options.score is not None or options.against is not None):
         raise UserError(f"--{works[0]} needs --out OUT")
+    if options.out is not None and not {"score", "against", "tasks"} & {*works}:
+        raise UserError("--out is for --score, --against and --tasks; --per-pair and --make-pairs name their own file")
     if options.tasks is not None and not all(name.strip() for name in options.tasks.split(",")):
         raise UserError(f"--tasks {options.tasks!r}: give names with commas between them, e.g. arc_easy,gsm8k")
     if (options.shots or 0) < 0 or (options.limit is not None and options.limit < 1):
@@ -383,7 +387,7 @@ def _read_config(options: argparse.Namespace) -> Config:
     path = Path(options.run) / "config.yaml"
     _need_adapter("--run", Path(options.run))
     extra = [f"model.reference={options.reference}"] if options.reference else []
-    extra += [f"data.valid={options.data}"] if options.data else []
+    extra += [f"data.valid={options.data}", "data.holdout=0"] if options.data else []
     asks_judge = options.make_pairs is not None or options.against is not None
     uses = ["model.", *(["evaluate."] if asks_judge else [])]
     settings = load.of_run(path, [*extra, *options.overrides], uses)

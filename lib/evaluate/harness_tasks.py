@@ -89,8 +89,7 @@ def _check(tasks: Tasks, out: Path) -> None:
     """Looks for what would fail only after the model is loaded."""
     if tasks.folder is not None and not tasks.folder.is_dir():
         raise UserError(f"--tasks-folder {tasks.folder}: no such folder")
-    if out.exists():
-        raise UserError(f"{out} is there already; remove it, or give another name")
+    files.require_absent(out)
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             f"--tasks needs the package {PACKAGE}; run .venv/bin/python -m pip install -c constraints.txt {PACKAGE}"

@@ -89,8 +89,8 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
             )
             key = batch_inference.key_of(key, instructions_of(settings, "", ()) or None)
             judged = _kept(out, "verdicts", key)
-            if out.exists() and not judged.exists():  # with it, a process was killed before the parts went
-                raise UserError(f"{out} is there already; remove it, or give another name")
+            if not judged.exists():  # with it, a process was killed before the parts went
+                files.require_absent(out)
             judge = judge_of(settings)
             if not judge.looks_at_order:  # no answer to check by? said now, and not after the answers
                 judge([_question(records, 0, settings, ("", ""))])

@@ -68,7 +68,7 @@ def _cluster(config: Config, hosts: Sequence[RankHost], run: RunFacts) -> tuple[
         completed, estimated = with_estimates(hosts, run.key, run.published)
         hosts = [replace(host, calibration=one) for host, one in zip(hosts, completed, strict=True)]
     cluster = Cluster(hosts, run, relative_speeds(hosts), MemoryEstimates.of(run.memory_model, hosts))
-    return cluster, (*implausible, *shared, *estimated)
+    return cluster, (*implausible, *shared, *estimated, *_stranger_warnings(config, cluster.names))
 
 
 def _memory_limit(memory_bytes: int | None, calibration: HostCalibration | None) -> int | None:
@@ -143,7 +143,7 @@ def _plan_replicas(config: Config, cluster: Cluster) -> ClusterPlan:
         plan,
         strategy=strategy,
         reason=f"{strategy}, {why}; {reason}" if size > 1 else reason,
-        warnings=(*warnings, *_cost_warnings(config, cluster.names), *choice.warnings, *plan.warnings),
+        warnings=(*warnings, *choice.warnings, *plan.warnings),
         calibrated=replicas.is_calibrated,
         gradient_checkpointing=replicas.key != run.key,
     )
@@ -212,11 +212,19 @@ def _reason(replicas: _Replicas, plan: ClusterPlan) -> str:
     return reason
 
 
-def _cost_warnings(config: Config, hosts: Sequence[str]) -> list[str]:
-    """Prices of hosts that are not in the run."""
-    priced = [prices for prices in (config.cost.watts, config.cost.rent_per_hour) if isinstance(prices, dict)]
-    strangers = {name for prices in priced for name in prices} - set(hosts)
-    return [f"cost: no host of this run is called {listed(sorted(strangers))}"] if strangers else []
+def _stranger_warnings(config: Config, hosts: Sequence[str]) -> list[str]:
+    """Settings of hosts that are not in the run: misspelt, or away since it was resumed."""
+    by_host = {
+        "cost": (config.cost.watts, config.cost.rent_per_hour),
+        "plan.memory_limit_gb": (config.plan.memory_limit_gb,),
+    }
+    warnings = []
+    for name, settings in by_host.items():
+        strangers = {host for setting in settings if isinstance(setting, dict) for host in setting} - set(hosts)
+        if strangers:
+            called = f"no host of this run is called {listed(sorted(strangers))}"
+            warnings.append(f"{name}: {called}; its hosts: {listed(sorted(set(hosts)))}")
+    return warnings
 
 
 def _plan_rounds(

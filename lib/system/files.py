@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from lib.errors import UserError
+
 
 def flush(descriptor: int) -> None:
     """Returns when what was written to an open file is on its disk.
@@ -80,6 +82,16 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
         raise
     if durable:
         flush_path(path.parent)
+
+
+def require_absent(path: Path) -> None:
+    """Makes sure that an output takes the place of no file.
+
+    Raises:
+        UserError: there is one.
+    """
+    if path.exists():
+        raise UserError(f"{path} is there already; remove it, or give another name")
 
 
 def sweep_unfinished(path: Path) -> None:

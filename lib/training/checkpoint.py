@@ -38,13 +38,13 @@ from lib.system import files
 from lib.telemetry.run_records import PerformanceTracker
 from lib.training.finite import are_finite
 from lib.training.objective import Metrics
-from lib.training.run_folder import claim, discard, sweep
+from lib.training.run_folder import claim, discard, require_free, sweep
 from lib.training.step import StepResult
 
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"  # of a reference that follows the policy
 STATE = "state.json"
-MANIFEST = "manifest.json"
+MANIFEST = read_file.MANIFEST
 GATHER_SECONDS = 10.0  # between pieces of other disks' logs, where ranks train in step
 COPIED_BYTES = 4 * 2**30  # more is written while training waits: memory may have no room for a copy
 
@@ -142,31 +142,48 @@ def keeps_disk(folder: Path, world: World) -> bool:
     return first == mine
 
 
-def open_run(folder: Path, config: Config, plan: Mapping[str, object], resume: bool, world: World) -> IO[str] | None:
+def open_run(
+    folder: Path, config: Config, plan: Mapping[str, object], resumed_steps: int | None, world: World
+) -> IO[str] | None:
     """Makes one process on every disk the run's only owner there, for as long as its file stays open; writes its plan.
+
+    Args:
+        resumed_steps: how many a run makes in all that is resumed; None of a new one.
 
     Returns:
         The file, to that process: it keeps the run's files on its disk.
 
     Raises:
-        AgreedError: another process owns the folder, or it holds a run and is not resumed.
+        AgreedError: another process owns the folder, it holds a run that is not resumed or has made more steps, or
+            files of another kind.
     """
     keeper = keeps_disk(folder, world)
     with world.agreeing(f"opening {folder}"):
         if not keeper:
             return None
+        if resumed_steps is None:
+            require_free(folder)
         with contextlib.ExitStack() as on_failure:
             lock = on_failure.enter_context(claim(folder))
-            if (folder / "config.yaml").exists() and not resume:
+            if (folder / "config.yaml").exists() and resumed_steps is None:
                 raise UserError(
                     f"run folder {folder} already holds a run; go on with it by --resume {folder}, "
                     "or give another run.name"
                 )
+            if resumed_steps is not None:
+                _require_no_more_made(folder / "checkpoints", config, resumed_steps)
             sweep(folder)
             files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
             files.write_atomically(folder / "config.yaml", dump(config))  # last: where it is, there is a run to resume
             on_failure.pop_all()
             return lock
+
+
+def _require_no_more_made(folder: Path, config: Config, steps: int) -> None:
+    made = max((step_of(path) for path in checkpoints_in(folder) if (path / MANIFEST).is_file()), default=0)
+    if made > steps:
+        given = f"train.steps={steps}" if config.train.steps else f"a run of {steps} steps"
+        raise UserError(f"{given} is below the {made} steps made; give more, or start a new run")
 
 
 class CheckpointWriter:

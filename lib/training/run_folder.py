@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import IO
 
 from lib.config import read_file
 from lib.errors import UserError
+
+# What a run writes before its config.yaml, a place for its logs, and what macOS and NFS leave in any folder.
+BEFORE_A_RUN = re.compile(r"\.lock|plan\.json|logs|.*\.unfinished|\.disk-.*|\.DS_Store|\._.*|\.nfs.*")
 
 
 def claim(folder: Path) -> IO[str]:
@@ -35,6 +39,24 @@ def claim(folder: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
+
+
+def require_free(folder: Path) -> None:
+    """Makes sure that a new run writes over no files of another kind.
+
+    Raises:
+        UserError: there is something else than a run, or than what one leaves that is killed before its config.yaml.
+    """
+    names = {path.name for path in folder.iterdir()}
+    strangers = sorted(name for name in names if not BEFORE_A_RUN.fullmatch(name) and not _is_unfinished(folder / name))
+    if strangers and "config.yaml" not in names:
+        raise UserError(f"run folder {folder} exists and is not a run: it holds {strangers[0]}; give another run.name")
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether it is a run's folder of checkpoints or rounds, with nothing whole in it."""
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    return folder.name in ("checkpoints", "rounds") and all(".unfinished" in str(path) for path in files)
 
 
 def discard(path: Path) -> None:
