@@ -181,6 +181,8 @@ MISTAKES: list[tuple[str, str, str]] = [
         "--hosts localhost --batch-size 8 -- train.py",
         "train.global_batch_size=8 .*, after --, behind train.py",
     ),
+    ("launch", "--hosts localhost --python /nope -- train.py", "/nope does not start .*No such file.*; --python names"),
+    ("launch", "--hosts localhost --directory /nope -- train.py", "/nope/.venv/bin/python does not .*--directory the"),
     ("launch", "--hosts localhost -- trian.py", r"trian.py does not exist; did you mean train.py\?"),
     ("launch", "--hosts localhost -- train.py train.lr=1", r"did you mean train.learning_rate\?"),
     ("launch", "--hosts localhost -- train.py --config nope.yaml", "nope.yaml does not exist"),
