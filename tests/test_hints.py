@@ -102,7 +102,10 @@ def test_the_line_that_refuses_a_name_has_ours(words: str, hint: str) -> None:
         ("model: {}\ndata: {train: t}\n", "model.path is required"),
         ("base_model: x\nmicro_batch_size: 2\nlora_r: 8\nsequence_len: 512\n", "did you mean model.path?"),
         ("model: org/name\n", "model is a section, not 'org/name'; write its settings below it, or as model.path=..."),
-        ("model: {path: m}\ndata: {train: t}\ntrain.beta: 0.2\n", ":3: in a file train.beta is `beta:`, indented below `t"),
+        (
+            "model: {path: m}\ndata: {train: t}\ntrain.beta: 0.2\n",
+            ":3: in a file train.beta is `beta:`, indented below `t",
+        ),
         (
             "model: {path: m}\ndata: {train: t}\ntrain: {num_train_epochs: 3}\n",
             ":3: unknown setting train.num_train_epochs",

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -262,6 +263,15 @@ def test_from_another_folder(folder: Path) -> None:
 
 def test_a_benchmark_and_a_missing_file(folder: Path) -> None:
     check(*command("benchmarks/calibrate.py", "--config", "nope.yaml"), "nope.yaml does not exist")
+
+
+@pytest.mark.parametrize("lost", [">&-", ">/dev/null"])
+def test_a_key_that_nobody_would_see(lost: str, tmp_path: Path) -> None:
+    """It would be stored, and its text be gone."""
+    words = [sys.executable, "-m", "lib.server", "--make-key", "bob", "--keys", str(tmp_path / "keys")]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} {lost}"], cwd=ROOT, capture_output=True, text=True)
+    check(done.returncode, done.stderr, "standard output is closed or /dev/null, and a key is shown only once")
+    assert not (tmp_path / "keys").exists()
 
 
 def test_a_full_disk(folder: Path, tmp_path: Path) -> None:
