@@ -6,6 +6,8 @@ where FORCE_COLOR asks; never with NO_COLOR. They can be read on light and on da
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
 import json
 import os
@@ -14,6 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -99,7 +102,27 @@ class Voice:
     def _print(self, line: Text) -> None:
         """The one door to the terminal: what others wrote (data, answers, names) is shown, and never obeyed."""
         line.plain = shown(line.plain)
-        self.console.print(line, soft_wrap=True)
+        try:
+            self.console.print(line, soft_wrap=True)
+        except OSError as error:  # a log on a full disk; a pipe that nobody reads ends the command, by rich
+            self.console._buffer.clear()  # rich would print it again before the next line
+            _warn_of_lost_lines(self.console.stderr, error.strerror or str(error))
+
+
+@functools.cache
+def _warn_of_lost_lines(stderr: bool, why: str) -> None:
+    """Says once on standard error that standard output cannot be written, and lets the process end as it would."""
+    atexit.register(_leave_unwritten, sys.stderr if stderr else sys.stdout)
+    if not stderr:
+        error(f"standard output cannot be written: {why}; lines are missing there, the command goes on", "warning")
+
+
+def _leave_unwritten(stream: TextIO) -> None:
+    """At the end: Python would fail to write what is left, and make the exit status 120 of it."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def error(text: str, label: str = "error") -> None:
