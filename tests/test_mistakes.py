@@ -265,6 +265,21 @@ def test_a_benchmark_and_a_missing_file(folder: Path) -> None:
     check(*command("benchmarks/calibrate.py", "--config", "nope.yaml"), "nope.yaml does not exist")
 
 
+@pytest.mark.parametrize("place", ["train.jsonl", "train.jsonl/x"])
+def test_calibrations_go_into_a_folder(place: str, folder: Path) -> None:
+    words = ["benchmarks/calibrate.py", "--quick", "--folder", folder / place]
+    check(*command(*words), "--folder .*(File exists|Not a directory); give one that can be written")
+
+
+def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lib.config.load.load", interrupted)
+    status, _, errors = said(MAINS["lib.data"], ["--inspect", str(folder / "train.jsonl")])
+    assert (status, errors) == (130, "stopped: interrupted\n")
+
+
 @pytest.mark.parametrize("lost", [">&-", ">/dev/null"])
 def test_a_key_that_nobody_would_see(lost: str, tmp_path: Path) -> None:
     """It would be stored, and its text be gone."""
