@@ -280,6 +280,23 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, fol
     assert (status, errors) == (130, "stopped: interrupted\n")
 
 
+def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """--resume would find no run."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lib.training.checkpoint.open_run", interrupted)
+    status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
+    assert (status, errors) == (1, "stopped: interrupted; give the same command again\n")
+    monkeypatch.undo()
+    monkeypatch.setattr("lib.training.report.record_start", interrupted)
+    status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
+    assert (status, errors.split(" with ")[0]) == (1, "stopped: interrupted; go on from the last checkpoint")
+    monkeypatch.undo()
+    assert said(train.main, ["--resume", str(folder / "runs/new")])[0] == 0
+
+
 @pytest.mark.parametrize("lost", [">&-", ">/dev/null"])
 def test_a_key_that_nobody_would_see(lost: str, tmp_path: Path) -> None:
     """It would be stored, and its text be gone."""
