@@ -96,7 +96,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     else:
         loop = TrainingLoop.over(run, references.data, evaluator)
         if run.progress.step == 0:
-            run.progress.before = loop.evaluate()
+            loop.evaluate_before()
             evaluator.show_before()
         loop.train()
     evaluator.show_after(loop.final_step)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import train
@@ -295,6 +296,20 @@ def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.M
     assert (status, errors.split(" with ")[0]) == (1, "stopped: interrupted; go on from the last checkpoint")
     monkeypatch.undo()
     assert said(train.main, ["--resume", str(folder / "runs/new")])[0] == 0
+
+
+def test_a_model_whose_weights_are_no_numbers(folder: Path, tmp_path: Path) -> None:
+    model = tiny.stored_model(tmp_path)
+    weights = mx.load(str(model / "model.safetensors"))
+    weights["model.norm.weight"] *= float("nan")
+    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+    words = [*words_of("train.py", "", folder), f"model.path={model}", "model.random_init=false", f"run.dir={tmp_path}"]
+    status, _, errors = said(train.main, words)
+    check(
+        status,
+        errors,
+        "model.path .*: the held-out loss before the first step is nan: its weights, or .* are no finite",
+    )
 
 
 @pytest.mark.parametrize("lost", [">&-", ">/dev/null"])

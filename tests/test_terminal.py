@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from lib.distributed.world import World
-from lib.system import terminal
+from lib.system import files, terminal
 from lib.telemetry.run_records import PerformanceTracker, read_records
 from lib.training.progress_display import ProgressLine, RunConsole
 from lib.training.step import StepResult
@@ -147,6 +147,15 @@ def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.Monke
     terminal.Voice().line("➜ 漢")
     sys.stdout.flush()
     assert written.getvalue() == b"? ?\n"
+
+
+def test_a_record_is_json_whatever_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has no NaN, and programs other than Python's refuse it."""
+    values = {"loss": float("nan"), "ranks": [{"kl": float("-inf"), "pairs": 3}], "none": None}
+    terminal.Voice().record(values)
+    told = capsys.readouterr().out
+    wanted = {"loss": None, "ranks": [{"kl": None, "pairs": 3}], "none": None}
+    assert json.loads(told) == json.loads(files.json_text(values, indent=2)) == wanted
 
 
 FULL = """

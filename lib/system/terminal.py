@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import io
-import json
 import os
 import shlex
 import sys
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lib.errors import shown
+from lib.system import files
 
 GAP = 2  # blanks between columns
 HANG = 2  # further in go the lines that continue one
@@ -97,7 +97,7 @@ class Voice:
     def record(self, values: Mapping[str, object]) -> None:
         """A line of JSON for programs; a person at a terminal has read the same before."""
         if not self.is_terminal:
-            self._print(Text(json.dumps(values)))
+            self._print(Text(files.json_text(values)))
 
     def _print(self, line: Text) -> None:
         """The one door to the terminal: what others wrote (data, answers, names) is shown, and never obeyed."""
