@@ -69,6 +69,8 @@ FILES: dict[str, str | bytes] = {
     "calibration.bad/HOST.json": "{oops",
     "model.cut/config.json": '{"model_type": "lla',
     "model.strange/config.json": '{"model_type": "frob"}',
+    "model.pointer/model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n",
+    "model.pointer/config.json": json.dumps(tiny.LLAMA),
     "model.none/readme": "",
     "run.empty/logs/readme": "",
 }
@@ -135,6 +137,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.path={d}/model.none", "the folder has no config.json"),
     ("train.py", "model.path={d}/model.cut", "its config.json is not a JSON object, perhaps cut short"),
     ("train.py", "model.path={d}/model.strange", "mlx-lm cannot load it: Model type frob not supported"),
+    ("train.py", "model.random_init=false model.path={d}/model.pointer", "model.safetensors is Git LFS.*git lfs pull"),
     ("train.py", "model.path={d}/train.jsonl", "is a file; give the folder"),
     ("train.py", "model.random_init=false", "no model.*safetensors in the folder"),
     ("train.py", "model.adapter={d}/none", "model.adapter .*adapter_config.json cannot be read"),
@@ -296,6 +299,17 @@ def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.M
     assert (status, errors.split(" with ")[0]) == (1, "stopped: interrupted; go on from the last checkpoint")
     monkeypatch.undo()
     assert said(train.main, ["--resume", str(folder / "runs/new")])[0] == 0
+
+
+def test_a_model_that_lacks_a_tensor(folder: Path, tmp_path: Path) -> None:
+    """mlx-lm names it in its second line."""
+    model = tiny.stored_model(tmp_path)
+    weights = mx.load(str(model / "model.safetensors"))
+    del weights["model.norm.weight"]
+    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+    words = [*words_of("train.py", "", folder), f"model.path={model}", "model.random_init=false", f"run.dir={tmp_path}"]
+    status, _, errors = said(train.main, words)
+    check(status, errors, r"mlx-lm cannot load it: Missing 1 parameters: model.norm.weight")
 
 
 def test_a_model_whose_weights_are_no_numbers(folder: Path, tmp_path: Path) -> None:
