@@ -6,6 +6,7 @@ the mistake is the launcher's, the disk's or a port's to notice.
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import gzip
 import io
@@ -26,6 +27,7 @@ import train
 from lib.dashboard import command as dashboard
 from lib.data import inspect
 from lib.evaluate import command as evaluate
+from lib.export import command as export
 from lib.launch import command as launcher
 from lib.serve import command as server
 from lib.system import mpi_and_blas
@@ -40,6 +42,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "lib.dashboard": dashboard.main,
     "lib.server": server.main,
     "lib.data": inspect.main,
+    "lib.export": export.main,
     "launch": launcher.main,
 }
 PAIR = '{"prompt_ids": [5], "chosen_ids": [3, 1], "rejected_ids": [4, 1]}\n'
@@ -54,6 +57,12 @@ FILES: dict[str, str | bytes] = {
     "notgz.jsonl.gz": PAIR * 8,
     "cut.jsonl.gz": gzip.compress(PAIR.encode() * 99)[:40],
     "table.csv": "prompt,chosen,rejected\na,b,c\n",
+    "table.tsv": "prompt\tchosen\trejected\na\tb\tc\n",
+    "packed.bz2": bz2.compress(PAIR.encode() * 8),
+    "packed.jsonl": gzip.compress(PAIR.encode() * 8),
+    "packed.zst": b"\x28\xb5\x2f\xfd" + bytes(99),
+    "packed.zip": b"PK\x03\x04" + bytes(99),
+    "null.jsonl": PAIR.replace("[5]", "null"),
     "list.json": json.dumps([json.loads(PAIR)] * 8),
     "fake.parquet": PAIR,
     "huge.jsonl": "x" * 10_000_000,
@@ -63,6 +72,7 @@ FILES: dict[str, str | bytes] = {
     "syntax.yaml": "model: {path: x\n",
     "empty.yaml": "",
     "binary.yaml": b"\xff\xfe\x00",
+    "utf16.yaml": "model: {path: m}\n".encode("utf-16"),
     "section.yaml": "modle: {path: x}\ndata: {train: x}\n",
     "hosts.empty": "",
     "hosts.twice": "mac-a\nmac-a\n",
@@ -110,6 +120,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "--config {d}/syntax.yaml", "syntax.yaml:2: not valid YAML"),
     ("train.py", "--config {d}/empty.yaml", "is empty or not a mapping"),
     ("train.py", "--config {d}/binary.yaml", "is not UTF-8 text"),
+    ("train.py", "--config {d}/utf16.yaml", "is not UTF-8 text, but UTF-16: iconv -f UTF-16"),
     ("train.py", "--config {d}/section.yaml", r"section.yaml:1: unknown setting modle; did you mean model\?"),
     # Data
     ("train.py", "data.train={d}/none.jsonl", r"none.jsonl does not exist; did you mean .*\?|looked from"),
@@ -124,6 +135,12 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "data.train={d}/notgz.jsonl.gz", "not gzip, whatever its name says; take .gz off"),
     ("train.py", "data.train={d}/cut.jsonl.gz", "the gzip stream is cut short or damaged"),
     ("train.py", "data.train={d}/table.csv", "CSV is not read; JSON lines are made of it by: python3"),
+    ("train.py", "data.train={d}/table.tsv", "TSV is not read; JSON lines are made of it by: python3 .*delimiter"),
+    ("train.py", "data.train={d}/packed.bz2", "packed.bz2:1: compressed by bzip2, .*: bunzip2 FILE"),
+    ("train.py", "data.train={d}/packed.jsonl", "packed.jsonl:1: compressed by gzip, .*: mv FILE FILE.gz"),
+    ("train.py", "data.train={d}/packed.zst", "packed.zst:1: compressed by zstd, .*: unzstd FILE"),
+    ("train.py", "data.train={d}/packed.zip", "packed.zip:1: a zip archive, .*: unzip FILE"),
+    ("train.py", "data.train={d}/null.jsonl", "null.jsonl:1: column 'prompt_ids' is null"),
     ("train.py", "data.train={d}/list.json", "a list instead of a JSON object.*jq -c"),
     ("train.py", "data.train={d}/fake.parquet", "not a readable parquet file"),
     ("train.py", "data.train={d}/huge.jsonl", "a line of 10,000,000 bytes.*is a line break missing"),
@@ -172,6 +189,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.server", "--model {d}/none", "no such folder"),
     ("lib.server", "--model {q} serve.port={port}", "Address already in use; serve.port=0 takes a free port"),
     ("lib.server", "--model {q} serve.host=0.0.0.0", "serve.keys"),
+    ("lib.export", "", "required: RUN$|required: RUN[^,]"),
     ("lib.data", "", "required: --inspect"),
     ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
     ("launch", "-- train.py", "give --hostfile FILE or --hosts A,B"),

@@ -15,6 +15,8 @@ from lib.errors import UserError
 # Names in a folder of checkpoints; macOS adds some of its own, in a folder that was looked at or on another's disk.
 OF_CHECKPOINTS = re.compile(r"step-\d+|\.unfinished-.*|ranks|\.DS_Store|\._.*")
 
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how such a file begins
+
 
 def require_regular(path: Path, what: str) -> None:
     """Makes sure that reading a file comes to an end: a pipe waits for a writer, and /dev/zero never ends.
@@ -86,7 +88,8 @@ def read_text(path: Path, what: str, limit_bytes: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{what} {path} is not UTF-8 text") from None
+        hint = ", but UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW" if data.startswith(UTF_16) else ""
+        raise UserError(f"{what} {path} is not UTF-8 text{hint}") from None
 
 
 def read_object(path: Path, what: str, limit_bytes: int = 2**26) -> dict[str, Any]:
