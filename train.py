@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 anything else."""
-    launch, again = None, "--resume"
+    launch = run = None
     try:
         options = train_arguments.parse(arguments, __doc__)
         launch = mpi_and_blas.launch_environment()
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         with world.agreeing("the configuration"):
             config = train_arguments.read_config(options)
         name = world.broadcast_text(config.run.name or "")  # it may hold the time, which ranks see differently
-        again = f"--resume {Path(config.run.dir) / name}"
+        run = Path(config.run.dir) / name
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         world.require_equal("configuration", settings.learning_digest(config))
         world = dataclasses.replace(world, timeout_seconds=config.sync.timeout_seconds)
@@ -50,15 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
             terminal.error(str(error))
         return mpi_and_blas.leave(2, launch, alone=type(error) is UserError)
     except OSError as error:  # a full or read-only disk: what was saved before is whole
-        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then go on with {again}")
+        terminal.error(f"{error.filename or 'a file'}: {error.strerror or error}; mend it, then {terminal.way_on(run)}")
         return mpi_and_blas.leave(2, launch, alone=True)
     except (Stopped, KeyboardInterrupt) as error:
-        terminal.error(f"{str(error) or 'interrupted'}; go on from the last checkpoint with {again}", "stopped")
+        terminal.error(f"{str(error) or 'interrupted'}; {terminal.way_on(run, ' from the last checkpoint')}", "stopped")
         return 1
     except (out_of_memory.OutOfMemory, RuntimeError, MemoryError) as error:
         if (advice := mlx_failures.advice(error, launch)) is None:
             raise
-        terminal.error(f"{advice}; go on with {again}")
+        terminal.error(f"{advice}; {terminal.way_on(run)}")
         return mpi_and_blas.leave(1, launch, alone=True)
     return 0
 
@@ -96,7 +96,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     else:
         loop = TrainingLoop.over(run, references.data, evaluator)
         if run.progress.step == 0:
-            run.progress.before = loop.evaluate()
+            loop.evaluate_before()
             evaluator.show_before()
         loop.train()
     evaluator.show_after(loop.final_step)

@@ -62,9 +62,9 @@ from lib.plan.calibration import (  # noqa: E402
     MeasuredProduct,
 )
 from lib.system import (
+    command_errors,  # noqa: E402
     hardware,  # noqa: E402
     mpi_and_blas,  # noqa: E402
-    terminal,  # noqa: E402
 )
 from lib.system.terminal import Voice  # noqa: E402
 
@@ -531,7 +531,6 @@ def alone_on_this_machine(folder: Path) -> Iterator[None]:
     """Ranks that share a machine measure one after the other; who waits sleeps, and takes no core."""
     from lib.system.network import host_name
 
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{host_name()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -728,20 +727,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@command_errors.reported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input."""
-    launch = None
-    try:
-        options = parse(arguments)
-        launch = mpi_and_blas.launch_environment()
-        mpi_and_blas.prepare()
-        result = calibrate(options, launch)
-        if launch.rank == 0:
-            Voice().record(result)
-    except UserError as error:
-        if launch is None or launch.rank == 0 or type(error) is UserError:  # an agreed error is told once
-            terminal.error(str(error))
-        return 2
+    options = parse(arguments)
+    launch = mpi_and_blas.launch_environment()
+    mpi_and_blas.prepare()
+    result = calibrate(options, launch)
+    if launch.rank == 0:
+        Voice().record(result)
     return 0
 
 
@@ -753,6 +747,10 @@ def calibrate(options: argparse.Namespace, launch: mpi_and_blas.Launch) -> dict[
 
     say = Report(silent=launch.rank != 0)
     config = load.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder {options.folder}: {error.strerror}; give one that can be written") from None
     shapes = shapes_of(config, options)
     folder = models.resolve(config.model.path, config.model.revision)
     key = curves_module.curve_key(config, folder, shapes[0].sequence_length)

@@ -9,6 +9,7 @@ does how much, `lib.training.step` does it, and `lib.distributed.world` is all t
 
 from lib import environment
 
+environment.open_closed_streams()
 environment.enter()
 
 from lib import late_imports  # noqa: E402  (by the interpreter that stays, and not by one that is too old)

@@ -14,6 +14,13 @@ def shown(text: str) -> str:
     return text if text.isascii() and text.isprintable() else text.translate(_HIDDEN)
 
 
+def in_one_line(error: BaseException, most: int = 240) -> str:
+    """What an error of somebody else's says, cut to a length: the first of its lines often ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
 class UserError(ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
 

@@ -4,6 +4,9 @@ mlx-lm imports transformers and huggingface_hub when it is imported itself, whic
 time. It takes four names from them, and uses these only where there is a tokenizer, or a model to download. `install`
 gives its modules stand-ins for those names; the first use of one imports the real module. Nobody else sees a stand-in:
 other modules and threads import as ever, also while mlx-lm is imported.
+
+mlx-lm also limits the process to 2048 open files when it is imported, and 4096 at most. That fails where fewer are
+allowed (a container, a cluster), and takes away where more are. For its modules `resource` is a stand-in as well.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.util
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -99,9 +103,19 @@ def _import(
     """As Python's own `__import__`, except for names that are late, of a module that nobody has imported yet."""
     package = str((globals or {}).get("__package__"))
     module = importlib.util.resolve_name("." * level + name, package) if level else name
+    if module == "resource":
+        return SimpleNamespace(**{**vars(resource), "setrlimit": raise_limit})
     if fromlist and module not in sys.modules and {*fromlist} <= {*LATE.get(module, ())}:
         return SimpleNamespace(**{one: LateName(module, one) for one in fromlist})
     return builtins.__import__(name, globals, locals, fromlist or (), level)
+
+
+def raise_limit(which: int, wanted: tuple[int, int]) -> None:
+    """As `resource.setrlimit`, but it lowers no limit, and asks for no more than the system allows."""
+    soft, hard = resource.getrlimit(which)
+    allowed = wanted[0] if hard == resource.RLIM_INFINITY else min(wanted[0], hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(which, (allowed, hard))
 
 
 def install() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -203,3 +204,14 @@ def test_an_editable_installation_finds_the_packages(tmp_path: Path) -> None:
     assert packages == {"lib", "train.py"} and "lib/config/schema.py" in names
     for extra in ("cpu", "cuda", "metal", "serve", "dashboard", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_whose_standard_streams_are_closed_has_empty_ones(closed: str, tmp_path: Path) -> None:
+    """No file that it opens takes their numbers."""
+    program = "import lib, sys; from lib.system.terminal import Voice; Voice().line('a'); Voice(stderr=True).line('b')"
+    program += "; file = open(sys.argv[1], 'w'); file.write(f'{file.fileno() > 2} {[sys.stdin.fileno(), *map(type(file).fileno, (sys.stdout, sys.stderr))]}')"
+    words = shlex.join([sys.executable, "-c", program, str(tmp_path / "told")])
+    done = subprocess.run(["sh", "-c", f"{words} {closed}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "told").read_text() == "True [0, 1, 2]"

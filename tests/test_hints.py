@@ -103,6 +103,10 @@ def test_the_line_that_refuses_a_name_has_ours(words: str, hint: str) -> None:
         ("base_model: x\nmicro_batch_size: 2\nlora_r: 8\nsequence_len: 512\n", "did you mean model.path?"),
         ("model: org/name\n", "model is a section, not 'org/name'; write its settings below it, or as model.path=..."),
         (
+            "model: {path: m}\ndata: {train: t}\ntrain.beta: 0.2\n",
+            ":3: in a file train.beta is `beta:`, indented below `t",
+        ),
+        (
             "model: {path: m}\ndata: {train: t}\ntrain: {num_train_epochs: 3}\n",
             ":3: unknown setting train.num_train_epochs",
         ),
@@ -115,3 +119,12 @@ def test_a_file_for_another_trainer_is_refused_in_one_line(tmp_path: Path, text:
         load_module.load(path)
     said = str(error.value)
     assert hint in said and "\n" not in said and len(said.replace(str(path), "x.yaml")) < 500
+
+
+@pytest.mark.parametrize("value", ["3", "[1]", "text", "false"])
+def test_a_word_below_what_the_file_has_as_no_section(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"model: {{path: m}}\ndata: {{train: t}}\ntrain: {value}\n")
+    with pytest.raises(UserError, match=r"x.yaml:3: train is a section, not .*; write its settings below it") as error:
+        load_module.load(path, ["train.beta=0.3"])
+    assert "\n" not in str(error.value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from lib.late_imports import LATE, LateName
 from tests.tiny import ROOT
@@ -38,6 +41,30 @@ assert utils.snapshot_download._real() is huggingface_hub.snapshot_download
 
 def test_a_run_starts_without_what_only_texts_need_and_a_text_finds_it() -> None:
     done = subprocess.run([sys.executable, "-c", RUN + TEXT, *LATE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+OPEN_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))
+from lib.model import load
+import mlx_lm.utils
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (AFTER, HARD), resource.getrlimit(resource.RLIMIT_NOFILE)
+assert resource.setrlimit is not mlx_lm.utils.resource.setrlimit
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "after"), [(256, 1024, 1024), (256, 8192, 2048), (8192, 8192, 8192)])
+def test_an_import_of_mlx_lm_lowers_no_limit_and_asks_for_none_that_is_not_allowed(
+    soft: int, hard: int, after: int
+) -> None:
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
+        pytest.skip(f"this system allows fewer than {hard} open files")
+    values = {"SOFT": str(soft), "HARD": str(hard), "AFTER": str(after)}
+    program = OPEN_FILES
+    for name, value in values.items():
+        program = program.replace(name, value)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

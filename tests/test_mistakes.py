@@ -6,11 +6,13 @@ the mistake is the launcher's, the disk's or a port's to notice.
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -18,12 +20,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import train
 from lib.dashboard import command as dashboard
 from lib.data import inspect
 from lib.evaluate import command as evaluate
+from lib.export import command as export
 from lib.launch import command as launcher
 from lib.serve import command as server
 from lib.system import mpi_and_blas
@@ -38,6 +42,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "lib.dashboard": dashboard.main,
     "lib.server": server.main,
     "lib.data": inspect.main,
+    "lib.export": export.main,
     "launch": launcher.main,
 }
 PAIR = '{"prompt_ids": [5], "chosen_ids": [3, 1], "rejected_ids": [4, 1]}\n'
@@ -52,6 +57,12 @@ FILES: dict[str, str | bytes] = {
     "notgz.jsonl.gz": PAIR * 8,
     "cut.jsonl.gz": gzip.compress(PAIR.encode() * 99)[:40],
     "table.csv": "prompt,chosen,rejected\na,b,c\n",
+    "table.tsv": "prompt\tchosen\trejected\na\tb\tc\n",
+    "packed.bz2": bz2.compress(PAIR.encode() * 8),
+    "packed.jsonl": gzip.compress(PAIR.encode() * 8),
+    "packed.zst": b"\x28\xb5\x2f\xfd" + bytes(99),
+    "packed.zip": b"PK\x03\x04" + bytes(99),
+    "null.jsonl": PAIR.replace("[5]", "null"),
     "list.json": json.dumps([json.loads(PAIR)] * 8),
     "fake.parquet": PAIR,
     "huge.jsonl": "x" * 10_000_000,
@@ -61,12 +72,15 @@ FILES: dict[str, str | bytes] = {
     "syntax.yaml": "model: {path: x\n",
     "empty.yaml": "",
     "binary.yaml": b"\xff\xfe\x00",
+    "utf16.yaml": "model: {path: m}\n".encode("utf-16"),
     "section.yaml": "modle: {path: x}\ndata: {train: x}\n",
     "hosts.empty": "",
     "hosts.twice": "mac-a\nmac-a\n",
     "calibration.bad/HOST.json": "{oops",
     "model.cut/config.json": '{"model_type": "lla',
     "model.strange/config.json": '{"model_type": "frob"}',
+    "model.pointer/model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n",
+    "model.pointer/config.json": json.dumps(tiny.LLAMA),
     "model.none/readme": "",
     "run.empty/logs/readme": "",
     "there.png": "",
@@ -107,6 +121,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "--config {d}/syntax.yaml", "syntax.yaml:2: not valid YAML"),
     ("train.py", "--config {d}/empty.yaml", "is empty or not a mapping"),
     ("train.py", "--config {d}/binary.yaml", "is not UTF-8 text"),
+    ("train.py", "--config {d}/utf16.yaml", "is not UTF-8 text, but UTF-16: iconv -f UTF-16"),
     ("train.py", "--config {d}/section.yaml", r"section.yaml:1: unknown setting modle; did you mean model\?"),
     # Data
     ("train.py", "data.train={d}/none.jsonl", r"none.jsonl does not exist; did you mean .*\?|looked from"),
@@ -121,6 +136,12 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "data.train={d}/notgz.jsonl.gz", "not gzip, whatever its name says; take .gz off"),
     ("train.py", "data.train={d}/cut.jsonl.gz", "the gzip stream is cut short or damaged"),
     ("train.py", "data.train={d}/table.csv", "CSV is not read; JSON lines are made of it by: python3"),
+    ("train.py", "data.train={d}/table.tsv", "TSV is not read; JSON lines are made of it by: python3 .*delimiter"),
+    ("train.py", "data.train={d}/packed.bz2", "packed.bz2:1: compressed by bzip2, .*: bunzip2 FILE"),
+    ("train.py", "data.train={d}/packed.jsonl", "packed.jsonl:1: compressed by gzip, .*: mv FILE FILE.gz"),
+    ("train.py", "data.train={d}/packed.zst", "packed.zst:1: compressed by zstd, .*: unzstd FILE"),
+    ("train.py", "data.train={d}/packed.zip", "packed.zip:1: a zip archive, .*: unzip FILE"),
+    ("train.py", "data.train={d}/null.jsonl", "null.jsonl:1: column 'prompt_ids' is null"),
     ("train.py", "data.train={d}/list.json", "a list instead of a JSON object.*jq -c"),
     ("train.py", "data.train={d}/fake.parquet", "not a readable parquet file"),
     ("train.py", "data.train={d}/huge.jsonl", "a line of 10,000,000 bytes.*is a line break missing"),
@@ -135,6 +156,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.path={d}/model.none", "the folder has no config.json"),
     ("train.py", "model.path={d}/model.cut", "its config.json is not a JSON object, perhaps cut short"),
     ("train.py", "model.path={d}/model.strange", "mlx-lm cannot load it: Model type frob not supported"),
+    ("train.py", "model.random_init=false model.path={d}/model.pointer", "model.safetensors is Git LFS.*git lfs pull"),
     ("train.py", "model.path={d}/train.jsonl", "is a file; give the folder"),
     ("train.py", "model.random_init=false", "no model.*safetensors in the folder"),
     ("train.py", "model.adapter={d}/none", "model.adapter .*adapter_config.json cannot be read"),
@@ -182,6 +204,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("lib.server", "--model {d}/none", "no such folder"),
     ("lib.server", "--model {q} serve.port={port}", "Address already in use; serve.port=0 takes a free port"),
     ("lib.server", "--model {q} serve.host=0.0.0.0", "serve.keys"),
+    ("lib.export", "", "required: RUN$|required: RUN[^,]"),
     ("lib.data", "", "required: --inspect"),
     ("lib.data", "--inspect {d}/none.jsonl", "none.jsonl does not exist"),
     ("lib.data", "--inspect {d}/text.jsonl --picture {d}/p.jsonl", "ends in no format of a picture; take .png, .svg"),
@@ -199,6 +222,8 @@ MISTAKES: list[tuple[str, str, str]] = [
         "--hosts localhost --batch-size 8 -- train.py",
         "train.global_batch_size=8 .*, after --, behind train.py",
     ),
+    ("launch", "--hosts localhost --python /nope -- train.py", "/nope does not start .*No such file.*; --python names"),
+    ("launch", "--hosts localhost --directory /nope -- train.py", "/nope/.venv/bin/python does not .*--directory the"),
     ("launch", "--hosts localhost -- trian.py", r"trian.py does not exist; did you mean train.py\?"),
     ("launch", "--hosts localhost -- train.py train.lr=1", r"did you mean train.learning_rate\?"),
     ("launch", "--hosts localhost -- train.py --config nope.yaml", "nope.yaml does not exist"),
@@ -281,6 +306,72 @@ def test_from_another_folder(folder: Path) -> None:
 
 def test_a_benchmark_and_a_missing_file(folder: Path) -> None:
     check(*command("benchmarks/calibrate.py", "--config", "nope.yaml"), "nope.yaml does not exist")
+
+
+@pytest.mark.parametrize("place", ["train.jsonl", "train.jsonl/x"])
+def test_calibrations_go_into_a_folder(place: str, folder: Path) -> None:
+    words = ["benchmarks/calibrate.py", "--quick", "--folder", folder / place]
+    check(*command(*words), "--folder .*(File exists|Not a directory); give one that can be written")
+
+
+def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lib.config.load.load", interrupted)
+    status, _, errors = said(MAINS["lib.data"], ["--inspect", str(folder / "train.jsonl")])
+    assert (status, errors) == (130, "stopped: interrupted\n")
+
+
+def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """--resume would find no run."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lib.training.checkpoint.open_run", interrupted)
+    status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
+    assert (status, errors) == (1, "stopped: interrupted; give the same command again\n")
+    monkeypatch.undo()
+    monkeypatch.setattr("lib.training.report.record_start", interrupted)
+    status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
+    assert (status, errors.split(" with ")[0]) == (1, "stopped: interrupted; go on from the last checkpoint")
+    monkeypatch.undo()
+    assert said(train.main, ["--resume", str(folder / "runs/new")])[0] == 0
+
+
+def test_a_model_that_lacks_a_tensor(folder: Path, tmp_path: Path) -> None:
+    """mlx-lm names it in its second line."""
+    model = tiny.stored_model(tmp_path)
+    weights = mx.load(str(model / "model.safetensors"))
+    del weights["model.norm.weight"]
+    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+    words = [*words_of("train.py", "", folder), f"model.path={model}", "model.random_init=false", f"run.dir={tmp_path}"]
+    status, _, errors = said(train.main, words)
+    check(status, errors, r"mlx-lm cannot load it: Missing 1 parameters: model.norm.weight")
+
+
+def test_a_model_whose_weights_are_no_numbers(folder: Path, tmp_path: Path) -> None:
+    model = tiny.stored_model(tmp_path)
+    weights = mx.load(str(model / "model.safetensors"))
+    weights["model.norm.weight"] *= float("nan")
+    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+    words = [*words_of("train.py", "", folder), f"model.path={model}", "model.random_init=false", f"run.dir={tmp_path}"]
+    status, _, errors = said(train.main, words)
+    check(
+        status,
+        errors,
+        "model.path .*: the held-out loss before the first step is nan: its weights, or .* are no finite",
+    )
+
+
+@pytest.mark.parametrize("lost", [">&-", ">/dev/null"])
+def test_a_key_that_nobody_would_see(lost: str, tmp_path: Path) -> None:
+    """It would be stored, and its text be gone."""
+    words = [sys.executable, "-m", "lib.server", "--make-key", "bob", "--keys", str(tmp_path / "keys")]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} {lost}"], cwd=ROOT, capture_output=True, text=True)
+    check(done.returncode, done.stderr, "standard output is closed or /dev/null, and a key is shown only once")
+    assert not (tmp_path / "keys").exists()
 
 
 def test_a_full_disk(folder: Path, tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
         *parents, leaf = key.split(".")
         for parent in parents:
             section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise UserError(f"{origins.get(parent, path or 'settings')}: {_no_section(parent, section)}")
         section[leaf] = _parse_value(key, text)
         _require_text(section[leaf], key, word)
         origins[key] = word
@@ -266,6 +268,10 @@ def _first(section: str) -> str:
     return next(key for key in known_settings() if key.startswith(f"{section}."))
 
 
+def _no_section(key: str, value: object) -> str:
+    return f"{key} is a section, not {value!r}; write its settings below it, or as {_first(key)}=..."
+
+
 def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | None) -> str:
     """One fault in one line: where the value came from, which setting, what is wrong with it."""
     key = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("function", "constrained")))
@@ -274,14 +280,15 @@ def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | No
         key = key.rpartition(".")[0]  # a place inside a list or union: the setting is what the user knows
     place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
     if error["type"] == "extra_forbidden":
+        section, _, name = str(error["loc"][-1]).rpartition(".")
+        if section and f"{section}.{name}" in known:
+            return f"{place}: in a file {section}.{name} is `{name}:`, indented below `{section}:`"
         return f"{place}: unknown setting {key}{hints.of_setting(key, known_settings())}"
     if error["type"] == "missing":
         key = key if key in known else _first(key)
         return f"{place}: {key} is required; give it in the file or as {key}=..."
     if error["type"] in ("model_type", "model_attributes_type"):
-        return (
-            f"{place}: {key} is a section, not {error['input']!r}; write its settings below it, or as {_first(key)}=..."
-        )
+        return f"{place}: {_no_section(key, error['input'])}"
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     if not key or key in {name.partition(".")[0] for name in known if "." in name}:  # settings that do not go together
         return message

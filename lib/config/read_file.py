@@ -16,6 +16,7 @@ from lib.errors import UserError
 OF_CHECKPOINTS = re.compile(r"step-\d+|\.unfinished-.*|ranks|\.DS_Store|\._.*")
 
 MANIFEST = "manifest.json"  # of a checkpoint, which has a config.yaml as a run has
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how such a file begins
 
 
 def require_regular(path: Path, what: str) -> None:
@@ -88,7 +89,8 @@ def read_text(path: Path, what: str, limit_bytes: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{what} {path} is not UTF-8 text") from None
+        hint = ", but UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW" if data.startswith(UTF_16) else ""
+        raise UserError(f"{what} {path} is not UTF-8 text{hint}") from None
 
 
 def read_object(path: Path, what: str, limit_bytes: int = 2**26) -> dict[str, Any]:

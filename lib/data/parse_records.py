@@ -140,7 +140,8 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
     for name in ("prompt_ids", *names):
         ids = record.get(name)
         if ids is None:
-            raise Unusable(f"no column {name!r} (columns: {listed(record)})")
+            is_null = name in record
+            raise Unusable(f"column {name!r} is null" if is_null else f"no column {name!r} (columns: {listed(record)})")
         if not isinstance(ids, list):
             raise Unusable(f"column {name!r} is {name_of_type(ids)}, not a list of token ids")
         for index, token in enumerate(ids):

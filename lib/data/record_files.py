@@ -21,6 +21,15 @@ from lib.data.parquet import read_parquet
 from lib.data.record_formats import ANSWER, JSON, LINE_BYTES, TOKEN_COLUMNS, Columns, Unusable, name_of_type
 from lib.errors import UserError
 
+# What a compressed file begins with, and what to do with it.
+PACKED = {
+    b"\x1f\x8b": "compressed by gzip, and its name does not say so: mv FILE FILE.gz",
+    b"BZh": "compressed by bzip2, and of compressed files .gz is read: bunzip2 FILE",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd, and of compressed files .gz is read: unzstd FILE",
+    b"\xfd7zXZ": "compressed by xz, and of compressed files .gz is read: unxz FILE",
+    b"PK\x03\x04": "a zip archive, and of compressed files .gz is read: unzip FILE",
+}
+
 
 def require(file: Path) -> None:
     """Raises UserError where there is no such file (with a guess at what was meant), or it is a CSV file."""
@@ -35,11 +44,13 @@ def require(file: Path) -> None:
         hint = f"; did you mean {file.parent / near[0]}?" if near else f" (looked from {Path.cwd()})"
         raise UserError(f"{file} does not exist{hint}")
     read_file.require_regular(file, "data file")
-    if file.suffix == ".csv":
-        code = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]))]"
+    if file.suffix in (".csv", ".tsv"):
+        tabs = ', delimiter="\\t"' if file.suffix == ".tsv" else ""
+        code = f"import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1]){tabs})]"
         source, target = (shlex.quote(str(name)) for name in (file, file.with_suffix(".jsonl")))
+        kind = file.suffix[1:].upper()
         raise UserError(
-            f"{file}: CSV is not read; JSON lines are made of it by: python3 -c '{code}' {source} > {target}"
+            f"{file}: {kind} is not read; JSON lines are made of it by: python3 -c '{code}' {source} > {target}"
         )
 
 
@@ -110,8 +121,12 @@ def scan_json_lines(stream: IO[bytes]) -> Iterator[tuple[int, int, bytes, JSON |
                 yield line, offset, b"", Unusable(why)
                 offset += size
                 continue
-            if line == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+            if line == 1 and raw.startswith(read_file.UTF_16):
                 yield line, offset, b"", Unusable("UTF-16, where UTF-8 is read: iconv -f UTF-16 -t UTF-8 FILE > NEW")
+                return
+            packed = next((why for begins, why in PACKED.items() if line == 1 and raw.startswith(begins)), None)
+            if packed is not None:
+                yield line, offset, b"", Unusable(packed)
                 return
             if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
                 raw, offset, size = raw[3:], offset + 3, size - 3

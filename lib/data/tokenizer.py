@@ -12,7 +12,7 @@ from lib.data.text_tokens import Tokenizer
 from lib.data.tokenize import Vocabulary
 from lib.data.tokenizer_rules import require_bounded
 from lib.errors import UserError
-from lib.system.model_folder import end_ids, resolve
+from lib.system.model_folder import end_ids, resolve, why_unreadable
 
 
 def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
@@ -34,7 +34,7 @@ def load_tokenizer_of(settings: schema.ModelSettings) -> Tokenizer | None:
         )
     except Exception as error:  # transformers raises whatever its parser met
         raise UserError(
-            f"model.path {settings.path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+            f"model.path {settings.path}: its tokenizer cannot be loaded: {why_unreadable(folder, error)}"
         ) from None
 
 

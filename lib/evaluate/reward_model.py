@@ -23,7 +23,7 @@ from lib.evaluate.judges import Question
 from lib.evaluate.model_judge import filled_in, instructions_of, text_of
 from lib.model.lookup_tables import bounded
 from lib.model.token_stream import length_multiple
-from lib.system.model_folder import resolve
+from lib.system.model_folder import resolve, why_unreadable
 
 CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models end
 ASKING = """Here are a question and an answer to it.
@@ -68,7 +68,7 @@ class RewardModel:
             own = {"tie_word_embeddings": True} if self.is_classifier else {}
             self.model, _ = load_model(folder, strict=not self.is_classifier, model_config=own)
         except Exception as error:  # mlx-lm and transformers raise whatever they met
-            raise UserError(f"{self.name}: cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+            raise UserError(f"{self.name}: cannot be loaded: {why_unreadable(folder, error)}") from None
         template_process.install()
         self.limits = ModelLimits(*bounded(self.model))
         self.model.eval()

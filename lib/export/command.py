@@ -200,7 +200,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--push", metavar="OWNER/NAME", help="send the export to the Hugging Face hub, with its card")
     parser.add_argument("--private", action="store_true", help="with --push: only for those whom the owner lets in")
     parser.add_argument("--dry-run", action="store_true", help="with --push: list what would be sent, send nothing")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run, where files have moved")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings of the run, where files have moved"
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.rows < 1:
         raise UserError(f"--rows {options.rows}: a proof needs at least one; --no-proof goes without")

@@ -10,22 +10,31 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+from lib.errors import UserError
 from lib.launch import agent_messages, topology
 from lib.launch.agent_messages import Message
 from lib.launch.job import ROOT
 
 
 async def start(command: Sequence[str]) -> asyncio.subprocess.Process:
-    """Starts a command in a session of its own, with pipes to all that it reads and writes."""
-    return await asyncio.create_subprocess_exec(
-        *command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        start_new_session=True,  # a Ctrl-C is ours to hand on
-        limit=agent_messages.LINE_BYTES,
-    )
+    """Starts a command in a session of its own, with pipes to all that it reads and writes.
+
+    Raises:
+        UserError: there is no such program on this machine.
+    """
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,  # a Ctrl-C is ours to hand on
+            limit=agent_messages.LINE_BYTES,
+        )
+    except OSError as error:
+        remedy = "" if command[0] == "ssh" else "; --python names the interpreter, --directory the project's folder"
+        raise UserError(f"{command[0]} does not start on this machine: {error.strerror}{remedy}") from None
 
 
 async def first_object(stream: asyncio.StreamReader, key: str) -> Message | None:

@@ -163,7 +163,7 @@ async def _reach(job: Job, links: dict[str, Link], host: Host) -> bool:
             limit = work_limit(ANSWER_SECONDS, Load().look())  # of this machine: of the other one nothing is known
             async with asyncio.timeout(limit):
                 links[host.name] = await connect(job, host)
-        except (TimeoutError, ConnectionError):
+        except (OSError, UserError):  # TimeoutError is one of the first; UserError: no process can be started here now
             links.pop(host.name, None)
     return host.name in links
 
@@ -261,7 +261,7 @@ async def _look_out(attempt: Attempt, host: Host, everyone: tuple[Host, ...]) ->
         try:
             if link is None or link.closed:
                 link = await connect(attempt.job, host)
-        except OSError:  # it is away, or no process can be started here now
+        except (OSError, UserError):  # it is away, or no process can be started here now
             continue
         try:
             if await _could_join(attempt, link, host, everyone):

@@ -18,7 +18,7 @@ from lib.errors import UserError
 from lib.model.adapters import make_trainable
 from lib.model.lookup_tables import TableSizes, bounded
 from lib.model.quantised import use_own_layers
-from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve
+from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
 
 
 def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
@@ -44,7 +44,7 @@ def load(settings: schema.ModelSettings, seed: int, lazy: bool = False) -> nn.Mo
             "(model.random_init=true draws new weights)"
         ) from None
     except Exception as error:  # config.json may say anything, and every model's code trusts it in its own way
-        why = (str(error).splitlines() or [""])[0]
+        why = why_unreadable(folder, error)
         plain = isinstance(error, ValueError | RuntimeError)
         told = why if plain else f"{type(error).__name__}: {why}"
         raise UserError(f"model.path {settings.path}: mlx-lm cannot load it: {told}") from None

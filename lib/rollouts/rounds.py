@@ -131,7 +131,7 @@ class Rounds:
         """Takes up what is known of the rounds so far, and returns the last that is finished."""
         run, step = self.run, self.run.progress.step
         if not run.progress.before:
-            run.progress.before = self.loop.evaluate()
+            self.loop.evaluate_before()
         self.history = [RoundFigures(0, _known(run.progress.before))]
         if step == 0:
             run.optimizer.init(run.model.trainable_parameters())

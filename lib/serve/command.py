@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import ipaddress
 import json
 import logging
 import math
+import os
 import resource
 import shutil
 import signal
@@ -27,6 +29,7 @@ import socket
 import ssl
 import sys
 from pathlib import Path
+from typing import IO
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -59,7 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parse(arguments)
     if options.make_key is not None:
-        print(api_keys.make(options.make_key, Path(options.keys)))
+        if _is_lost(sys.stdout):
+            raise UserError("--make-key: standard output is closed or /dev/null, and a key is shown only once")
+        print(api_keys.make(options.make_key, Path(options.keys)), flush=True)
         return 0
     serve(_read_config(options), None if options.run is None else Path(options.run))
     return 0
@@ -302,6 +307,13 @@ def _allow_connections(files: int, connections: int) -> None:
         )
     if soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def _is_lost(stream: IO[str]) -> bool:
+    """Whether what is written there goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # no file of the system: nobody knows
+        return os.path.samestat(os.fstat(stream.fileno()), Path(os.devnull).stat())
+    return False
 
 
 def _check(settings: Config, run: Path | None) -> None:

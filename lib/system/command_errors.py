@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable
 from typing import ParamSpec
 
@@ -13,7 +14,7 @@ P = ParamSpec("P")
 
 
 def reported(main: Callable[P, int]) -> Callable[P, int]:
-    """The command, whose exit status is 2 for wrong input or a file that fails, and 1 where it cannot go on."""
+    """The command. Its exit status: 2 for wrong input or a file that fails, 1 where it cannot go on, 130 at Ctrl-C."""
 
     @functools.wraps(main)
     def command(*arguments: P.args, **options: P.kwargs) -> int:
@@ -30,5 +31,8 @@ def reported(main: Callable[P, int]) -> Callable[P, int]:
         except Stopped as error:
             terminal.error(str(error))
             return 1
+        except KeyboardInterrupt:
+            terminal.error("interrupted", "stopped")
+            return 128 + signal.SIGINT
 
     return command

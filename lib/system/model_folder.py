@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lib.config import read_file
-from lib.errors import UserError
+from lib.errors import UserError, in_one_line
 
 # The files of an adapter, as mlx-lm names them.
 ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's, whose configuration has the same name
+LFS_POINTER = b"version https://git-lfs"
 NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
 NEEDED = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "num_layers")  # one at least
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
@@ -25,6 +26,14 @@ MOST_BITS = 16  # of a quantised number
 def adapter_weights(folder: Path) -> Path:
     """The file with the arrays of an adapter, mlx-lm's or PEFT's."""
     return folder / (PEFT_WEIGHTS if (folder / PEFT_WEIGHTS).is_file() else ADAPTER_WEIGHTS)
+
+
+def why_unreadable(folder: Path, error: BaseException) -> str:
+    """Why a model's files cannot be loaded, from what mlx-lm or transformers says, in one line."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER):
+            return f"{path.name} is Git LFS's pointer to the file, not the file; run `git lfs pull` in the folder"
+    return in_one_line(error)
 
 
 def resolve(path: str, revision: str | None = None) -> Path:

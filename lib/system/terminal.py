@@ -6,19 +6,22 @@ where FORCE_COLOR asks; never with NO_COLOR. They can be read on light and on da
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
-import json
 import os
 import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from lib.errors import shown
+from lib.system import files
 
 GAP = 2  # blanks between columns
 HANG = 2  # further in go the lines that continue one
@@ -94,12 +97,32 @@ class Voice:
     def record(self, values: Mapping[str, object]) -> None:
         """A line of JSON for programs; a person at a terminal has read the same before."""
         if not self.is_terminal:
-            self._print(Text(json.dumps(values)))
+            self._print(Text(files.json_text(values)))
 
     def _print(self, line: Text) -> None:
         """The one door to the terminal: what others wrote (data, answers, names) is shown, and never obeyed."""
         line.plain = shown(line.plain)
-        self.console.print(line, soft_wrap=True)
+        try:
+            self.console.print(line, soft_wrap=True)
+        except OSError as error:  # a log on a full disk; a pipe that nobody reads ends the command, by rich
+            self.console._buffer.clear()  # rich would print it again before the next line
+            _warn_of_lost_lines(self.console.stderr, error.strerror or str(error))
+
+
+@functools.cache
+def _warn_of_lost_lines(stderr: bool, why: str) -> None:
+    """Says once on standard error that standard output cannot be written, and lets the process end as it would."""
+    atexit.register(_leave_unwritten, sys.stderr if stderr else sys.stdout)
+    if not stderr:
+        error(f"standard output cannot be written: {why}; lines are missing there, the command goes on", "warning")
+
+
+def _leave_unwritten(stream: TextIO) -> None:
+    """At the end: Python would fail to write what is left, and make the exit status 120 of it."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def error(text: str, label: str = "error") -> None:
@@ -111,6 +134,13 @@ def python() -> str:
     """This interpreter, as one would type it here."""
     path = Path(sys.executable)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def way_on(run: Path | None, place: str = "") -> str:
+    """What one types after a run that ended early: --resume, where the run's folder is there to go on with."""
+    if run is None or not (run / "config.yaml").is_file():
+        return "give the same command again"
+    return f"go on{place} with --resume {run}"
 
 
 # ---- Lay-out: pure

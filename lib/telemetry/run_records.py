@@ -7,7 +7,6 @@ import errno
 import hashlib
 import itertools
 import json
-import math
 import sys
 import threading
 import time
@@ -76,7 +75,7 @@ class PerformanceTracker:
         if self._file is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.log_path.open("ab", buffering=0)
-            line = json.dumps(_finite(entry), allow_nan=False)
+            line = files.json_text(entry)
             self._began = self._file.tell(), line.encode()
             self._write(line)
         else:
@@ -91,7 +90,7 @@ class PerformanceTracker:
     def _append(self, entry: Record) -> None:
         had_room = not self._unwritten
         try:
-            self._write(json.dumps(_finite(entry), allow_nan=False))
+            self._write(files.json_text(entry))
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -321,14 +320,3 @@ def _history_of(start: Record) -> tuple[list[list[int]], list[str]]:
         return _HISTORY.validate_python((own, ids))
     except ValidationError:
         return [], []
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -130,6 +131,22 @@ class TrainingLoop:
         if run.local_sgd is not None:
             return self.evaluate_on(*run.local_sgd.evaluating_ranks())
         return self.evaluate_on(run.world, run.shares)
+
+    def evaluate_before(self) -> None:
+        """The metrics before the first step, with which those after training are compared.
+
+        Raises:
+            UserError: the loss is no number, so the model's weights are none.
+        """
+        run = self.run
+        run.progress.before = self.evaluate()
+        loss = run.progress.before.get("loss")
+        with run.world.agreeing("the first evaluation"):
+            if loss is not None and not math.isfinite(loss):
+                raise UserError(
+                    f"model.path {run.config.model.path}: the held-out loss before the first step is {loss}: its "
+                    "weights, or model.reference's, are no finite numbers; check the files, or try model.dtype=float32"
+                )
 
     def train(self) -> None:
         """Trains until the run's last step, or until the held-out loss falls no more; leaves the final weights."""
@@ -263,7 +280,7 @@ class TrainingLoop:
                     adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                     wall_seconds = time.perf_counter() - launched
                     result = summary.summarise(config, run.plan, run.progress, ending, each, wall_seconds)
-                    files.write_atomically(run.folder / "summary.json", json.dumps(result, indent=2) + "\n")
+                    files.write_atomically(run.folder / "summary.json", files.json_text(result, indent=2) + "\n")
             except OSError as error:
                 raise UserError(
                     f"{error.filename or run.folder}: {error.strerror}; the last checkpoint is whole: "
