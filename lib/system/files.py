@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from lib.errors import UserError
+
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """A value as JSON, which has no NaN or infinity: they become null."""
@@ -27,9 +29,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-from lib.errors import UserError
 
 
 def flush(descriptor: int) -> None:
