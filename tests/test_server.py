@@ -595,7 +595,7 @@ def test_a_backend_that_cannot_start_ends_the_server(run: Path, tmp_path: Path) 
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "adapters.safetensors").write_bytes(b"no weights")
     with served("--run", broken) as one:
-        one.process.wait(60)
+        one.process.wait(120)
         assert one.process.returncode == 1 and one.process.stderr is not None
         last = one.process.stderr.read().splitlines()[-1]
         assert last.startswith("error: the backend local does not start")

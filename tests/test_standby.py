@@ -74,6 +74,33 @@ def test_a_standby_is_taken_as_far_as_it_is(tmp_path: Path, monkeypatch: pytest.
     assert [one["status"] for one in said if one["kind"] == "exit"] == [0]
 
 
+def test_what_an_ended_rank_left_in_its_pipes_is_sent_however_slow_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"/tmp/tandem-test-{os.getpid()}"
+    monkeypatch.setenv(ADDRESS, address)
+
+    class Slow(Messages):
+        async def drain(self) -> None:
+            await asyncio.sleep(0.8)
+
+    async def play() -> list[dict[str, Any]]:
+        ranks = Ranks(agent := Slow(), address, False, "here")  # type: ignore[arg-type]
+        lines = "import os, sys; os.write(1, b''.join(b'%d\\n' % n for n in range(40000)))"  # four pieces
+        try:
+            await ranks.start({"rank": 1, "command": [sys.executable, "-c", lines], "environment": {}}, "/", None)
+            deadline = time.monotonic() + 60
+            while not ranks.exits and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+        finally:
+            ranks.clear()
+        return agent.messages
+
+    said = asyncio.run(play())
+    assert [one["text"] for one in said if one["kind"] == "output"] == [str(number) for number in range(40000)]
+    assert said[-1]["kind"] == "exit", "after all of it"
+
+
 def test_a_standby_that_is_gone_is_none(tmp_path: Path) -> None:
     async def play() -> None:
         for code in ("print('no')", "input(); raise SystemExit(1)"):

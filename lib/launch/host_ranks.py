@@ -14,7 +14,7 @@ import stat
 import subprocess
 import time
 import zlib
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from lib.telemetry.log_tail import Tail
 CHUNK_BYTES = 2**16
 LOG_BYTES = 2**18  # of a log, sent at a time
 POLL_SECONDS = 0.02  # between looks whether a rank has ended
+QUIET_SECONDS, QUIET_LOOKS = 0.5, 2  # without output of one that has ended: nothing is left of it
+LEFT_SECONDS = 60.0  # at most for what it left, which may be much, and the connection slow
 
 
 class Ranks:
@@ -44,6 +46,7 @@ class Ranks:
         own_folder(Path(address))  # before its name can be read off the other's: mpirun keeps its files there
         self.folder.mkdir(mode=0o700)
         self.server: asyncio.Server | None = None
+        self.relayed_bytes = self.sending = 0  # of output so far; how many streams wait for the connection now
         self.tasks: set[asyncio.Future[None]] = set()
         self.ending = asyncio.Event()
         self.memory: dict[int, MemoryWatch] = {}  # of every rank of this host
@@ -97,15 +100,20 @@ class Ranks:
             self.input.set_result(process.stdin)
         assert process.stdout is not None and process.stderr is not None
         relays = [self._relay(process.stdout, rank, "stdout", unsaid), self._relay(process.stderr, rank, "stderr")]
-        self._task(self._await_end(rank, process, asyncio.gather(*relays)))
+        self._task(self._await_end(rank, process, asyncio.gather(*relays, return_exceptions=True)))
 
-    async def _await_end(self, rank: int | None, process: asyncio.subprocess.Process, relays: Awaitable[Any]) -> None:
+    async def _await_end(
+        self, rank: int | None, process: asyncio.subprocess.Process, relays: asyncio.Future[Any]
+    ) -> None:
         """Waits for a process to end; reports how it did, and ends what it started."""
         status = await _exit_of(process)
         # What it left in its pipes; a child of it that lives on holds them open, and is not waited for.
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with asyncio.timeout(1.0):
-                await relays
+        quiet, deadline = 0, time.monotonic() + LEFT_SECONDS
+        while quiet < QUIET_LOOKS and not relays.done() and time.monotonic() < deadline:
+            before = self.relayed_bytes
+            await asyncio.wait([relays], timeout=QUIET_SECONDS)
+            quiet = quiet + 1 if self.relayed_bytes == before and not self.sending else 0
+        relays.cancel()
         if rank is not None:
             self.check_memory(rank, process.pid, status)
         else:
@@ -118,6 +126,7 @@ class Ranks:
         """Reports whole lines, and a last one without its end; not a first one that is `unsaid`."""
         rest = b""
         while chunk := await reader.read(CHUNK_BYTES):
+            self.relayed_bytes += len(chunk)
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > CHUNK_BYTES:
                 lines, rest = [*lines, rest], b""
@@ -125,7 +134,11 @@ class Ranks:
                 if not unsaid or line != unsaid:
                     self._report_line(rank, stream, line)
                 unsaid = b""
-            await self.writer.drain()
+            self.sending += 1
+            try:
+                await self.writer.drain()  # over a slow link it takes its time
+            finally:
+                self.sending -= 1
         if rest:
             self._report_line(rank, stream, rest)
 
