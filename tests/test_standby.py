@@ -18,6 +18,7 @@ import pytest
 
 from lib.distributed.heartbeat import ADDRESS, FOLDER
 from lib.launch.host_ranks import Ranks, open_process
+from lib.launch.remote_process import close_pipes
 from lib.launch.standby_process import READY, Standby
 from tests.tiny import ROOT
 
@@ -67,6 +68,7 @@ def test_a_standby_is_taken_as_far_as_it_is(tmp_path: Path, monkeypatch: pytest.
                 await asyncio.sleep(0.02)
         finally:
             ranks.clear()
+            close_pipes(ranks.processes[1])
         return agent.messages
 
     said = asyncio.run(play())
@@ -94,6 +96,7 @@ def test_what_an_ended_rank_left_in_its_pipes_is_sent_however_slow_the_connectio
                 await asyncio.sleep(0.02)
         finally:
             ranks.clear()
+            close_pipes(ranks.processes[1])
         return agent.messages
 
     said = asyncio.run(play())
@@ -107,6 +110,7 @@ def test_a_standby_that_is_gone_is_none(tmp_path: Path) -> None:
             standby = Standby(await open_process([sys.executable, "-c", code], {}, str(tmp_path), True), [], 1)
             await standby.getting_ready
             assert not standby.is_ready and await standby.taken() is None
+            close_pipes(standby.process)
 
     asyncio.run(play())
 
