@@ -29,6 +29,7 @@ SETTLE_SECONDS = 0.5  # after a death, for the others to report why they end
 END_ANSWER_SECONDS = 1.0  # for an agent to report that its ranks have ended
 PREPARE_SECONDS = 60.0  # for a process to import and read everything
 PREPARE_AFTER_SECONDS = 1.0  # the ranks that are about to train come first
+PROBE_AGAIN_TIMES = 5.0  # the limit of silence, between two looks whether hosts reach each other, during one wait
 LEAST_SILENCE_SECONDS = 5.0  # --silent-seconds may be less; an agent and a straggler get this long
 
 
@@ -234,7 +235,7 @@ class Attempt:
         waited = rank_faults.common_wait_seconds(now, list(world.ranks.values()))
         if len(self.hosts_to_start) < 2 or self.job.backend != "ring" or waited <= limit / 2:
             self.probing = None
-        elif self.probing is None or (self.probing.done() and now > self.probed + limit):
+        elif self.probing is None or (self.probing.done() and now > self.probed + PROBE_AGAIN_TIMES * limit):
             # The kernel takes connections on a busy host as on any other; only who asks and who answers may be late.
             seconds = patience.silence_limit(max(reachable_hosts.PROBE_SECONDS, limit / 2), world.usual_lateness())
             port = None if world.run else next_port(self.job)  # while they start, ranks listen at theirs
