@@ -38,7 +38,10 @@ def test_a_row_counts_what_pytest_says_of_every_part() -> None:
     assert result.failures == ["tests/test_x.py::test_y - assert 1", "status 1: mpirun: no slots"]
     matrix.count(result, 1, "make: not found\n")
     assert result.failed == 3 and result.failures[-1] == "status 1: make: not found"
+    none = "/a/mpirun -n 3 /a/python -m pytest -x\n20 deselected in 3.21s\nfailed in three ranks, status 5:\n    \n"
     green = Result("row")
+    matrix.count(green, 1, f"/a/python -m pytest -n 3\n7 passed in 3.21s\n{none}")
+    assert (green.passed, green.failed) == (7, 0), "the chosen files have nothing for three ranks"
     matrix.count(green, 137, "/a/python -m pytest -n 3\n7 passed in 3.21s\n")  # ended after its last line
     assert green.failed == 1 and green.failures
 
