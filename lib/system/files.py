@@ -6,29 +6,12 @@ import contextlib
 import errno
 import fcntl
 import glob
-import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from lib.errors import UserError
-
-
-def json_text(value: Any, indent: int | None = None) -> str:
-    """A value as JSON, which has no NaN or infinity: they become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def flush(descriptor: int) -> None:

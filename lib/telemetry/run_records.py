@@ -17,7 +17,7 @@ from typing import IO, Annotated, Any, Protocol, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from lib.system import files
+from lib.system import files, plain_json
 from lib.system.hardware import sensors
 from lib.system.network import connections
 from lib.telemetry.log_tail import LONGEST_LINE, Copy, Tail
@@ -75,7 +75,7 @@ class PerformanceTracker:
         if self._file is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.log_path.open("ab", buffering=0)
-            line = files.json_text(entry)
+            line = plain_json.dumps(entry)
             self._began = self._file.tell(), line.encode()
             self._write(line)
         else:
@@ -90,7 +90,7 @@ class PerformanceTracker:
     def _append(self, entry: Record) -> None:
         had_room = not self._unwritten
         try:
-            self._write(files.json_text(entry))
+            self._write(plain_json.dumps(entry))
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

@@ -21,7 +21,7 @@ from lib.data.streaming import StreamedDataset
 from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files
-from lib.system import files, metal
+from lib.system import files, metal, plain_json
 from lib.training import checkpoint, report, summary
 from lib.training.compiled_pass import is_compiled
 from lib.training.find_checkpoint import fault_of
@@ -280,7 +280,7 @@ class TrainingLoop:
                     adapter_files.save_trained(run.model, config.model, run.folder, *weights)
                     wall_seconds = time.perf_counter() - launched
                     result = summary.summarise(config, run.plan, run.progress, ending, each, wall_seconds)
-                    files.write_atomically(run.folder / "summary.json", files.json_text(result, indent=2) + "\n")
+                    files.write_atomically(run.folder / "summary.json", plain_json.dumps(result, indent=2) + "\n")
             except OSError as error:
                 raise UserError(
                     f"{error.filename or run.folder}: {error.strerror}; the last checkpoint is whole: "
