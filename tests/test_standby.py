@@ -47,59 +47,50 @@ class Messages:
         return
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["ready", "half ready"])
-def test_a_standby_is_taken_as_far_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    address = f"/tmp/tandem-test-{os.getpid()}"
-    monkeypatch.setenv(ADDRESS, address)
+async def played(agent: Messages, command: list[str], standby: Standby | None = None) -> list[dict[str, Any]]:
+    """Runs a command as rank 1, by itself or in a standby; returns what its agent has sent when it has ended."""
+    ranks = Ranks(agent, os.environ[ADDRESS], False, "here")  # type: ignore[arg-type]
+    try:
+        taken = await standby.taken() if standby is not None else None
+        unsaid = READY if standby is not None and not standby.is_ready else b""
+        await ranks.start({"rank": 1, "command": command, "environment": {}}, "/", taken, unsaid)
+        async with asyncio.timeout(60):
+            while not ranks.exits:
+                await asyncio.sleep(0.02)
+    finally:
+        ranks.clear()
+        close_pipes(ranks.processes[1])
+    return agent.messages
 
+
+@pytest.fixture(autouse=True)
+def address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS, f"/tmp/tandem-test-{os.getpid()}")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["ready", "half ready"])
+def test_a_standby_is_taken_as_far_as_it_is(tmp_path: Path, seconds: float) -> None:
     async def play() -> list[dict[str, Any]]:
-        agent = Messages()
         process = await open_process([sys.executable, "-c", CODE.format(seconds=seconds)], {}, str(tmp_path), True)
         standby = Standby(process, ["expected"], 2)
         if not seconds:
             await standby.getting_ready
-        assert await standby.taken() is process and standby.is_ready == (not seconds)
-        ranks = Ranks(agent, address, False, "here")  # type: ignore[arg-type]
-        try:
-            work = {"rank": 1, "command": ["python", "train.py"], "environment": {}}
-            await ranks.start(work, str(tmp_path), process, b"" if standby.is_ready else READY)  # type: ignore[arg-type]
-            deadline = time.monotonic() + 60
-            while not ranks.exits and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-        finally:
-            ranks.clear()
-            close_pipes(ranks.processes[1])
-        return agent.messages
+        said = await played(Messages(), ["python", "train.py"], standby)
+        assert standby.is_ready == (not seconds)
+        return said
 
     said = asyncio.run(play())
     assert [one["text"] for one in said if one["kind"] == "output"] == ["['expected'] 2 ['train.py'] tandem"]
     assert [one["status"] for one in said if one["kind"] == "exit"] == [0]
 
 
-def test_what_an_ended_rank_left_in_its_pipes_is_sent_however_slow_the_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = f"/tmp/tandem-test-{os.getpid()}"
-    monkeypatch.setenv(ADDRESS, address)
-
+def test_what_an_ended_rank_left_in_its_pipes_is_sent_however_slow_the_connection() -> None:
     class Slow(Messages):
         async def drain(self) -> None:
             await asyncio.sleep(0.8)
 
-    async def play() -> list[dict[str, Any]]:
-        ranks = Ranks(agent := Slow(), address, False, "here")  # type: ignore[arg-type]
-        lines = "import os, sys; os.write(1, b''.join(b'%d\\n' % n for n in range(40000)))"  # four pieces
-        try:
-            await ranks.start({"rank": 1, "command": [sys.executable, "-c", lines], "environment": {}}, "/", None)
-            deadline = time.monotonic() + 60
-            while not ranks.exits and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-        finally:
-            ranks.clear()
-            close_pipes(ranks.processes[1])
-        return agent.messages
-
-    said = asyncio.run(play())
+    lines = "import os, sys; os.write(1, b''.join(b'%d\\n' % n for n in range(40000)))"  # four pieces
+    said = asyncio.run(played(Slow(), [sys.executable, "-c", lines]))
     assert [one["text"] for one in said if one["kind"] == "output"] == [str(number) for number in range(40000)]
     assert said[-1]["kind"] == "exit", "after all of it"
 
