@@ -261,9 +261,7 @@ class Attempt:
         self._report(fault)
         if fault.kind in ("lost", "silent"):  # its agent ends its ranks by itself
             late = rank_faults.late_hosts(time.monotonic(), world.hosts, self.job.silent_seconds / 2)
-            for name in dict.fromkeys(
-                [*fault.hosts, *late]
-            ):  # one that is about to be silent as well is not waited for
+            for name in dict.fromkeys((*fault.hosts, *late)):  # one about to be silent as well is not waited for
                 self._give_up(name)
         # A stopped process receives no other signal until it is continued, which an agent does after any other.
         is_stopped = fault.kind == "stopped" and self.job.backend not in topology.RDMA_BACKENDS

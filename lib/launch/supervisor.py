@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,12 +126,11 @@ async def supervise(
                     async with asyncio.timeout(pause_seconds(fruitless)):
                         return 128 + await interrupts.get()
             patience_seconds = PATIENCE_SECONDS if run else 0.0  # without a run there is nothing to lose
-            answering = functools.partial(
-                answering_hosts, job, links, patience_seconds=patience_seconds, interrupts=interrupts
-            )
-            hosts = await _next_hosts(attempt, hosts, everyone, restart_with == "all", answering)
+            hosts = await _next_hosts(job, console, links, restart_with == "all", patience_seconds, interrupts)
             holders = holders_of_newest(holders, attempt.world.checkpoints(), attempt.job.hosts)
-            placed = topology.led_by(holders, await _placed(attempt.job, links, hosts, everyone, outcome))
+            placed = await _placed(attempt.job, links, hosts, everyone, outcome)
+            # Where nobody has the newest checkpoint, those that were there are ahead of those that were not.
+            placed = topology.led_by(holders, topology.led_by(attempt.job.hosts, placed))
             holders = holders if {host.name for host in holders} & {host.name for host in placed} else placed[:1]
             hosts = tuple(host for one in placed for host in hosts if host.name == one.name)
             if not interrupts.empty():
@@ -193,27 +192,20 @@ async def answering_hosts(
 
 
 async def _next_hosts(
-    attempt: Attempt,
-    hosts: tuple[Host, ...],
-    everyone: tuple[Host, ...],
+    job: Job,
+    console: Console,
+    links: dict[str, Link],
     all_of_them: bool,
-    answering: Callable[..., Awaitable[tuple[Host, ...]]],
+    patience_seconds: float,
+    interrupts: asyncio.Queue[int],
 ) -> tuple[Host, ...]:
-    """The hosts of the next start, in their order; none where none answers.
-
-    hosts: of the last start. answering: `answering_hosts` of an order of hosts.
-    """
-    backend = attempt.job.backend
-    # Those that were there first: the checkpoints of the others may be older.
-    in_order = (*hosts, *(host for host in everyone if host not in hosts))
-    if backend in ("ring", "jaccl-ring"):
-        in_order = topology.in_ring_order(hosts[0], everyone)
-    answered = await answering(in_order, all_of_them)
-    is_rdma = len(answered) > 1 and backend in topology.RDMA_BACKENDS
-    if is_rdma and (wanted := topology.rdma_fault(backend, answered)) is not None:
-        attempt.console.note(f"{backend} wants {wanted}: waiting for all hosts")
-        answered = await answering(in_order, True)
-    return answered
+    """The hosts that answer, in the job's order; all of them where they are wanted, or RDMA knows no other way."""
+    hosts = await answering_hosts(job, links, job.hosts, all_of_them, patience_seconds, interrupts)
+    is_rdma = len(hosts) > 1 and job.backend in topology.RDMA_BACKENDS
+    if is_rdma and (wanted := topology.rdma_fault(job.backend, hosts)) is not None:
+        console.note(f"{job.backend} wants {wanted}: waiting for all hosts")
+        hosts = await answering_hosts(job, links, job.hosts, True, patience_seconds, interrupts)
+    return hosts
 
 
 async def _placed(
