@@ -63,6 +63,7 @@ from lib.plan.calibration import (  # noqa: E402
 )
 from lib.system import (
     command_errors,  # noqa: E402
+    files,  # noqa: E402
     hardware,  # noqa: E402
     mpi_and_blas,  # noqa: E402
 )
@@ -722,8 +723,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.lengths = [int(word) for word in options.length.split(",")] if options.length else []
     except ValueError:
         raise UserError(f"--length {options.length}: expected whole numbers, e.g. 512,1024") from None
-    if not options.seconds > 0 or options.rounds < 0 or min(2, *options.lengths, options.largest or 2) < 2:
+    sizes = [*options.lengths, *([] if options.largest is None else [options.largest])]
+    if not 0 < options.seconds < math.inf or options.rounds < 0 or min(sizes, default=2) < 2:
         raise UserError("--seconds is above 0, --rounds at least 0, --length and --largest at least 2")
+    if not options.max_age_days >= 0:
+        raise UserError(
+            f"--max-age-days {options.max_age_days:g} is not at least 0; --refresh measures everything again"
+        )
     return options
 
 
@@ -783,8 +789,13 @@ def calibrate(options: argparse.Namespace, launch: mpi_and_blas.Launch) -> dict[
     for row in checked:
         times = f"predicted {row['predicted_seconds']:.4f} s, took {row['measured_seconds']:.4f} s"
         say.line(f"micro-batches {row['micro_batch_sizes']}: {times} ({row['error']:+.1%})")
-    files = sorted(options.folder.glob("*.json"))
-    elsewhere = [curves_module.read_calibration(path) for path in files if path.stem not in _names(every)]
+    elsewhere = []
+    for path in sorted(options.folder.glob("*.json")):
+        if path.stem not in _names(every) and not files.is_litter(path.name):
+            try:
+                elsewhere.append(curves_module.read_calibration(path))
+            except UserError as error:  # another host's, for the picture alone
+                say.labelled("warning", str(error))
     published = list(curves_module.read_published().values())
     drawn = pictures.draw([*every, *elsewhere], published, key, options.folder)
     say.line(f"{options.folder / host}.json, {', '.join(map(str, drawn))}")

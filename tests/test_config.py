@@ -9,7 +9,9 @@ import yaml
 from lib.config import help, read_file
 from lib.config import load as load_module
 from lib.config.schema import Config
+from lib.config.without_effect import without_effect
 from lib.errors import UserError
+from lib.plan import plan_warnings
 from tests.tiny import ROOT
 
 REQUIRED = ["model.path=m", "data.train=t"]
@@ -103,6 +105,14 @@ def test_a_wrong_word_is_one_clear_line(word: str, expected: str) -> None:
         ("model: {path: m}\ndata: {train: t}\ntrain:\n  beta: strong", "x.yaml:4: train.beta"),
         ("model: {path: m}\nmodel: {path: n}\ndata: {train: t}", "x.yaml:2: model is given twice"),
         ("model: {path: m", "x.yaml:1: not valid YAML"),
+        (
+            "model: {path: m}\ndata: {train: t}\non: 1",
+            "x.yaml:3: YAML takes the name on for a value (bool); put quotes",
+        ),
+        (
+            "model: {path: m}\ndata:\n  2026-11-23: t",
+            "x.yaml:3: YAML takes the name 2026-11-23 for a value (timestamp)",
+        ),
         ("model: {path: m}", "data"),
         ("- a", "not a mapping"),
     ],
@@ -119,6 +129,57 @@ def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_pat
     path = tmp_path / "x.yaml"
     path.write_text("model: {path: m}\ndata: {train: t}\ncheckpoint:\n  # every: 25\ntrain:\n")
     assert load_module.load(path).checkpoint.keep == 3 and load_module.load(path, ["train.beta=0.3"]).train.beta == 0.3
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("", []),
+        ("model.rank=16 model.keys=[a]", []),
+        ("model.rank=16 model.keys=[a] model.method=full", ["model.rank=16, model.keys=('a',); model.method=full"]),
+        ("train.simpo_gamma=1 train.loss=simpo", []),
+        (
+            "train.simpo_gamma=1 train.dpop_lambda=5",
+            ["train.simpo_gamma=1.0; it belongs to the loss simpo", "the loss dpop"],
+        ),
+        ("train.cpo_alpha=0.5 train.loss=[cpo,sft]", []),
+        ("train.loss=sft train.beta=0.2 data.learn=all", ["train.beta=0.2; train.loss=sft compares nothing"]),
+        ("data.learn=all", ["data.learn=all; it belongs to train.loss=sft, not sigmoid"]),
+        ("train.final_learning_rate=1e-6", []),
+        ("train.final_learning_rate=1e-6 train.schedule=constant", ["train.final_learning_rate=1e-06; train.schedule"]),
+        ("train.epochs=3 train.steps=7", ["train.epochs=3; train.steps=7 overrules it"]),
+        (
+            "rollouts.samples=4 rollouts.max_tokens=64",
+            ["rollouts.samples=4, rollouts.max_tokens=64; rollouts.rounds is 0"],
+        ),
+        ("sync.topk_fraction=0.1", ["sync.topk_fraction=0.1; it belongs to sync.compression=topk, not none"]),
+        ("sync.topk_fraction=0.1 sync.compression=topk", []),
+        ("independent.merge=outer independent.outer_momentum=0.9", []),
+        ("independent.outer_momentum=0.9", ["independent.outer_momentum=0.9; they belong to independent.merge=outer"]),
+        (
+            "independent.merge=average strategy=synchronous",
+            ["independent.merge=average; strategy=synchronous merges nothing"],
+        ),
+    ],
+)
+def test_what_other_settings_leave_without_effect_is_said(words: str, idle: list[str]) -> None:
+    config = load(*words.split())
+    strategy = "independent" if config.strategy == "auto" else config.strategy
+    lines = without_effect(config, strategy, 2)
+    assert len(lines) == len(idle) and all(part in line for part, line in zip(idle, lines, strict=True)), lines
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(20, True), (21, False)])
+def test_a_warm_up_that_takes_the_whole_run_is_told(steps: int, is_told: bool) -> None:
+    told = plan_warnings.long_warm_up(
+        steps, load("train.warmup_steps=21" if is_told else "train.warmup_steps=20").train
+    )
+    assert (told is not None) == is_told and "never reaches 5e-05" in (told or "never reaches 5e-05")
+
+
+def test_one_rank_leaves_open_what_several_would_do() -> None:
+    config = load("independent.merge=average", "independent.pairs_per_round=64")
+    assert not without_effect(config, "synchronous", 1) and without_effect(config, "synchronous", 2)
 
 
 def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import train
 from lib.config import train_arguments
-from lib.config.schema import Config, MetalSettings
+from lib.config.metal_settings import MetalSettings
+from lib.config.schema import Config
 from lib.data import micro_batches
 from lib.data.collate import collate
 from lib.data.dataset import load_dataset

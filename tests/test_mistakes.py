@@ -107,6 +107,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "train.beta: 0.2", "write train.beta=VALUE in one word"),
     ("train.py", "train.beta=", "has no value"),
     ("train.py", "train.steps=many", "should be a valid integer, not 'many'"),
+    ("train.py", "train.steps=yes", "train.steps: should be a number, not True"),
+    ("train.py", "plan.memory_limit_gb=true", "plan.memory_limit_gb: should be a number, not True"),
     ("train.py", "train.learning_rate=-1", "should be greater than 0, not -1"),
     ("train.py", "train.loss=dpo", "not 'dpo'; here: DPO is sigmoid"),
     ("train.py", "model.dtype=int8", "'float32', 'bfloat16' or 'float16', not 'int8'"),
@@ -170,6 +172,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "plan.calibration_dir={d}/calibration.bad", "json:1: not valid JSON.*make calibrate"),
     ("train.py", "--resume {d}/none", "no run there .it has no config.yaml"),
     ("train.py", "--resume {d}/train.jsonl", "no run there .it has no config.yaml"),
+    ("train.py", "--resume {d}/runs/done/config.yaml", "a file; give the run's folder, --resume .*/runs/done$"),
     ("train.py", "--resume {d}/run.empty", "no run there .it has no config.yaml"),
     (
         "train.py",
@@ -216,6 +219,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("launch", "--hostfile {d}/hosts.empty -- train.py", "names no host; one line for each: NAME slots=1"),
     ("launch", "--hostfile {d}/hosts.twice -- train.py", "names mac-a twice"),
     ("launch", "--hosts localhost --backend gloo -- train.py", "invalid choice: 'gloo'.*ring"),
+    ("launch", "--hosts localhost --min-mbit nan -- train.py", "--min-mbit nan is not in 0 to"),
+    ("launch", "--hosts localhost --max-round-trip-ms -1 -- train.py", "--max-round-trip-ms -1.0 is not in 0 to"),
     ("launch", "--hosts localhost:0 -- train.py", "a host takes 1 to 1024 ranks"),
     (
         "launch",
@@ -304,8 +309,17 @@ def test_from_another_folder(folder: Path) -> None:
     check(*command(ROOT / "train.py", cwd=folder), "looked from .*, which should be the project's folder")
 
 
-def test_a_benchmark_and_a_missing_file(folder: Path) -> None:
-    check(*command("benchmarks/calibrate.py", "--config", "nope.yaml"), "nope.yaml does not exist")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--config", "nope.yaml"), "nope.yaml does not exist"),
+        (("--largest", "0"), "--length and --largest at least 2"),
+        (("--seconds", "nan"), "--seconds is above 0"),
+        (("--max-age-days", "nan"), "--max-age-days nan is not at least 0"),
+    ],
+)
+def test_mistakes_of_a_calibration(words: tuple[str, ...], told: str) -> None:
+    check(*command("benchmarks/calibrate.py", *words), told)
 
 
 @pytest.mark.parametrize("place", ["train.jsonl", "train.jsonl/x"])

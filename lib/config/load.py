@@ -209,6 +209,8 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[str, str]]:
     def walk(mapping: Any, prefix: str) -> None:
         for key, value in mapping.value:
             dotted, place = f"{prefix}{key.value}", f"{path}:{key.start_mark.line + 1}"
+            if (kind := key.tag.rpartition(":")[2]) != "str":
+                raise UserError(f"{place}: YAML takes the name {key.value} for a value ({kind}); put quotes around it")
             if dotted in origins:
                 raise UserError(f"{place}: {dotted} is given twice (first at {origins[dotted]}); keep one")
             origins[dotted] = place

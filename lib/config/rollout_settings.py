@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lib.config.evaluate_settings import REWARD_MODEL
-from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section, Size
+from lib.config.section import Fraction, Natural, NonNegative, Positive, PositiveFloat, Section, Size
 from lib.config.train_settings import TrainSettings
 
 
@@ -20,13 +20,13 @@ class RolloutSettings(Section):
     what the judge needs beside them, e.g. an answer."""
     prompts: Positive = 256
     """Prompts of one round: each round takes others, until all had their turn."""
-    samples: Annotated[int, Field(ge=2, le=1024)] = 8
+    samples: Annotated[Size, Field(ge=2, le=1024)] = 8
     """Answers to each prompt."""
     steps: Positive | None = None
     """Optimizer steps of one round; by default as many as one global batch for each train.global_batch_size prompts."""
     temperature: PositiveFloat = 1.0
     """Temperature that answers are drawn at."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[Fraction, Field(gt=0)] = 1.0
     """Draw among the likeliest tokens that have this probability together."""
     max_tokens: Size = 256
     """Longest answer, in tokens."""

@@ -13,8 +13,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from lib.config.evaluate_settings import EvaluateSettings
+from lib.config.metal_settings import MetalSettings
 from lib.config.rollout_settings import RolloutSettings, why_no_rounds
-from lib.config.section import Gigabytes, Natural, NonNegative, Positive, PositiveFloat, Seconds, Section, Size
+from lib.config.section import (
+    Fraction,
+    Gigabytes,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    Size,
+)
 from lib.config.serve_settings import ServeSettings
 from lib.config.train_settings import TrainSettings
 
@@ -59,7 +70,7 @@ class ModelSettings(Section):
     """Ranks of layers whose names end as a regular expression says, e.g. {o_proj: 16, "layers.[0-3].mlp.*": 4}."""
     alpha_pattern: dict[str, PositiveFloat] = Field(default_factory=dict)
     """The same of model.alpha."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[Fraction, Field(lt=1)] = 0.0
     """Dropout on the adapter's input."""
     keys: tuple[str, ...] | None = None
     """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
@@ -145,7 +156,7 @@ class DataSettings(Section):
     or several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
     valid: str | None = None
     """Held-out records, in the same form."""
-    holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    holdout: Annotated[Fraction, Field(le=0.5)] = 0.0
     """Part of data.train that is held out in the place of data.valid, by a hash of the prompt: rows that are added move
     no other."""
     deduplicate: bool = False
@@ -162,7 +173,7 @@ class DataSettings(Section):
     """Folder for what is made of the data once: indices, unpacked files, tokens. It may become as large as the data."""
     spool_limit_gb: Gigabytes = 100.0
     """Most that is fetched of one remote data set."""
-    max_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
+    max_length: Annotated[Natural, Field(ge=2, le=2**24)] = 1024
     """Most tokens of prompt and completion together; longer chats lose middle messages, other rows the beginning
     of their prompt."""
     skip_invalid: bool = False
@@ -255,7 +266,7 @@ class SyncSettings(Section):
     """How gradients (synchronous) and a round's changes (independent) travel; what int8 and topk leave out is sent
     later (error feedback). With strategy=pipelined: how activations and their gradients travel; what is left out is
     lost, and is the records' `sent_error`."""
-    topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    topk_fraction: Annotated[Fraction, Field(gt=0)] = 0.01
     """Part of the values that topk sends, the largest ones; each costs 8 bytes."""
 
 
@@ -273,7 +284,7 @@ class IndependentSettings(Section):
     outer_learning_rate: PositiveFloat = 0.5
     """Of `outer`: how much of the averaged change is taken. In many rounds all changes together count rate / (1 -
     momentum) times: once, by default; seven times with DiLoCo's 0.7 and 0.9, which are for hundreds of rounds."""
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    outer_momentum: Annotated[Fraction, Field(lt=1)] = 0.5
     """Of `outer`: Nesterov momentum over the rounds."""
 
 
@@ -290,23 +301,6 @@ class CheckpointSettings(Section):
     final: Literal["best", "last"] = "best"
     """What the run's folder holds at the end: the weights of the evaluation with the lowest held-out loss, or the last
     ones. Without held-out data or evaluate.every, and of ranks that are never merged, the last."""
-
-
-class MetalSettings(Section):
-    """What is particular to Macs; elsewhere nothing here has an effect."""
-
-    display: Literal["advise", "sleep", "ignore"] = "advise"
-    """A display that is on, for whose sake macOS may end GPU work (mlx#3267): say so at the start, put it to sleep then
-    (pmset displaysleepnow), or leave it."""
-    relax_watchdog: bool = True
-    """Set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 before MLX comes in: macOS then waits longer for the GPU, and a display may
-    stutter. What the environment says comes first."""
-    evaluation_seconds: PositiveFloat | None = 2.0
-    """Most seconds of one evaluation: a micro-batch that would take longer is evaluated in pieces, with the same
-    result; null for never."""
-    wired: Literal["auto", "always", "never"] = "auto"
-    """Keep in memory what MLX holds, so that macOS compresses none of it; kernel panics were reported with it
-    (mlx#3186). `auto`: where the model takes half of the memory or more."""
 
 
 class Config(Section):

@@ -14,7 +14,7 @@ class ServeSettings(Section):
 
     host: str = "127.0.0.1"
     """Address that the gateway listens on; any but a loopback address needs serve.keys."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    port: Annotated[Natural, Field(le=65535)] = 8080
     """Port of the gateway; 0 takes a free one."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None = None
     """What clients call the model; by default the run's name. No other name is served."""

@@ -51,6 +51,8 @@ def read_config(options: argparse.Namespace) -> Config:
         run = {"name": config.run.name or f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"}
     else:
         path = Path(options.resume) / "config.yaml"
+        if Path(options.resume).name == path.name and Path(options.resume).is_file():
+            raise UserError(f"--resume {options.resume}: a file; give the run's folder, --resume {path.parent.parent}")
         if not path.is_file():
             raise UserError(
                 f"--resume {options.resume}: no run there (it has no config.yaml); runs are folders in run.dir"

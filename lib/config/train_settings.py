@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from lib.config.section import Natural, NonNegative, Positive, PositiveFloat, Section, Size
+from lib.config.section import Fraction, Natural, NonNegative, Positive, PositiveFloat, Section, Size
 
 PreferenceLoss = Literal[
     "sigmoid",
@@ -44,7 +44,7 @@ class TrainSettings(Section):
     reference_sync_steps: Positive | None = None
     """TR-DPO: every so many steps the reference follows the policy; by default it never moves. Held-out figures stay
     relative to the reference as training starts."""
-    reference_mixup_alpha: Annotated[float, Field(gt=0, le=1)] | None = None
+    reference_mixup_alpha: Annotated[Fraction, Field(gt=0)] | None = None
     """How far it goes: alpha times the policy plus (1 - alpha) times itself. By default 0.6 with model.method=full; of
     adapters, whose mean is none of the weights, all the way: 1."""
     beta: NonNegative = 0.1
@@ -55,7 +55,7 @@ class TrainSettings(Section):
     the rarer one counts."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of undesirable completions in kto and bco."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[Fraction, Field(lt=0.5)] = 0.0
     """Probability that a pair's label is flipped (cDPO with sigmoid; robust)."""
     rpo_alpha: NonNegative = 0.0
     """Weight of an SFT term on the chosen completion, added to any preference loss."""
@@ -75,7 +75,7 @@ class TrainSettings(Section):
     ratio: Literal["token", "geometric_mean", "completion"] = "token"
     """What of grpo is compared with the sampling policy, and clipped: each token, the geometric mean of a completion's
     tokens (GSPO), or the completion as a whole (RLOO)."""
-    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    epsilon: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2
     """Of grpo: a ratio to the sampling policy below 1 - epsilon, or above 1 + train.epsilon_high, is clipped."""
     epsilon_high: PositiveFloat | None = None
     """The upper side; by default train.epsilon, e.g. 0.28 in DAPO."""

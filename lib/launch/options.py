@@ -15,7 +15,13 @@ from lib.launch.supervisor import MAC_RESTARTS
 from lib.system import key_file
 
 ROLES = ("primary", "secondary")
-LIMITS = {"max_restarts": (0, 10**6), "connections_per_ip": (1, 16), "starting_port": (1024, 65000)}
+LIMITS = {
+    "max_restarts": (0, 10**6),
+    "connections_per_ip": (1, 16),
+    "starting_port": (1024, 65000),
+    "min_mbit": (0, 10**9),
+    "max_round_trip_ms": (0, 10**9),
+}
 
 # Variables that people set and that nothing reads, with what to do instead.
 UNREAD_VARIABLES = {

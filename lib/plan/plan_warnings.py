@@ -181,3 +181,13 @@ def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None
         f"{desirable:,} rows are desirable and {undesirable:,} are not: the {more} ones weigh "
         f"{max(ratio, 1 / ratio):.3g} times as much; train.{name}_weight={even:.3g} evens them out"
     )
+
+
+def long_warm_up(steps: int, train: TrainSettings) -> str | None:
+    """Says so where a run ends before its learning rate has risen."""
+    if train.warmup_steps < steps:
+        return None
+    return (
+        f"train.warmup_steps={train.warmup_steps} and {steps} steps in all: "
+        f"the learning rate never reaches {train.learning_rate:g}"
+    )

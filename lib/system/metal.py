@@ -25,7 +25,8 @@ from lib.system import os_commands
 if TYPE_CHECKING:
     import argparse
 
-    from lib.config.schema import Config, MetalSettings
+    from lib.config.metal_settings import MetalSettings
+    from lib.config.schema import Config
 
 
 ASK_SECONDS = 15.0  # system_profiler takes one or two

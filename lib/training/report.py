@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from rich.text import Text
 
 from lib.config.schema import Config
+from lib.config.without_effect import without_effect
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset
@@ -125,8 +126,10 @@ def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs,
         say.table("", *_without_unknown(plan.rows()), text_columns=2)
     if plan.predictions:
         _show_predictions(say, config, plan, steps)
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *without_effect(config, plan.strategy, len(plan.ranks))):
         say.warning(warning)
+    if (warm_up := plan_warnings.long_warm_up(steps, train)) is not None:
+        say.warning(warm_up)
     if data.labels is not None and (uneven := plan_warnings.uneven_labels(len(data), int(data.labels.sum()), train)):
         say.warning(uneven)
     for dataset in (data, valid):

@@ -1,0 +1,57 @@
+"""Settings that a run was given and that its other settings leave without effect: it says so, and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lib.config.schema import Config
+from lib.config.section import Section
+
+
+def without_effect(config: Config, strategy: str, ranks: int) -> list[str]:
+    """A line for each reason that leaves settings without effect which are not at their defaults.
+
+    A word on the command line may turn to another method or loss, and the file's settings of the first one stay: that
+    is no mistake, as long as nobody believes in them.
+
+    Args:
+        strategy: what strategy=auto came to.
+        ranks: of the run; one alone leaves open what others would do with settings for several.
+    """
+    lines = []
+    for section, names, reason in _idle(config, strategy, ranks):
+        settings = getattr(config, section)
+        if changed := [f"{section}.{name}={getattr(settings, name)}" for name in names if _is_changed(settings, name)]:
+            lines.append(f"without effect: {', '.join(changed)}; {reason}")
+    return lines
+
+
+def _idle(config: Config, strategy: str, ranks: int) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """A section, settings of it that nothing reads now, and why."""
+    train = config.train
+    terms = {name for name, _ in train.loss_terms}
+    if config.model.method == "full":
+        yield "model", ("rank", "scale", "dropout", "keys"), "model.method=full trains no adapters"
+    if train.loss == "sft":
+        yield "train", ("beta",), "train.loss=sft compares nothing with a reference"
+    for loss, name in (("simpo", "simpo_gamma"), ("dpop", "dpop_lambda"), ("cpo", "cpo_alpha")):
+        if loss not in terms:
+            yield "train", (name,), f"it belongs to the loss {loss}, not {train.loss_name}"
+    if train.schedule == "constant":
+        yield "train", ("final_learning_rate",), "train.schedule=constant ends where it began"
+    if train.steps is not None:
+        yield "train", ("epochs",), f"train.steps={train.steps} overrules it"
+    if train.record_kind != "sft":
+        yield "data", ("learn",), f"it belongs to train.loss=sft, not {train.loss_name}"
+    if not config.rollouts.rounds:
+        yield "rollouts", tuple(type(config.rollouts).model_fields), "rollouts.rounds is 0"
+    if config.sync.compression != "topk":
+        yield "sync", ("topk_fraction",), f"it belongs to sync.compression=topk, not {config.sync.compression}"
+    if strategy != "independent" and ranks > 1:
+        yield "independent", tuple(type(config.independent).model_fields), f"strategy={strategy} merges nothing"
+    elif config.independent.merge != "outer":
+        yield "independent", ("outer_learning_rate", "outer_momentum"), "they belong to independent.merge=outer"
+
+
+def _is_changed(settings: Section, name: str) -> bool:
+    return bool(getattr(settings, name) != type(settings).model_fields[name].get_default(call_default_factory=True))
