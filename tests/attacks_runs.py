@@ -264,6 +264,11 @@ ATTACKS: dict[str, Attack] = {
     "pages: the summary is a pipe": of_folder(
         in_place_of("summary.json", "pipe"), "lib.dashboard", "--export", "{run}"
     ),
+    **{
+        f"pages: {name} is a {kind}": of_folder(in_place_of(name, kind), "lib.dashboard", "--export", "{run}")
+        for name in ("curves.png", "report.html", "curves.svg")
+        for kind in ("link", "pipe")
+    },
     "pages: the README is a link": of_folder(in_place_of("README.md", "link"), "lib.dashboard", "--export", "{run}"),
     # Names of runs
     "name: ..": of_run_name(".."),

@@ -378,6 +378,26 @@ def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.
     assert "exists already; give another folder by --out" in capsys.readouterr().err
 
 
+def test_a_link_in_a_runs_folder_leads_no_export_to_another(
+    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run may come from anybody, with links to folders of yours."""
+    own = tmp_path / "documents"
+    (own / "letters").mkdir(parents=True)
+    (own / "thesis.txt").write_text("all of it")
+    export_folder = run.folder / "export"
+    export_folder.mkdir()
+    (export_folder / ".mlx.unfinished").symlink_to(own)
+    assert export(run, "--to", "mlx")[0] == 0
+    assert sorted(path.name for path in own.iterdir()) == ["letters", "thesis.txt"]
+    assert not (export_folder / "mlx").is_symlink() and (export_folder / "mlx" / "adapters.safetensors").is_file()
+    shutil.rmtree(export_folder)
+    export_folder.symlink_to(own)
+    capsys.readouterr()
+    assert export(run, "--to", "mlx")[0] == 2 and "is a link, perhaps to a folder of yours" in capsys.readouterr().err
+    assert sorted(path.name for path in own.iterdir()) == ["letters", "thesis.txt"]
+
+
 def test_a_wrong_export_is_not_written(
     run: TrainedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

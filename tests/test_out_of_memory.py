@@ -436,7 +436,11 @@ def test_the_agent_leaves_a_note_and_the_resumed_run_takes_half(
     process.kill()
     assert look.ran_out(process.wait()) is None  # somebody's kill -9
     counters.write_text("pgfault 12\noom_kill 4\n")
+    note = run / out_of_memory.NOTE.format(host=network.host_name())
+    (tmp_path / "own.txt").write_text("not a run's")
+    note.symlink_to(tmp_path / "own.txt")  # of whoever the run's folder is from
     why = look.ran_out(process.returncode) or ""
+    assert (tmp_path / "own.txt").read_text() == "not a run's" and not note.is_symlink()
     assert "killer ended it; it held " in why and "micro-batches of 16" in why
     done = tiny.train(tmp_path, ["--resume", str(run)])
     assert "micro-batches of 16 (the kernel" in done.stdout + done.stderr and not list(run.glob("out-of-memory-*"))

@@ -218,6 +218,12 @@ def test_a_run_is_exported_with_its_card_and_pushed(hub: HubServer, tmp_path: Pa
     hub.refusals = {}
     assert command.main(words) == 0  # what was written before is taken
     target = run / "export" / "mlx"
+    stored = json.loads((target / "tandem_export.json").read_text())
+    (target / "tandem_export.json").write_text(json.dumps({**stored, "proof": None}))
+    assert command.main(words) == 2  # written with --no-proof, and a proof is wanted
+    assert command.main([*words, "--no-proof"]) == 0
+    (target / "tandem_export.json").write_text(json.dumps(stored, indent=2) + "\n")
+    assert command.main(words) == 0
     assert hub.files == contents(target) and "adapters.safetensors" in hub.files
     text = hub.files[card.CARD].decode()
     assert "library_name: mlx" in text and "valid.jsonl" in text and str(tmp_path) not in text

@@ -14,6 +14,7 @@ import numpy as np
 from lib.dashboard import charts
 from lib.dashboard.history import RunHistory
 from lib.plan.calibration import BatchCurve
+from lib.system import files
 from lib.telemetry.record_types import Record
 from lib.telemetry.run_records import read_records
 
@@ -52,7 +53,9 @@ def plot_curves(log: Path, picture: Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=7, frameon=False)
-    figure.savefig(picture, dpi=130)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format="png")
+    files.write_atomically(picture, drawn.getvalue())
     pyplot.close(figure)
 
 

@@ -71,8 +71,12 @@ def _export(options: argparse.Namespace, say: RunConsole) -> Path:
         Path(options.run), options.checkpoint, options.overrides, options.rows if options.prove else 0, say.line
     )
     target = Path(options.out) if options.out else _default_target(run, options.to)
+    if not options.out and target.parent.is_symlink():
+        raise UserError(f"{target.parent} is a link, perhaps to a folder of yours; name the export's folder by --out")
     facts = _facts(options.to, run, wanted)
     if options.push is not None and _is_export(target) and _stored_facts(target) == facts:
+        if options.prove and json.loads((target / FACTS).read_text())["proof"] is None:
+            raise UserError(f"{target} was written with --no-proof; remove it, or send it as it is by --no-proof")
         say.line(f"{target}: written before")
         return target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -138,8 +142,10 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
         UserError: another process is writing it.
     """
     unfinished = target.with_name(f".{target.name}.unfinished")
+    if unfinished.is_symlink():  # of whoever the run's folder is from, perhaps to a folder of yours
+        unfinished.unlink()
     unfinished.mkdir(parents=True, exist_ok=True)
-    lock = os.open(unfinished, os.O_RDONLY)
+    lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -149,7 +155,7 @@ def _whole_or_absent(target: Path) -> Iterator[Path]:
         ) from None
     try:
         for left in unfinished.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield unfinished
         for path in sorted(unfinished.rglob("*")):
             files.flush_path(path)

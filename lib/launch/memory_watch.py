@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from lib.launch.agent_messages import Beat
-from lib.system import out_of_memory
+from lib.system import files, out_of_memory
 
 LAST_LINES = 40  # of a rank's output, in which MLX may have reported why it ended
 
@@ -52,6 +52,6 @@ class MemoryWatch:
             note = {"evidence": evidence, **{name: self.facts.get(name) for name in ("rank", *out_of_memory.NOTED)}}
             file = Path(self.facts["run"]) / out_of_memory.NOTE.format(host=self.facts["machine"])
             with contextlib.suppress(OSError):
-                file.write_text(json.dumps(note) + "\n")
+                files.write_atomically(file, json.dumps(note) + "\n")
             evidence += f", with micro-batches of {self.facts['micro_batch_size']}; the next start takes half there"
         return evidence
