@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lib.dashboard import run_report
 from lib.distributed.world import start
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
+from lib.evaluate.evaluator import Evaluator
 from lib.system import mpi_and_blas
 from lib.telemetry.run_records import read_records
 from lib.training.checkpoint import Progress, checkpoints_in, step_of
@@ -248,3 +250,9 @@ def test_without_evaluations_on_the_way_a_run_that_goes_on_holds_its_last_weight
     assert losses(run)[2] < losses(run)[12], "the loss has to rise"
     assert summary(run)["checkpoint"] == {"which": "last", "step": 12, "held_out_loss": losses(run)[12]}
     assert same(run, find(run, "last"))
+
+
+def test_a_run_that_was_over_shows_no_answers_that_nobody_asked_for() -> None:
+    """Of a finished run of rounds that is resumed, nothing is evaluated again."""
+    run = SimpleNamespace(inputs=SimpleNamespace(questions=["2 + 2?"]))
+    Evaluator(run, None).show_after(3)  # type: ignore[arg-type]

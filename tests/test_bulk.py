@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import resource
 import shlex
@@ -100,6 +101,27 @@ def test_a_queue_whose_chunks_are_done_once_says_at_once_that_nothing_is_left(tm
     assert queue.next(1, 1, lines(1)) is None
     queue.journal.finish(tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text().split() == [line for chunk in range(3) for line in lines(chunk)]
+
+
+def test_a_rank_that_waits_for_work_hears_so_and_takes_nobody_for_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk may take longer than any wait for an answer."""
+    monkeypatch.setattr(work_queue, "WAIT_SECONDS", 0.05)
+    queue = Dispatcher(journal(tmp_path, chunks=1))
+    server = Server(queue, everywhere=False)
+    assert queue.next(0) == queue.next(1) == 0
+    got: list[int | None] = [7]
+    remote = Remote(server.address, 2, 1.0)
+    thread = threading.Thread(target=lambda: got.append(remote.next(None, [])))
+    thread.start()
+    thread.join(1.5)
+    assert thread.is_alive() and got == [7], "two work at all that is left"
+    assert queue.next(1, 0, lines(0)) is None
+    thread.join(60)
+    assert got == [7, None]
+    remote.close()
+    server.close(5.0)
 
 
 def test_a_lost_ranks_chunk_is_done_first_of_all_and_waiting_ranks_get_it(tmp_path: Path) -> None:
@@ -335,6 +357,15 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     judged = scored(tmp_path / "judged.jsonl")
     assert {(pair["chosen"], pair["rejected"]) for pair in judged} == {("It is 2.", "It is 0.")}
     assert len(judged) == 19  # of 3 + 3 all are alike
+    for name, grades in (
+        ("unsure", [math.nan, 2.0, 1.0]),
+        ("silent", [math.nan] * 3),
+    ):  # a model that grades may give none
+        with monkeypatch.context() as patch:
+            patch.setattr("lib.evaluate.batch_inference.scorer_of", lambda _, g=grades: lambda asked: [g] * len(asked))
+            bulk([*words, str(tmp_path / f"{name}.jsonl")])
+    assert {(p["chosen"], p["rejected"]) for p in scored(tmp_path / "unsure.jsonl")} == {("It is 1.", "It is 2.")}
+    assert scored(tmp_path / "silent.jsonl") == []
     for command, why in (
         (f"{shlex.quote(sys.executable)} -c 'import sys; sys.exit(\"no GPU\")'", "ended with status 1: no GPU"),
         ("echo [1]", "wrote 1 lines for 4 questions"),

@@ -20,12 +20,13 @@ from lib.distributed.world import start
 from lib.errors import UserError
 from lib.evaluate import batch_inference, judges, model_judge, win_rate
 from lib.evaluate import command as evaluate
+from lib.evaluate.batch_inference import CompletionWriter
 from lib.evaluate.choose_judge import judge_of
 from lib.evaluate.judges import Question
 from lib.evaluate.whole_model import WholeModel
 from lib.system import mpi_and_blas
 from lib.training.progress_display import RunConsole
-from tests import served
+from tests import served, tiny
 from tests.tiny import ROOT
 
 MODEL = ROOT / "configs/quickstart/model"
@@ -115,6 +116,16 @@ def test_ties_that_the_order_made_are_counted_apart_from_others() -> None:
         ("number", "42, or rather 43", "42", False),
         ("number", "1.5e3", "1500", True),
         ("number", "none", "0", False),
+        ("number", "1,00,000 rupees", "100000", True),
+        ("number", "12345678901234567890", "12345678901234567891", False),
+        ("number", "a quarter: 1/4", "3/4", False),
+        ("number", "a half: 2/4", "0.5", True),
+        ("number", "the point (3,4)", "34", False),
+        ("number", "it is \N{MINUS SIGN}5", "5", False),
+        ("number", "it is \N{MINUS SIGN}5", "-5", True),
+        ("number", "1e999", "2e999", False),
+        ("number", "1/0", "2/0", False),
+        ("number", "1e99999999999999999999", "1", False),
         ("number", "a version 2 of it: .5", "0.5", True),
         ("exact", " Paris \n", "Paris", True),
         ("exact", "Paris.", "Paris", False),
@@ -310,6 +321,23 @@ def test_against_itself_all_is_even_and_no_model_is_asked(
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["ties"], told["win_rate"], told["mean_score"]) == (PROMPTS, 0.5, None)
     assert {line["verdict"] for line in lines_of(out)} == {"tie"}
+
+
+def test_answers_may_hold_what_ends_a_line_elsewhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U+2028 and U+0085 stay as they are in JSON, and str.splitlines() takes them for a line's end."""
+    write, many = CompletionWriter.completions, "one\u2028two\x85three"
+    monkeypatch.setattr(
+        CompletionWriter, "completions", lambda self, rows: [[many] * len(texts) for texts in write(self, rows)]
+    )
+    out = tmp_path / "out.jsonl"
+    records = [{**record, "prompt": f"{record['prompt']}\u2029"} for record in lines_of(folder / "questions.jsonl")]
+    asked = [*words(folder, out, "base", "evaluate.judge=number")]
+    asked[asked.index(str(folder / "questions.jsonl"))] = str(tiny.write_jsonl(tmp_path / "q.jsonl", records))
+    assert evaluate.main(asked) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["prompts"] == PROMPTS
+    assert {json.loads(line)["answer"] for line in out.read_bytes().split(b"\n")[:-1]} == {many}
 
 
 def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(

@@ -404,8 +404,11 @@ class PairMaker:
         )
         lines = []
         for record, texts, of_texts in zip(kept, drawn, scores, strict=True):
-            best, worst = int(np.argmax(of_texts)), int(np.argmin(of_texts))
-            if of_texts[best] > of_texts[worst] and texts[best].strip() and texts[worst].strip():
+            grades = np.array(of_texts)  # NaN where the judge gave none
+            if np.isnan(grades).all():
+                continue
+            best, worst = int(np.nanargmax(grades)), int(np.nanargmin(grades))
+            if grades[best] > grades[worst] and texts[best].strip() and texts[worst].strip():
                 prompt = prompt_of(record, self.settings.data)
                 pair = {"prompt": prompt, "chosen": texts[best], "rejected": texts[worst]}
                 lines.append(json.dumps(pair, ensure_ascii=False))

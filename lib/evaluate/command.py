@@ -291,7 +291,7 @@ def _other(settings: Config, options: argparse.Namespace) -> WholeModel:
         return WholeModel(settings, None)
     folder = Path(options.against)
     if not (folder / "config.yaml").is_file():
-        changes = {"path": options.against, "adapter": None, "random_init": False}
+        changes = {"path": options.against, "revision": None, "adapter": None, "random_init": False}
         return WholeModel(settings.model_copy(update={"model": settings.model.model_copy(update=changes)}), None)
     _need_adapter("--against", folder)
     words = [word for word in options.overrides if word.startswith(("data.", "model.trust_remote_code="))]

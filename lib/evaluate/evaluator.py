@@ -55,6 +55,8 @@ class Evaluator:
         step: whose weights the model has.
         """
         run, questions = self.run, self.run.inputs.questions
+        if questions and not self.texts:
+            return  # a resumed run that had nothing left to do
         if questions:
             before = next(iter(self.texts.values()))
             # Of a run that was resumed, this process may not have evaluated that step.

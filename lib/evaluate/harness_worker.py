@@ -28,7 +28,7 @@ from lib.evaluate import batch_inference
 from lib.evaluate.work_queue import Lines
 from lib.model.logps import greedy_logps
 from lib.model.token_stream import arrays_of
-from lib.system import metal, out_of_memory
+from lib.system import metal, out_of_memory, plain_json
 from lib.training import reference_model
 
 CHECK_EVERY = 8  # tokens between two looks for a stop text
@@ -113,7 +113,7 @@ class HarnessWorker:
             )
         if self.world.rank:
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return plain_json.read_lines(path)
 
     def score(self, items: Sequence[Sequence[Any]]) -> Lines:
         """For each context a line: [log-probability, whether greedy decoding writes it] of every continuation."""

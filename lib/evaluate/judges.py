@@ -13,6 +13,7 @@ import reprlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
 from typing import Any, Protocol
 
 from lib.data.record_formats import ANSWER
@@ -21,7 +22,10 @@ from lib.evaluate.scores import scores_in
 from lib.system import os_commands, patterns
 
 LINE_BYTES, SCORE_BYTES = 2**20, 2**10  # of what a command may write: in all, and for each score
-NUMBER = r"(?<![\d.])(?:(?<![\w)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"  # "10-5" has 10 and 5
+DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"  # 1,200 and 1,00,000; "3,4" has 3 and 4
+DECIMAL = rf"(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBER = rf"(?<![\d.])((?:(?<![\w)])[-+])?{DECIMAL})(?:/({DECIMAL}))?"  # "10-5" has 10 and 5; "3/4" is one
+MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,15 @@ def same_number(text: str, answer: str) -> bool:
     return number_of(text) is not None and number_of(text) == number_of(answer)
 
 
-def number_of(text: str) -> float | None:
-    """The last number of a text."""
-    found = re.findall(NUMBER, text)
-    return float(found[-1].replace(",", "")) if found else None
+def number_of(text: str) -> Decimal | None:
+    """The last number of a text, a fraction to 50 digits; None where there is none, or none that is finite."""
+    found = re.findall(NUMBER, text.replace(MINUS, "-"))
+    if not found:
+        return None
+    with localcontext(Context(prec=50, traps=[])):
+        above, below = (Decimal(part.replace(",", "")) for part in (found[-1][0], found[-1][1] or "1"))
+        number = above / below if found[-1][1] else above
+    return number if number.is_finite() else None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from lib.evaluate.judges import Question
 from lib.evaluate.model_judge import filled_in, instructions_of, text_of
 from lib.model.lookup_tables import bounded
 from lib.model.token_stream import length_multiple
+from lib.system import files
 from lib.system.model_folder import resolve, why_unreadable
 
 CLASSIFIER = "ForSequenceClassification"  # how the architectures of such models end
@@ -140,6 +141,8 @@ class RewardModel:
 def _score_head(folder: Path, name: str) -> mx.array:
     """float32 [hidden]: a classifier's head of one label."""
     for file in sorted(folder.glob("*.safetensors")):
+        if files.is_litter(file.name):
+            continue
         weights = mx.load(str(file))
         assert isinstance(weights, dict)
         for key in ("score.weight", "classifier.weight"):

@@ -26,7 +26,7 @@ from lib.evaluate.judges import Judge, Question
 from lib.evaluate.model_judge import instructions_of
 from lib.evaluate.whole_model import WholeModel
 from lib.evaluate.work_queue import Lines
-from lib.system import files
+from lib.system import files, plain_json
 from lib.training.progress_display import RunConsole
 
 Verdict = Literal["win", "loss", "tie", "unclear"]
@@ -104,14 +104,14 @@ def compare(first: WholeModel, second: WholeModel, records: Records, out: Path, 
         return [json.dumps(one, ensure_ascii=False) for one in _compared(judge, records, rows, texts, settings)]
 
     if not judged.exists():
-        texts = [[json.loads(line)["completions"][0] for line in path.read_text().splitlines()] for path in models]
+        texts = [[line["completions"][0] for line in plain_json.read_lines(path)] for path in models]
         batch_inference.pull("verdicts", key, records, judged, settings, world.alone(), verdicts)
     files.sweep_unfinished(out)
     if not out.exists():
         files.write_atomically(out, judged.read_bytes())
     for path in sorted(_parts(out), key=lambda path: path == judged):
         path.unlink()  # the verdicts last: they say of which comparison the output is
-    return summarise([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], judge)
+    return summarise(plain_json.read_lines(out), judge)
 
 
 def _parts(out: Path) -> list[Path]:

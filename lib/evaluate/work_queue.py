@@ -30,6 +30,7 @@ from lib.system import files, handshake, network
 from lib.system.mpi_and_blas import launch_environment
 
 CONNECT_SECONDS = 10.0  # to one address, on machines that others keep busy
+WAIT_SECONDS = 1.0  # for work, before a rank hears that there is none yet
 PURPOSE = "the work queue"
 Lines = list[str]
 
@@ -142,6 +143,10 @@ def _chunk_of(line: bytes, chunks: int) -> int | None:
 # ---- The queue
 
 
+class StillBusy(Exception):
+    """Others work at all that is left, and nobody is done yet."""
+
+
 class Dispatcher:
     """Which rank does what: the state behind the queue, for any number of threads.
 
@@ -168,8 +173,18 @@ class Dispatcher:
     def left(self) -> int:
         return len(self.fresh) + len(self.held)
 
-    def next(self, rank: int, finished: int | None = None, lines: Lines = []) -> int | None:  # noqa: B006
-        """As Queue.next, for a rank. Waits while others work at all that is left, two at each."""
+    def next(
+        self,
+        rank: int,
+        finished: int | None = None,
+        lines: Lines = [],  # noqa: B006
+        wait_seconds: float | None = None,
+    ) -> int | None:
+        """As Queue.next, for a rank. Waits while others work at all that is left, two at each.
+
+        Raises:
+            StillBusy: for `wait_seconds` nothing has changed.
+        """
         with self._changed:
             if finished is not None and self.held.pop(finished, None) is not None:
                 self._keep(rank, finished, lines)
@@ -182,7 +197,8 @@ class Dispatcher:
                     return chunk
                 if not self.left or not self.twice:
                     return None
-                self._changed.wait()
+                if not self._changed.wait(wait_seconds):
+                    raise StillBusy
 
     def put(self, rank: int, chunk: int, lines: Lines) -> None:
         """Takes the lines of a chunk that nobody was told to make; the first result counts here, too."""
@@ -276,6 +292,7 @@ class Answer(TypedDict, total=False):
     chunk: int | None
     fault: str
     is_wanted: bool
+    is_busy: bool  # nothing to do now; ask again
 
 
 class Server:
@@ -330,7 +347,10 @@ class Server:
             return {}
         if "fault" in asked:
             self.dispatcher.fail(asked["fault"])
-        return {"chunk": self.dispatcher.next(rank, asked.get("finished"), asked.get("lines", []))}
+        try:
+            return {"chunk": self.dispatcher.next(rank, asked.get("finished"), asked.get("lines", []), WAIT_SECONDS)}
+        except StillBusy:  # an answer nevertheless: a rank that hears nothing takes this one for gone
+            return {"is_busy": True}
 
     def close(self, seconds: float) -> None:
         """Ends when all others have been told that there is nothing left, or after so many seconds."""
@@ -363,6 +383,8 @@ class Remote:
 
     def next(self, finished: int | None, lines: Lines) -> int | None:
         answer = self._ask({"finished": finished, "lines": lines})
+        while answer.get("is_busy"):
+            answer = self._ask({"finished": None})
         if "fault" in answer:
             raise UserError(answer["fault"])
         return answer["chunk"]

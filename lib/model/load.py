@@ -122,7 +122,10 @@ def reference_settings(settings: schema.ModelSettings) -> schema.ModelSettings:
     """The settings of the reference model, as those of a policy."""
     if settings.reference == "initial":
         return settings
-    return settings.model_copy(update={"path": settings.reference, "adapter": None, "random_init": False})
+    own = (
+        {} if settings.reference == settings.path else {"revision": None}
+    )  # another repository has none of its commits
+    return settings.model_copy(update={"path": settings.reference, "adapter": None, "random_init": False, **own})
 
 
 @functools.cache  # hashing many gigabytes takes a while
