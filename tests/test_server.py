@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -23,9 +24,12 @@ import httpx2
 import pytest
 
 from lib.serve import api_keys, command
+from lib.serve.backend_process import _digest_of_fused
+from tests import tiny
 from tests.cluster import Host
 from tests.forked import free_port
 from tests.served import NEVER_ENDS, QUESTION, Served, certificate, command_of, finished_run, load, outcomes, served
+from tests.tiny import ROOT
 
 if TYPE_CHECKING:
     import openai  # imported by those who use it: it takes seconds, and all of pytest's workers read this file
@@ -533,6 +537,30 @@ def test_nothing_survives_a_killed_gateway(run: Path, tmp_path: Path) -> None:
         while any(map(command_of, pids)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_what_was_fused_is_of_one_model_one_adapter_and_its_settings(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "model"
+    shutil.copytree(ROOT / "configs/quickstart/model", other)
+    adapter = tmp_path / "run"
+    shutil.copytree(run, adapter)
+    digests = [_digest_of_fused(ROOT / "configs/quickstart/model", adapter), _digest_of_fused(other, adapter)]
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["lora_parameters"]["scale"] *= 2
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    digests.append(_digest_of_fused(other, adapter))
+    assert len(set(digests)) == 3
+
+
+def test_a_quantised_model_is_not_fused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was trained may be less than four bits can say."""
+    stored = tiny.stored_model(tmp_path, quantised=True)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"model: {{path: {stored}}}\ndata: {{train: none}}\n")
+    (run / "adapters.safetensors").touch()
+    assert command.main(["--run", str(run), "serve.fuse=true"]) == 2
+    assert "is quantised, and merged weights rounded" in capsys.readouterr().err
 
 
 def test_hosts_serve_together_and_open_no_port(run: Path, three_hosts: list[Host]) -> None:

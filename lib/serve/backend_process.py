@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = str(model_folder.resolve(options.model, options.revision))
     where = ["--model", model]
     if options.fuse and options.adapter:
-        where = ["--model", str(fused(model, Path(options.adapter)))]
+        where = ["--model", str(fused(Path(model), Path(options.adapter), options.trust_remote_code))]
     elif options.adapter:
         where += ["--adapter-path", options.adapter]
     if options.trust_remote_code:
@@ -75,13 +75,13 @@ def main(arguments: list[str] | None = None) -> None:
         os._exit(1)  # the thread that generates would keep the process
 
 
-def fused(model: str, adapter: Path) -> Path:
+def fused(model: Path, adapter: Path, trusts_code: bool) -> Path:
     """The folder of the model with the adapter fused into it, beside the adapter; made where it is missing."""
-    with (adapter / model_folder.ADAPTER_WEIGHTS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    digest = _digest_of_fused(model, adapter)
     folder, partial = adapter / f"fused-{digest}", adapter / f"fused-{digest}.{os.getpid()}"
     if not folder.exists():
-        words = ["fuse", "--model", model, "--adapter-path", str(adapter), "--save-path", str(partial)]
+        words = ["fuse", "--model", str(model), "--adapter-path", str(adapter), "--save-path", str(partial)]
+        words += ["--trust-remote-code"] * trusts_code
         try:
             subprocess.run([sys.executable, "-m", "mlx_lm", *words], check=True, stdin=subprocess.DEVNULL)
             with contextlib.suppress(OSError):  # another backend on this disk has made it
@@ -89,6 +89,18 @@ def fused(model: str, adapter: Path) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _digest_of_fused(model: Path, adapter: Path) -> str:
+    """Of all that it is made of; of the model's files, which may be large, the places, sizes and times."""
+    digest = hashlib.sha256()
+    for path in (adapter / model_folder.ADAPTER_WEIGHTS, adapter / model_folder.ADAPTER_CONFIG):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for path in sorted(model.resolve().iterdir()):
+        facts = path.stat()
+        digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def _stop_at_every_end(server: Any) -> None:

@@ -35,7 +35,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from lib.config import command_line, help, load
+from lib.config import command_line, help, load, read_file
 from lib.config.schema import Config
 from lib.config.serve_settings import ServeSettings
 from lib.data import chat_template
@@ -323,10 +323,20 @@ def _check(settings: Config, run: Path | None) -> None:
         raise UserError("model.random_init=true: mlx_lm.server cannot draw the run's weights; they are in no file")
     if settings.serve.backends and settings.serve.hostfile:
         raise UserError("serve.backends run already, serve.hostfile starts its own; give one of them")
+    if settings.serve.fuse and run is not None and _is_quantised(settings):
+        raise UserError(
+            f"serve.fuse=true: {settings.model.path} is quantised, and merged weights rounded to as few bits may lose "
+            f"what was trained; leave it out, or python -m lib.export {run} --to fused --dequantize and serve that"
+        )
     if settings.model.attention_window is not None:
         print(
             "warning: mlx_lm.server knows nothing of model.attention_window; it attends to everything", file=sys.stderr
         )
+
+
+def _is_quantised(settings: Config) -> bool:
+    path = model_folder.resolve(settings.model.path, settings.model.revision) / "config.json"
+    return not {"quantization", "quantization_config"}.isdisjoint(read_file.read_object(path, "the model's"))
 
 
 def _read_config(options: argparse.Namespace) -> Config:
