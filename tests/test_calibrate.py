@@ -474,6 +474,29 @@ def test_a_page_escapes_what_it_is_given(tmp_path: Path) -> None:
     assert "<td>&lt;b&gt;host" in (tmp_path / "curves.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/user.slice/job/step\n", {}, None),
+        ("0::/user.slice/job/step\n", {"user.slice/job/step/memory.max": "max"}, None),
+        ("0::/user.slice/job/step\n", {"user.slice/memory.max": 8, "user.slice/job/step/memory.max": "max"}, 8),
+        ("0::/user.slice/job\n", {"user.slice/memory.max": 8, "user.slice/job/memory.max": 5}, 5),
+        ("0::/user.slice/job\n", {"user.slice/memory.max": 4, "user.slice/job/memory.max": 5}, 4),
+        ("0::/\n", {"memory.max": 3}, 3),
+        ("4:memory:/docker/abc\n1:cpu:/\n", {"memory/memory.limit_in_bytes": 6}, 6),  # the path is the host's
+        ("4:cpu,memory:/a\n", {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/a/memory.limit_in_bytes": 7}, 7),
+    ],
+)
+def test_the_least_limit_of_the_control_groups_around_counts(
+    tmp_path: Path, groups: str, limits: dict[str, object], expected: int | None
+) -> None:
+    assert machine.container_memory_bytes(tmp_path) is None, "where there are none"
+    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{n}": v for n, v in limits.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n".replace("\n\n", "\n"))
+    assert machine.container_memory_bytes(tmp_path) == expected
+
+
 def test_sensors_of_processors_are_read_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sensor(folder: str, **files: object) -> None:
         (tmp_path / folder).mkdir(parents=True)
@@ -484,7 +507,8 @@ def test_sensors_of_processors_are_read_and_others_are_not(tmp_path: Path, monke
     assert machine.sensors(tmp_path) == {}, "where the system tells nothing"
     sensor("hwmon/hwmon0", name="nvme", temp1_input=88000)
     sensor("hwmon/hwmon1", name="k10temp", temp1_input=61500, temp2_input="", temp3_input=-273000)
-    sensor("hwmon/hwmon2", name="amdgpu", temp1_input=55000, power1_average=83_000_000)
+    amdgpu = {"power1_average": 50_000_000, "power1_input": 52_000_000, "power2_input": 33_000_000}
+    sensor("hwmon/hwmon2", name="amdgpu", temp1_input=55000, **amdgpu)  # the first meter says it twice
     sensor("thermal/thermal_zone0", type="x86_pkg_temp", temp=64000)
     assert machine.sensors(tmp_path) == pytest.approx({"temperature_celsius": 64.0, "power_watts": 83.0})
     command = tmp_path / "nvidia-smi"

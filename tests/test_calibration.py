@@ -12,6 +12,7 @@ import pytest
 from lib.config import load
 from lib.errors import UserError
 from lib.plan.calibration import (
+    FOLDER,
     BatchCurve,
     CurveKey,
     HostCalibration,
@@ -284,3 +285,9 @@ def test_the_best_point_is_the_fastest_that_fits() -> None:
     assert BatchCurve.from_rates(rates, peaks, 1000).best_point.batch_size == 4
     assert BatchCurve.from_rates(rates, peaks, 30).best_point.batch_size == 2
     assert BatchCurve.from_rates(rates, peaks, 5).best_point.batch_size == 1  # none fits
+
+
+def test_what_a_mac_leaves_on_other_disks_is_no_calibration(tmp_path: Path) -> None:
+    (tmp_path / "m4-max.json").write_bytes((FOLDER / "published/m4-max.json").read_bytes())
+    (tmp_path / "._m4-max.json").write_bytes(b"\0\5\x16\7\0\2")
+    assert list(read_published(tmp_path)) == ["m4-max"]

@@ -314,7 +314,8 @@ def write_calibration(path: Path, calibration: HostCalibration) -> None:
 
 def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibration]:
     """Published calibrations by file name, e.g. "m4-max"."""
-    return {path.stem: read_calibration(path) for path in sorted(folder.glob("*.json"))}
+    paths = (path for path in sorted(folder.glob("*.json")) if not files.is_litter(path.name))
+    return {path.stem: read_calibration(path) for path in paths}
 
 
 # ------------------------------------------------------------------------------------------------------------

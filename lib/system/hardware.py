@@ -139,24 +139,25 @@ def host_memory_bytes() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def container_memory_bytes() -> int | None:
-    """The limit of this process's control group (Linux); None where there is none."""
-    groups = Path("/proc/self/cgroup")
-    for line in groups.read_text().splitlines() if groups.exists() else ():
+def container_memory_bytes(system: Path = Path("/")) -> int | None:
+    """The least limit of this process's control group and of those around it (Linux); None where there is none.
+
+    A user's slice or a cluster's job often has the limit, and the group in it none of its own.
+    """
+    limits = []
+    for line in _text(system / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":  # version 2
-            file = Path(f"/sys/fs/cgroup{path}/memory.max")
+            mount, name = system / "sys/fs/cgroup", "memory.max"
         elif "memory" in controllers.split(","):
-            file = Path(f"/sys/fs/cgroup/memory{path}/memory.limit_in_bytes")
+            mount, name = system / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        try:
-            limit = file.read_text().strip()
-        except OSError:  # inside a container the path is the host's
-            continue
-        if limit.isdecimal() and int(limit) < 2**60:  # version 1 writes a huge number for "no limit"
-            return int(limit)
-    return None
+        group = mount / path.lstrip("/")  # inside a container the path may be the host's: then its root is all there is
+        texts = [_text(folder / name) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+        # Version 1 writes a huge number for "no limit".
+        limits += [int(text) for text in texts if text.isdecimal() and int(text) < 2**60]
+    return min(limits, default=None)
 
 
 def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
@@ -169,13 +170,14 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
     """
     readings: dict[str, float] = {}
     temperatures = [
-        *_sysfs(system, "hwmon*/temp*_input", "name", 1e-3),
-        *_sysfs(system, "thermal_zone*/temp", "type", 1e-3),
+        *_sysfs(system, "hwmon*/temp*_input", "name", 1e-3).values(),
+        *_sysfs(system, "thermal_zone*/temp", "type", 1e-3).values(),
     ]
-    watts = [
-        *_sysfs(system, "hwmon*/power*_average", "name", 1e-6),
-        *_sysfs(system, "hwmon*/power*_input", "name", 1e-6),
-    ]
+    inputs = _sysfs(system, "hwmon*/power*_input", "name", 1e-6)
+    averages = _sysfs(system, "hwmon*/power*_average", "name", 1e-6)
+    # Some drivers give both, the present value and the mean, of one meter.
+    by_meter = {path.with_name(path.name.rpartition("_")[0]): watts for path, watts in (inputs | averages).items()}
+    watts = list(by_meter.values())
     nvidia = re.findall(r"^\s*([\d.]+|\S+)\s*,\s*([\d.]+|\S+)\s*$", os_commands.output(NVIDIA_SENSORS), re.MULTILINE)
     if nvidia:
         temperatures, watts = ([float(one) for one in each if one[0].isdigit()] for each in zip(*nvidia, strict=True))
@@ -193,13 +195,13 @@ def sensors(system: Path = Path("/sys/class")) -> dict[str, float]:
 NVIDIA_SENSORS = ["nvidia-smi", "--query-gpu=temperature.gpu,power.draw", "--format=csv,noheader,nounits"]
 
 
-def _sysfs(system: Path, values: str, name: str, unit: float) -> list[float]:
-    """The readings of the processors' sensors of one kind, times a unit."""
-    readings = []
+def _sysfs(system: Path, values: str, name: str, unit: float) -> dict[Path, float]:
+    """The readings of the processors' sensors of one kind, times a unit, by their files."""
+    readings = {}
     for path in (system / ("hwmon" if values.startswith("hwmon") else "thermal")).glob(values):
         with contextlib.suppress(OSError, ValueError):  # a sensor may be asleep
             if PROCESSOR_SENSORS.search((path.parent / name).read_text()):
-                readings.append(unit * int(path.read_text()))
+                readings[path] = unit * int(path.read_text())
     return readings
 
 
