@@ -28,7 +28,7 @@ from lib.distributed.world import World
 from lib.evaluate import command
 from lib.model import load as load_module
 from lib.model import pipeline_stage, token_stream
-from lib.system.out_of_memory import Limit
+from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.telemetry.run_records import read_records
 from lib.training import pipelined_step
 from lib.training.joined_arrays import JoinedArrays
@@ -217,6 +217,7 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
         ("model.method=dora", "train.loss=orpo", "model.gradient_checkpointing=true"),
         ("model.method=lora", "train.loss=ipo", "train.compile=true", "model.dropout=0.1"),
         ("model.method=lora", "train.loss=kto", "train.learning_rate=1e-2"),
+        ("model.blocks=1", "checkpoint.every=2", "train.schedule=constant"),  # the first stages train nothing
         ("model.method=lora", "train.loss=bco", "train.learning_rate=1e-2"),
         (
             "model.adapt_embeddings=true",
@@ -244,9 +245,35 @@ def test_stages_train_to_the_weights_of_the_whole(world: World, folder: Path, wo
     for key in ("tokens", "rows"):
         assert [record[key] for record in steps_of(alone.run)] == [record[key] for record in steps_of(run)], key
     assert steps_of(run, world.rank)[-1]["rows"] == steps_of(run)[-1]["rows"]
+    if "checkpoint.every=2" in words:
+        train(world, folder, [*common, *cut, "train.steps=3"], "stopped")
+        stopped = train(world, folder, [*common, *cut], "stopped", resume=True)
+        world.gather_text("resumed")
+        assert difference(run, stopped) == 0.0
     before, after = (json.loads((either / "summary.json").read_text()) for either in (alone.run, run))
     assert after["strategy"] == "pipelined" and after["world_size"] == world.size
     assert after["pairs"] == before["pairs"] and after["loss"] == pytest.approx(before["loss"], rel=1e-4)
+    world.gather_text("checked")
+
+
+@two
+@pytest.mark.parametrize("words", [("train.loss=kto",), ("train.reference_sync_steps=2",)], ids=lambda words: words[0])
+def test_memory_that_runs_out_in_a_pass_without_gradients_halves_the_micro_batch(
+    world: World, folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage finds it between two micro-batches, when the next one waits for what it would send."""
+    common = [*words_of(world, folder), "train.steps=3", *words, "train.learning_rate=1e-2", "checkpoint.final=last"]
+    common += ["strategy=pipelined", "plan.micro_batch_sizes=[4]", "sync.timeout_seconds=60"]
+    alone = rounding.trained_alone(world, common)
+
+    def check(limit: Limit, pairs: int) -> None:
+        if pairs > 2 and world.rank == 0:
+            raise OutOfMemory(f"a micro-batch of {pairs} took too much")
+
+    monkeypatch.setattr(Limit, "check", check)
+    run = train(world, folder, [*common, f"plan.shares={list(CUTS[world.size][0])}"], "stages")
+    world.gather_text("finished")
+    rounding.assert_equal_runs(alone, [run], ["loss", "grad_norm"])
     world.gather_text("checked")
 
 

@@ -92,7 +92,7 @@ class PipelinedWorld(World):
                 flat[name] = self.links.receive(
                     flat[name].shape, flat[name].dtype, 0, "what the first and the last rank hold"
                 )
-        return tree_unflatten(list(flat.items()))
+        return tree_unflatten(list(flat.items())) or {}  # of a rank that trains nothing; else a list
 
     def _within(self, name: str, own: Mapping[str, mx.array], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         part = self.part(name)
@@ -132,7 +132,7 @@ class InStages(Lockstep):
                 other = next(rank for rank in holders if rank != self.ranks.rank)
                 theirs = self.ranks.links.exchange(flat[name], other, what)
                 flat[name] = flat[name] + theirs  # the same bits on both: addition commutes
-        return tree_unflatten(list(flat.items())), self.ranks.from_last(sums, "the sums of a step")
+        return tree_unflatten(list(flat.items())) or {}, self.ranks.from_last(sums, "the sums of a step")
 
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
         mine = [value for name, value in values.items() if self._counts(name)]

@@ -78,11 +78,15 @@ class PipelinedStep(TrainStep):
         self.functions = StageFunctions(self)
 
     def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch], watching: Watching = iter) -> StepResult:
-        """One step, as TrainStep's; the seconds are this rank's own."""
+        """One step, as TrainStep's; the seconds are this rank's own.
+
+        watching: not used. A rank that left a pass would leave the next stages waiting, so all look at the memory where
+        they agree to go on.
+        """
         world = self.world
         assert isinstance(world, InStages)
         self.waited_seconds = -world.ranks.links.waited_seconds
-        result = super().__call__(index, steps, batches, watching)
+        result = super().__call__(index, steps, batches)
         compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
         wait = result.wait_seconds + self.waited_seconds
         return replace(result, compute_seconds=[compute], wait_seconds=wait, sent_error=self.sent_error)
@@ -95,6 +99,7 @@ class PipelinedStep(TrainStep):
         self.shapes.update(batch.shapes for batch in counted)
         world = self.world
         assert isinstance(world, InStages)
+        self.limit.check(max((len(batch.rows) for batch in counted), default=0))
         world.agree_to_go_on(what)
         links = world.ranks.links
         links.under_way = MOST_PARTS * self.in_flight[0]

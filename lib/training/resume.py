@@ -184,7 +184,7 @@ def restore_all(
             progress, weights, state = restore(path, wanted, start.data_digest)
     progress = Progress(**json.loads(world.broadcast_text(json.dumps(asdict(progress)))))
     if progress.step:
-        model.update(tree_unflatten(list(world.scattered(weights))))
+        model.update(tree_unflatten(list(world.scattered(weights))) or {})
         optimizer.state = tree_unflatten(list(world.scattered(state)))
         mx.eval(model.trainable_parameters(), optimizer.state)
     return progress
@@ -201,7 +201,7 @@ def restore_weights(path: Path, model: nn.Module, world: World) -> None:
     with world.agreeing("going back to a checkpoint"):
         if world.rank == 0:
             weights = adapter_files.read_trained(wanted, path, "checkpoint")
-    model.update(tree_unflatten(list(world.scattered(weights))))
+    model.update(tree_unflatten(list(world.scattered(weights))) or {})
     mx.eval(model.trainable_parameters())
 
 
