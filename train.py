@@ -68,14 +68,14 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
     from lib.dashboard import run_report
     from lib.evaluate.evaluator import Evaluator
     from lib.rollouts import rounds
-    from lib.training import reference_model, report
+    from lib.training import reference_model, report, summary
     from lib.training.loop import TrainingLoop
     from lib.training.resume import resume_run
-    from lib.training.summary import show_end
 
     launched = time.perf_counter()
     if (run := prepare(config, world, resume, dry_run)) is None:
         return
+    run.counted_until = launched
 
     # ---- Reference: the policy before training, or another model, asked once and kept on disk ------------------------
 
@@ -103,10 +103,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool) -> None:
 
     # ---- Finish: the adapter where mlx-lm finds it, the figures, the curves ------------------------------------------
 
-    if (summary := loop.finish(launched)) is not None:
+    if (figures := loop.finish()) is not None:
         if config.run.pages:
             run_report.write(run.folder)
-        show_end(run.say, run.folder, summary)
+        summary.show_end(run.say, run.folder, figures)
     run.close()
 
 

@@ -284,6 +284,33 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert figures(read_all(RunHistory(tmp_path)), 5000.0).state == "finished"
 
 
+def test_of_independent_ranks_each_step_is_one_of_all_in_its_time(tmp_path: Path) -> None:
+    plan = {
+        "strategy": "independent",
+        "shares": [6, 2],
+        "global_batch_size": 8,
+        "ranks": [{"host": "a"}, {"host": "b"}],
+    }
+    start = {"kind": "start", "time": 1000.0, "steps": 100, "plan": plan}
+    for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
+        steps = [step(n, rank, host, pairs=share, step_seconds=1.0) for n in range(1, 41)]
+        write(tmp_path / "logs" / f"rank-{rank:03d}.jsonl", [{**start, "rank": rank, "host": host}, *steps])
+    now = figures(read_all(RunHistory(tmp_path)), 1041.0)
+    assert now.step == 40 and now.pairs_per_second == pytest.approx(8.0) and now.left_seconds == pytest.approx(60.0)
+
+
+def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:
+    start = {"kind": "start", "rank": 0, "host": "a", "config": {"cost": {"rent_per_hour": 1.0}}}
+    start["plan"] = {"ranks": [{"host": "a"}, {"host": "b"}]}
+    day = 86_400.0
+    records = [{**start, "time": 1000.0}, *(step(n, time=1000.0 + n) for n in range(1, 5))]
+    records += [{**start, "time": day}, *(step(n, time=day + n - 4) for n in range(5, 9))]
+    write(tmp_path / "logs" / "rank-000.jsonl", records)
+    now = figures(read_all(RunHistory(tmp_path)), day + 5.0)
+    assert now.elapsed_seconds == pytest.approx(4.0 + 5.0) and now.restarts == 1
+    assert now.cost is not None and now.cost["cost"] == pytest.approx(2 * 9.0 / 3600)
+
+
 def test_a_run_without_a_record_has_figures_too(tmp_path: Path) -> None:
     assert figures(RunHistory(tmp_path), 5.0).state == "waiting"
 

@@ -72,6 +72,22 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path) -> None:
     assert steps[0] == steps[1]
 
 
+def test_the_wall_seconds_and_the_cost_of_a_run_are_of_all_its_processes(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "run.name=run", "cost.rent_per_hour=3600"]
+    tiny.train(tmp_path, [*words, "train.steps=2"])
+    run = tmp_path / "runs/run"
+    state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())
+    first = json.loads((run / "summary.json").read_text())
+    assert 0 < state["seconds"] < state["wall_seconds"] <= first["wall_seconds"]
+    began = time.monotonic()
+    tiny.train(tmp_path, ["--resume", str(run), "train.steps=3"])
+    process_seconds = time.monotonic() - began
+    both = json.loads((run / "summary.json").read_text())
+    assert state["wall_seconds"] + both["seconds"] - first["seconds"] < both["wall_seconds"]
+    assert both["wall_seconds"] < state["wall_seconds"] + process_seconds
+    assert both["cost"]["cost"] == pytest.approx(both["wall_seconds"])
+
+
 def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
     words = [
         *tiny.settings(tmp_path),

@@ -92,8 +92,10 @@ def figures(run: RunHistory, now: float) -> Figures:
     step = math.ceil(done) if not steps else min(math.ceil(done), steps)
     left = None
     if steps and pace and not (ended or silent):
-        left = max(0.0, steps - done) * pace / (max(len(present), 1) if apart else 1)
-    elapsed = (last if ended or silent else max(now, last)) - first if last else 0.0
+        remaining = max(0.0, steps - done)
+        left = remaining * (plan.get("global_batch_size") or 1) / speed if apart and speed else remaining * pace
+    paused = _paused_seconds(events, series)
+    elapsed = (last if ended or silent else max(now, last)) - first - paused if last else 0.0
     costs = _cost(hosts or [who[1] for who in series], start)
     seconds = np.array([[rank.compute_seconds, rank.sync_seconds, rank.wait_seconds] for rank in ranks])
     newest = max(present.values(), key=lambda one: one.recent[-1][INDEX["time"]], default=None)
@@ -199,6 +201,16 @@ def _span(events: Sequence[Record], series: dict[Who, Series]) -> tuple[float, f
     times = [event["time"] for event in (*events[:1], *events[-1:])]
     times += [row[INDEX["time"]] for one in series.values() for row in (one.table()[0][0], one.recent[-1])]
     return (min(times), max(times)) if times else (0.0, 0.0)
+
+
+def _paused_seconds(events: Sequence[Record], series: dict[Who, Series]) -> float:
+    """The time between the last record of a process and the start of the one that went on, by rank 0's, added up."""
+    own = [event for event in events if event.get("rank") == 0]
+    again = [event["time"] for event in own if event["kind"] == "start"][1:]
+    tables = [table for (rank, _), one in series.items() if rank == 0 for table in one.table()[1:]]  # least, greatest
+    times = np.sort(np.concatenate([[event["time"] for event in own], *(table[:, INDEX["time"]] for table in tables)]))
+    before = times[np.maximum(0, np.searchsorted(times, again) - 1)]
+    return float(np.sum(again - before)) if again else 0.0
 
 
 def _cost(hosts: Sequence[str], start: Record) -> Callable[[float], RunCost | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -253,8 +252,8 @@ class TrainingLoop:
             checkpoint_due = run.progress.is_best(metrics, is_finite) or run.is_over or checkpoint_due
         return checkpoint_due and run.save()
 
-    def finish(self, launched: float) -> summary.RunSummary | None:
-        """Saves the result, and closes the log. launched: when the run began, by time.perf_counter().
+    def finish(self) -> summary.RunSummary | None:
+        """Saves the result, and closes the log.
 
         Returns:
             On rank 0 what summary.json holds.
@@ -278,8 +277,8 @@ class TrainingLoop:
                     adapter_files.save_trained(run.model, config.model, own_folder)
                 if world.rank == 0:
                     adapter_files.save_trained(run.model, config.model, run.folder, *weights)
-                    wall_seconds = time.perf_counter() - launched
-                    result = summary.summarise(config, run.plan, run.progress, ending, each, wall_seconds)
+                    run.count_wall_seconds()
+                    result = summary.summarise(config, run.plan, run.progress, ending, each)
                     files.write_atomically(run.folder / "summary.json", plain_json.dumps(result, indent=2) + "\n")
             except OSError as error:
                 raise UserError(

@@ -68,7 +68,7 @@ class RunSummary(TypedDict):
     pairs: int
     tokens: int
     seconds: float  # of steps
-    wall_seconds: float
+    wall_seconds: float  # of all processes that made its steps, from each one's launch on
     pairs_per_second: float
     tokens_per_second: float
     efficiency: float | None
@@ -94,7 +94,6 @@ def summarise(
     progress: Progress,
     ending: Ending,
     each: Sequence[str],
-    wall_seconds: float,
 ) -> RunSummary:
     """The final figures, as summary.json holds them; held-out ones where there is held-out data.
 
@@ -118,11 +117,11 @@ def summarise(
         "pairs": progress.pairs,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
-        "wall_seconds": wall_seconds,
+        "wall_seconds": progress.wall_seconds,
         "pairs_per_second": speed,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
         "efficiency": _efficiency(plan, ranks),
-        "cost": hosts_cost([rank.host for rank in plan.ranks], wall_seconds, config.cost),
+        "cost": hosts_cost([rank.host for rank in plan.ranks], progress.wall_seconds, config.cost),
         "loss": after.get("loss"),
         "reward_accuracy": after.get("reward_accuracy"),
         "reward_margin": after.get("reward_margin"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +38,7 @@ class TrainingRun:
         steps: of the whole run.
         feed: what passes records on to run.sinks.
         asked_reference: gives a step's micro-batches their reference, where it is not known before.
+        counted_until: when progress.wall_seconds was last counted, by time.perf_counter(); at first the launch.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class TrainingRun:
     say: RunConsole
     feed: Feed
     asked_reference: AskedReference | None = None
+    counted_until: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
@@ -66,6 +69,12 @@ class TrainingRun:
         log = self.folder / "logs" / f"rank-{world.rank:03d}.jsonl"
         self.tracker = PerformanceTracker(log, world.rank, self.hosts[world.rank], self.feed)
         self.writer = CheckpointWriter(self.lock is not None, config.checkpoint.max_lost_seconds)
+
+    def count_wall_seconds(self) -> None:
+        """Adds what has passed since they were last counted."""
+        now = time.perf_counter()
+        self.progress.wall_seconds += now - self.counted_until
+        self.counted_until = now
 
     def close(self) -> None:
         """Lets go of the run's folder."""
@@ -89,7 +98,12 @@ class TrainingRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to train: all steps are taken, or the held-out loss falls no more."""
+        """Whether nothing is left to train: all steps are taken, or the held-out loss falls no more.
+
+        Inside a round ranks are not merged yet: it is ended first, also where a resume takes fewer steps.
+        """
+        if self.local_sgd is not None and self.local_sgd.round is not None:
+            return False
         return self.progress.step >= self.steps or self.progress.has_stalled(self.config.train.patience)
 
     def is_finite(self) -> bool:
@@ -104,6 +118,7 @@ class TrainingRun:
             Stopped: ranks hold unlike weights, or what they exchanged was changed on its way.
         """
         self.world.check_exchanges()
+        self.count_wall_seconds()
         progress = self.progress
         own: RankArrays | None
         if self.local_sgd is not None:
