@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lib.config.schema import SyncSettings
 from lib.distributed import gradients
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
+from lib.plan import first_plan
 from lib.telemetry.run_records import read_records
 from lib.training import local_sgd, step
 from tests import rounding, tiny
@@ -236,6 +238,30 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
     world.gather_text("checked")
 
 
+@two
+def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: World, folder: Path) -> None:
+    words = [*settings(world, folder, rows=45), "strategy=independent", "independent.merge=outer", "plan.shares=[5,3]"]
+    words += ["independent.pairs_per_round=64", "train.schedule=constant", "checkpoint.every=5", "checkpoint.keep=99"]
+    longer, ended = train(world, folder, [*words, "train.steps=24"], "longer"), folder / "runs/ended"
+    shorter = train(world, folder, [*words, "train.steps=10"], "shorter")
+    world.gather_text("finished")
+    if world.rank == 0:
+        shutil.copytree(longer, ended)
+        for path in (ended / "checkpoints").glob("step-*"):
+            if int(path.name.removeprefix("step-")) > 10:
+                shutil.rmtree(path)
+    world.gather_text("cut")
+    state = json.loads((longer / "checkpoints/step-00000010/state.json").read_text())["rounds"]
+    assert not state["are_one"], "the test wants a stop inside a round, which are nine steps each"
+    train(world, folder, [*words, "train.steps=10"], "ended", resume=True)
+    world.gather_text("resumed")
+    assert (
+        [record["step"] for record in merges_of(ended)] == [record["step"] for record in merges_of(shorter)] == [9, 10]
+    )
+    assert difference(shorter, ended) == 0.0 and rows_of_epochs(ended) == rows_of_epochs(shorter)
+    world.gather_text("checked")
+
+
 def test_a_stacked_run_goes_on_at_its_rank(
     world: World,
     folder: Path,
@@ -294,6 +320,19 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
     assert all(len(set(each)) == 1 for each in sent.values())
     assert sent["bf16"][0] < 0.52 * sent["none"][0] and sent["topk"][0] < 0.1 * sent["none"][0]
     assert sent["int8"][0] < 0.4 * sent["none"][0] * (world.size / 2)
+    world.gather_text("checked")
+
+
+@pytest.mark.parametrize("change", [{"steps_per_round": 99}, {"gradient_checkpointing": True}])
+def test_ranks_that_would_plan_unlike_end_before_they_train(
+    world: World, folder: Path, shares: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """Each makes its own plan of what all know; where one knew something else, rows would be lost, or trained twice."""
+    advised = first_plan.advised
+    if world.rank == 1:
+        monkeypatch.setattr(first_plan, "advised", lambda config, plan: replace(advised(config, plan), **change))
+    with pytest.raises(AgreedError, match="rank 1 has another plan than rank 0"):
+        train(world, folder, [*settings(world, folder), shares], "unlike")
     world.gather_text("checked")
 
 

@@ -278,6 +278,22 @@ def test_small_arrays_keep_32_bits_and_large_ones_follow_adamw() -> None:
     assert 0 < far.item() < 0.05
 
 
+def test_no_second_moment_of_8_bits_becomes_zero_beside_larger_ones() -> None:
+    """A column of large gradients among small ones in a block: the root of a zero would divide the small ones' mean."""
+    gradient = mx.where(mx.arange(256) % 64 == 0, 1e-2, 1e-6) * mx.ones((32, 1))
+    largest = {}
+    for name in ("adamw", "adamw_8bit"):
+        optimizer = make_optimizer(TrainSettings(optimizer=name, learning_rate=0.1))
+        parameters: dict[str, Any] = {"large": mx.zeros((32, 256))}
+        moves = []
+        for _ in range(40):
+            before = parameters["large"]
+            parameters = optimizer.apply_gradients({"large": gradient}, parameters)
+            moves.append(mx.abs(parameters["large"] - before).max().item() / 0.1)
+        largest[name] = max(moves)
+    assert largest["adamw"] <= 1.01 and largest["adamw_8bit"] <= 1.5, largest  # rounded to 8 bits; it was over 50
+
+
 def test_an_array_in_slices_ends_with_the_bits_of_one_updated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of two blocks; the last block of the array is not full."""
     target = mx.random.normal((67, 129), key=mx.random.key(1))
@@ -389,3 +405,10 @@ def test_a_compiled_run_ends_with_the_weights_of_a_plain_one(tmp_path: Path) -> 
     for compiled in ("false", "true"):
         tiny.train(tmp_path, [*words, f"run.name={compiled}", f"train.compile={compiled}"])
     rounding.assert_equal_runs(tmp_path / "runs/false", [tmp_path / "runs/true"], ["loss", "grad_norm"])
+
+
+def test_a_reference_of_another_repository_has_its_own_revision() -> None:
+    """A commit, or a tag, of the policy's repository is none of the other's."""
+    policy = schema.ModelSettings(path="a/policy", revision="0123abc", reference="b/reference")
+    assert models.reference_settings(policy).revision is None
+    assert models.reference_settings(policy.model_copy(update={"reference": "a/policy"})).revision == "0123abc"

@@ -509,6 +509,15 @@ def test_a_streamed_run_ends_with_the_bits_of_one_in_memory(tmp_path: Path, loss
     assert tiny.figure_difference(memory, streamed, "kl") <= rounding.roundoff(vocabulary) * 64 * math.log(vocabulary)
 
 
+def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_path: Path) -> None:
+    """Batches are padded to shapes, and completions beside others' prompts, of KTO, to none."""
+    words = [*run_words(tmp_path, "kto"), "train.steps=4", "data.length_window=1", "plan.micro_batch_sizes=[4]"]
+    words += ["train.global_batch_size=7", "train.max_traces=1", f"data.cache_dir={tmp_path}/c", "data.streaming=true"]
+    for name, compiled in (("plain", "false"), ("compiled", "true")):
+        tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])
+    rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/compiled"], ["loss"])
+
+
 def test_a_runs_records_have_the_fields_of_the_contract(tmp_path: Path) -> None:
     tiny.train(tmp_path, [*run_words(tmp_path, "kto"), "train.steps=3", "run.name=run", "train.learning_rate=1e-2"])
     for record in tiny.steps_of(tmp_path / "runs/run"):

@@ -231,6 +231,9 @@ def test_all_ranks_leave_with_the_error_of_one(world: World) -> None:
     with pytest.raises(AgreedError, match="rank 1: data.jsonl:17 is broken"), world.agreeing("reading"):
         if world.rank == 1:
             raise UserError("data.jsonl:17 is broken")
+    with pytest.raises(AgreedError, match="rank 1: UserError"), world.agreeing("an error without a word"):
+        if world.rank == 1:
+            raise UserError("")
     with pytest.raises(AgreedError, match="No space left"), world.agreeing("writing"):
         if world.rank == 0:
             raise OSError(28, "No space left on device", "checkpoint")

@@ -271,7 +271,7 @@ class World(Collectives):
         try:
             yield
         except UserError as error:
-            mine = str(error)
+            mine = str(error) or type(error).__name__  # empty would be no error
         except OSError as error:
             mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; mend that and start again")
         errors = self.gather_text(mine, f"the outcome of {what}")

@@ -239,6 +239,13 @@ class ClusterPlan:
             for plan in self.ranks
         ]
 
+    def decisions(self) -> list[object]:
+        """What all ranks have to do alike, as JSON takes it, without any prediction."""
+        division = self.division and asdict(self.division) | {"weights": ()}  # which may differ in a last digit
+        sizes = [rank.micro_batch_sizes for rank in self.ranks]
+        stages = [[s.blocks, s.in_flight, s.recomputes, s.gradient_checkpointing] for s in self.stages]
+        return [self.strategy, self.shares, sizes, self.gradient_checkpointing, division, stages, self.steps_per_round]
+
     def to_dict(self) -> dict[str, object]:
         """For plan.json and the records; of the curves what can be drawn."""
         drawn = {"points", "memory_limit_bytes", "key", "source", "measured_at"}

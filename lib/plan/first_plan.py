@@ -62,6 +62,7 @@ def first_plan(
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
         config, warning = _on_one_rank(config, resumed is not None)
     plan = advised(config, _first_plan(config, world, hosts, lengths, rows, resumed, typical))
+    world.require_equal("plan", json.dumps(plan.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(plan, warnings=(warning, *plan.warnings)) if warning else plan
 
 

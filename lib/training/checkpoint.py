@@ -68,6 +68,7 @@ class RoundsState(TypedDict, total=False):
     trained: list[list[int]]  # pairs and steps
     rewards: list[list[float]]  # train.loss=bco: as every rank's steps know them, and as all did when the round began
     rewards_before: list[float]
+    skipped_in_row: list[int]
 
 
 @dataclass
@@ -81,6 +82,7 @@ class Progress:
     pairs: int = 0
     tokens: int = 0
     seconds: float = 0.0  # spent in steps
+    wall_seconds: float = 0.0  # of all processes so far, from each one's launch on
     skipped_in_row: int = 0
     best_step: int | None = None
     best_loss: float | None = None
@@ -308,9 +310,12 @@ def save(folder: Path, state: TrainingState, world: World, writer: CheckpointWri
 
 
 def has_to_wait(world: World, model: nn.Module, optimizer: optim.Optimizer) -> bool:
-    """Whether training waits for a checkpoint: ranks hold parts of arrays, or a copy of them would be large."""
+    """Whether training waits for a checkpoint: ranks hold parts of one model, or a copy of it would be large.
+
+    All ranks decide alike: of a divided model a rank may train nothing itself, and gathers as the others do.
+    """
     whole = {**adapter_files.trainable(model), **dict(tree_flatten(optimizer.state))}
-    return any(world.part(name) is not None for name in whole) or sum(a.nbytes for a in whole.values()) > COPIED_BYTES
+    return world.divides_model or sum(array.nbytes for array in whole.values()) > COPIED_BYTES
 
 
 def _write_whole(

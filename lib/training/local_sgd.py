@@ -90,6 +90,7 @@ class LocalSGD:
         self.waited_seconds = self.last_wait_seconds = 0.0  # of the round; at its last synchronisation
         self.rewards: list[list[float]] = []  # train.loss=bco: every rank's sum and count when they last synchronised
         self.rewards_before = [0.0, 0.0]  # of all ranks, when the round began
+        self.skipped_in_row = [0] * world.size  # every rank's, when they last synchronised
         self._warm = False
 
     # ---- Training
@@ -107,7 +108,7 @@ class LocalSGD:
             Stopped, AgreedError: on all ranks, what one rank met.
         """
         saved = saved_whole = progress.step
-        while progress.step < self.steps:
+        while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
             if self.round is None:
                 self._open(progress.step, progress.rewards)
             assert self.round is not None
@@ -198,6 +199,7 @@ class LocalSGD:
         began = time.perf_counter()
         queues, seconds = self._assign(target)
         own = self._work(queues[self.world.rank], seconds, local_step, progress.rewards)
+        own.skipped_in_row = progress.skipped_in_row
         arrived = time.perf_counter()
         texts = self.world.gather_long_text(json.dumps(asdict(own)), "the other ranks to train their part of the round")
         self.last_wait_seconds = time.perf_counter() - arrived
@@ -206,6 +208,7 @@ class LocalSGD:
         self._raise_faults(Stopped, [report.stopped for report in reports])
         self._raise_faults(AgreedError, [report.failed for report in reports])
         self.rewards = [report.rewards for report in reports]
+        self.skipped_in_row = [report.skipped_in_row for report in reports]
         steps = [report.steps for report in reports]
         pairs = [sum(len(chunk.indices) for chunk in queue[:count]) for queue, count in zip(queues, steps, strict=True)]
         self.pending = round_assignment.left_over(self.pending, queues, steps)
@@ -317,6 +320,7 @@ class LocalSGD:
             "max_micro_batch_sizes": self.ranks.max_micro_batch_sizes,
             "local_steps": [*self.local_steps, *self.former_steps],
             "round_ends": self.round_ends,
+            "skipped_in_row": self.skipped_in_row,
         }
         if self.round is not None:
             pending = round_assignment.to_state(self.pending, len(self.round.rows))
@@ -358,6 +362,8 @@ class LocalSGD:
         limits = state.get("max_micro_batch_sizes", [])
         for rank, size in enumerate(limits if len(limits) == self.world.size else ()):
             self.ranks.limit(rank, size)
+        if len(skipped := state.get("skipped_in_row", [])) == self.world.size:
+            self.skipped_in_row, progress.skipped_in_row = skipped, skipped[self.world.rank]
         if "tail" in state:
             # A run of an earlier version took an epoch, where the settings did not say.
             pairs = (
@@ -368,6 +374,7 @@ class LocalSGD:
             self.pending = round_assignment.from_state(state["scattered"], state["tail"], len(self.round.rows))
             self.trained = RoundWork(*(list(of_ranks) for of_ranks in zip(*state["trained"], strict=True)))
             self.start = own["start"]
+        self.rewards, self.rewards_before = [list(progress.rewards)] * self.world.size, list(progress.rewards)
         if "rewards" in state and len(state["rewards"]) == self.world.size:
             self.rewards, self.rewards_before = state["rewards"], state["rewards_before"]
             progress.rewards = list(self.rewards[self.world.rank])

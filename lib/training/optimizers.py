@@ -55,6 +55,8 @@ class Codes:
         index = mx.zeros(flat.shape, mx.int32)
         for step in (128, 64, 32, 16, 8, 4, 2, 1):  # a binary search
             index = mx.where(relative > self.middles[index + (step - 1)], index + step, index)
+        if self.zero == 0:  # a second moment that became zero would make the next update as large as its root is small
+            index = mx.where(flat > 0, mx.maximum(index, 1), index)
         return index.astype(mx.uint8), largest
 
     def decode(self, codes: mx.array, largest: mx.array, shape: tuple[int, ...]) -> mx.array:

@@ -22,6 +22,7 @@ class RankReport:
     timed_seconds: float = 0.0
     stopped: str | None = None  # why training cannot go on
     failed: str | None = None  # a user's error, or a disk's
+    skipped_in_row: int = 0  # updates that were not finite, the last ones of this rank
 
 
 class RankSpeeds:

@@ -194,8 +194,9 @@ class AskedReference:
         for batch, _ in batches:
             with self.in_place() as model, self.world.workers.together("reference log-probabilities of a batch"):
                 parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
-                columns = [np.array(self._logps(model, arrays_of(part.inputs))) for part in parts]
-            yield batch, np.concatenate(columns, axis=1)[: len(batch.rows)]
+                logps = [np.array(self._logps(model, arrays_of(part.inputs))) for part in parts]
+            # Each part may be padded to a shape of its own.
+            yield batch, np.concatenate([one[: len(batch.rows)] for one in logps], axis=1)
 
     @contextmanager
     def in_place(self) -> Iterator[nn.Module]:

@@ -131,5 +131,5 @@ def to_state(pending: np.ndarray, size: int) -> PendingState:
 
 
 def from_state(scattered: list[int], tail: int, size: int) -> np.ndarray:
-    """What `to_state` wrote: int64, ascending."""
-    return np.concatenate([np.array(scattered, np.int64), np.arange(tail, size)])
+    """What `to_state` wrote, of a round that may have become shorter since: int64, ascending."""
+    return np.concatenate([np.array([index for index in scattered if index < size], np.int64), np.arange(tail, size)])
