@@ -204,7 +204,7 @@ class Meta(TypedDict):
     unusable_count: int
 
 
-VERSION = 4  # of what an index holds
+VERSION = 5  # of what an index holds
 META, ENTRIES, LINES, UNUSABLE = "index.json", "entries.bin", "lines.jsonl", "unusable.txt"
 
 
@@ -229,7 +229,7 @@ def _build(file: Path, seen: os.stat_result, folder: Path, settings: DataSetting
         entries = stack.enter_context((folder / ENTRIES).open("wb"))
         unusable = stack.enter_context((folder / UNUSABLE).open("w", encoding="utf-8"))
         lines: IO[bytes] | None = stack.enter_context((folder / LINES).open("wb")) if unpacks else None
-        for line, offset, raw, record in record_files.scan(file, settings):
+        for line, offset, raw, record in record_files.scan(file, settings, kind):
             try:
                 if isinstance(record, Unusable):
                     raise record
