@@ -374,6 +374,30 @@ def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
             assert np.array_equal(value, other.inputs[key]), key
 
 
+def test_kept_tokens_are_those_of_the_same_arguments_and_code(tmp_path, monkeypatch):
+    """enable_thinking=false and its absence render a question alike, and an answer that thinks otherwise."""
+    name = "Qwen-Qwen3-0.6B"
+    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
+    file = tmp_path / "rows.jsonl"
+    thought = {**GOOD, "reasoning_content": "12 + 30 makes 42"}
+    file.write_text(json.dumps({"messages": [USER, thought]}) + "\n")
+
+    def prompt_of(**changes: Any) -> list[int]:
+        settings = DataSettings(train=str(file), cache_dir=str(tmp_path / "cache"), **changes)
+        data = open_training(settings, "sft", wrapped, tell=print, eos_token_id=None)
+        ids: list[int] = data[0].prompt_ids.tolist()
+        return ids
+
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of() != prompt_of(**off)
+    assert prompt_of(streaming=True) == prompt_of()
+    assert prompt_of(streaming=True, **off) == prompt_of(**off)
+    folders = len([*tmp_path.glob("cache/tokens-*")])
+    monkeypatch.setattr("lib.data.streaming.TOKENS_VERSION", "another")
+    prompt_of(streaming=True)
+    assert len([*tmp_path.glob("cache/tokens-*")]) == folders + 1
+
+
 def test_tokens_of_ones_own_may_have_a_mask(tmp_path):
     file = tmp_path / "rows.jsonl"
     record = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9, 10], "completion_mask": [1, 0, 0, 1]}

@@ -15,6 +15,8 @@ from lib.data.text_tokens import SPECIMEN, TextTokens, Tokenizer
 from lib.data.truncate import prompt_room, shorten
 from lib.errors import UserError
 
+TOKENS_VERSION = 2  # of what is made of a record: tokens that another version has kept are made again
+
 
 class Vocabulary(TypedDict):
     """What a model knows of ids and positions."""
